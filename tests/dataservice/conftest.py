@@ -1,4 +1,4 @@
-"""A client of the pool, for tests of what it holds."""
+"""A client of the pool, and a dataset, for tests of what it holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.dataservice.pool_servers import inner_server
+from tests.datasets.samples_source import Numbered, publish
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.dataservice import DataClient
+from torch_dpflow.datasets import DatasetStore, StoredDataset
 
 
 @pytest.fixture
@@ -21,3 +23,14 @@ def client(tmp_path: Path) -> Iterator[DataClient]:
         closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
     ):
         yield client
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DatasetStore:
+    return DatasetStore.create(str(tmp_path / "datasets"))
+
+
+@pytest.fixture
+def stored(store: DatasetStore, request: pytest.FixtureRequest) -> StoredDataset:
+    """A dataset of as many samples as the module of the test has as `COUNT`."""
+    return publish(store, Numbered(request.module.COUNT))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.dataservice.pool_servers import server
-from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.datasets.samples_source import numbers
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
@@ -37,18 +37,13 @@ from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
 from torch_dpflow.dataservice.server.holdings import Holdings
 from torch_dpflow.dataservice.server.lane_server import LaneServer
 from torch_dpflow.dataservice.sources.set_names import identity_of
-from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 COUNT = 40
 #: What a server's memory may vary by while strangers come and go, bytes.
 SLACK_BYTES = 16 << 20
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> StoredDataset:
-    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
 
 
 @contextmanager

@@ -37,16 +37,6 @@ from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 COUNT = 40
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> DatasetStore:
-    return DatasetStore.create(str(tmp_path / "datasets"))
-
-
-@pytest.fixture
-def stored(store: DatasetStore) -> StoredDataset:
-    return publish(store, Numbered(COUNT))
-
-
 def test_numbers_of_samples_and_rows(stored: StoredDataset, client: DataClient, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(COUNT))
     rows = open_array(tmp_path / "rows.npy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, numbers, publish
-from tests.shared_cluster import PATIENCE_S, wait
+from tests.shared_cluster import wait
 from torch_dpflow.cli.main import root
 from torch_dpflow.cli.pool_printing import read_rates
 from torch_dpflow.dataservice import DataClient
@@ -24,27 +23,13 @@ CLASSES, FILES = 3, 5
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[Path]:
-    """Where a server listens."""
-    with inner_server(tmp_path / "p", 16 << 20):
-        yield tmp_path / "p"
-
-
-@pytest.fixture
-def client(address: Path) -> Iterator[DataClient]:
-    with closing(DataClient(address, silence_s=PATIENCE_S)) as client:
-        yield client
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> StoredDataset:
+def photos(tmp_path: Path, store: DatasetStore) -> StoredDataset:
     """Files of several lengths in folders of their classes."""
     for label in range(CLASSES):
         folder = tmp_path / "photos" / f"n{label}"
         folder.mkdir(parents=True)
         for number in range(FILES):
             (folder / f"{number}.JPEG").write_bytes(f"photo {label}, {number}".encode() * (1 + number))
-    store = DatasetStore.create(str(tmp_path / "datasets"))
     draft = Draft(store, "core/photos", "v1")
     draft.add("train", make_importer("imagefolder", str(tmp_path / "photos"), {}), shard_size=4)
     draft.publish()
@@ -70,26 +55,29 @@ def test_files_are_read_by_their_paths(photos: StoredDataset, client: DataClient
         client.read(photos, "n2/5.JPEG")
 
 
-def test_records_that_lie_at_one_path_are_read_by_number(tmp_path: Path, client: DataClient) -> None:
-    stored = publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(8))
+def test_records_that_lie_at_one_path_are_read_by_number(store: DatasetStore, client: DataClient) -> None:
+    stored = publish(store, Numbered(8))
     path = stored.sample(5).path
     with pytest.raises(OptionError, match=rf"4 records of .* lie at '{path}'.*the first is 4"):
         client.read(stored, path)
 
 
 def test_verifying_tells_each_sample_that_differs(
-    photos: StoredDataset, client: DataClient, address: Path, tmp_path: Path
+    photos: StoredDataset, client: DataClient, tmp_path: Path
 ) -> None:
-    absent = verified(photos, address)
+    absent = verified(photos, tmp_path / "p")
     assert absent.exit_code == 1
     assert "is not in the pool" in absent.output
     client.preload(photos)
-    assert "15 samples are in memory as in storage, 0 in storage alone" in verified(photos, address).output
+    assert (
+        "15 samples are in memory as in storage, 0 in storage alone"
+        in verified(photos, tmp_path / "p").output
+    )
     folder = tmp_path / "photos" / "n1"
     (folder / "0.JPEG").write_bytes(b"photo 1, X")
     (folder / "1.JPEG").write_bytes(b"short")
     (folder / "2.JPEG").unlink()
-    result = verified(photos, address)
+    result = verified(photos, tmp_path / "p")
     assert result.exit_code == 1
     assert "sample 5: byte 9 of 10 is 48 in memory, and 88 in storage" in result.output
     assert "sample 6: is in memory, and cannot be compared: TruncatedObjectError" in result.output
@@ -98,8 +86,8 @@ def test_verifying_tells_each_sample_that_differs(
     assert "3 of 15 samples differ" in result.output
 
 
-def test_verifying_a_part_counts_the_rest(tmp_path: Path) -> None:
-    stored = publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(400), shard_size=10)
+def test_verifying_a_part_counts_the_rest(tmp_path: Path, store: DatasetStore) -> None:
+    stored = publish(store, Numbered(400), shard_size=10)
     with inner_server(tmp_path / "q", 8 << 10), closing(DataClient(tmp_path / "q")) as client:
         held = client.preload(stored, fit="part").placed
         result = verified(stored, tmp_path / "q")
@@ -110,7 +98,7 @@ def test_verifying_a_part_counts_the_rest(tmp_path: Path) -> None:
         assert client.read_batch(stored, range(400)) == numbers(400)
 
 
-def test_top_shows_how_fast_a_set_is_read(photos: StoredDataset, client: DataClient, address: Path) -> None:
+def test_top_shows_how_fast_a_set_is_read(photos: StoredDataset, client: DataClient, tmp_path: Path) -> None:
     info = client.preload(photos)
     client.read_batch(photos, range(len(photos)))
     before = SetList([info], 1, 2, 1)
@@ -119,7 +107,7 @@ def test_top_shows_how_fast_a_set_is_read(photos: StoredDataset, client: DataCli
     now = SetList(client.sets(), 1, 2, 1)
     assert read_rates(before, now, 0.5) == {info.identity: (2 * len(photos), 0.0)}
     assert read_rates(SetList([], 1, 2, 0), now, 0.5) == {}
-    words = ["top", "--count", "2", "--interval-s", "0.1", "--address", str(address)]
+    words = ["top", "--count", "2", "--interval-s", "0.1", "--address", str(tmp_path / "p")]
     result = CliRunner().invoke(root, ["pool", *words])
     assert result.exit_code == 0
     for word in ("core/photos:v1:train", "from storage/s", "hit rate", "bytes are free"):

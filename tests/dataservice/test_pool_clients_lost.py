@@ -9,10 +9,8 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pytest
-
 from tests.dataservice.pool_servers import inner_server
-from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.datasets.samples_source import numbers, publish
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
@@ -25,11 +23,6 @@ from torch_dpflow.errors import ChecksumError
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 COUNT, LARGE = 40, 8 << 20
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> StoredDataset:
-    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
 
 
 def read_in_child(client: DataClient, stored: StoredDataset, end: Connection) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.dataservice.pool_servers import inner_server
-from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.datasets.samples_source import numbers
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
@@ -21,16 +21,6 @@ from torch_dpflow.errors import ChecksumError, OptionError
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 
 COUNT = 12
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> DatasetStore:
-    return DatasetStore.create(str(tmp_path / "datasets"))
-
-
-@pytest.fixture
-def stored(store: DatasetStore) -> StoredDataset:
-    return publish(store, Numbered(COUNT))
 
 
 @pytest.fixture

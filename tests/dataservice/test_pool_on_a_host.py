@@ -61,16 +61,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert process.returncode == 0
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> DatasetStore:
-    return DatasetStore.create(str(tmp_path / "datasets"))
-
-
-@pytest.fixture
-def stored(store: DatasetStore) -> StoredDataset:
-    return publish(store, Numbered(COUNT))
-
-
 def packs(stored: StoredDataset) -> list[Path]:
     """The files that its samples lie in."""
     urls = {stored.data_url(one) for one in stored.samples()}

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.dataservice.pool_servers import inner_server, server
-from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.datasets.samples_source import numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
@@ -39,11 +39,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, file in {"ours": OURS, "others": OTHERS, "old": OLD, "jobs": OURS.for_jobs()}.items():
         write_connection_file(folder / name, file)
     return folder
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> StoredDataset:
-    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
 
 
 @contextmanager

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.datasets.samples_source import Numbered, content, publish
+from tests.datasets.samples_source import content
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.planning import sets as layouts
-from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.errors import OptionError, PeerLostError
 
 COUNT = 40
@@ -29,11 +27,6 @@ class Decode:
 
     def __getstate__(self) -> int:
         return self.shift
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> StoredDataset:
-    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
 
 
 def expected(shift: int) -> np.ndarray:
