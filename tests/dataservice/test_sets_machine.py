@@ -42,7 +42,7 @@ def test_a_name_is_of_the_facts_alone() -> None:
 @pytest.mark.parametrize("lengths", [[], [-1], [1.5], [[1]]])
 def test_lengths_that_are_none(lengths: object) -> None:
     with pytest.raises(OptionError):
-        FileSet(NAME, lengths)  # type: ignore[arg-type]
+        FileSet(NAME, lengths, 1)  # type: ignore[arg-type]
 
 
 def test_arrays_that_are_none() -> None:

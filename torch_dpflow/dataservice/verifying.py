@@ -19,6 +19,8 @@ from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 
 #: Samples that are read at the same time; or rows, of so many bytes unless one has more.
 _AT_ONCE, _AT_ONCE_BYTES = 256, 64 << 20
+#: After how long without an answer a server is left, seconds.
+_SILENCE_S = 5.0
 
 
 @dataclass
@@ -38,7 +40,6 @@ def verify_pool(
     stored: StoredDataset | ArraySource,
     address: AddressLike = "auto",
     *,
-    silence_s: float = 5.0,
     progress: Callable[[int], None] = lambda samples: None,
     compared: PoolComparison | None = None,
 ) -> Iterator[Problem]:
@@ -57,7 +58,7 @@ def verify_pool(
     reader, per_record, at_once = _past_the_pool(stored)
     with (
         closing(reader) as storage,
-        closing(SetReading(find_address(address), source, identity, silence_s)) as memory,
+        closing(SetReading(find_address(address), source, identity, _SILENCE_S)) as memory,
     ):
         records = -(-samples // per_record)
         for first in range(0, records, at_once):

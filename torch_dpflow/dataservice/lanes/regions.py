@@ -115,12 +115,6 @@ class PoolRegion:
             os.close(fd)
 
 
-def region_bytes(records: FileSet, stripes: Sequence[int]) -> int:
-    """What a region with these stripes takes."""
-    count = sum(len(records.records_of(stripe)) for stripe in stripes)
-    return _start(len(stripes), count) + sum(records.stripe_bytes(stripe) for stripe in stripes)
-
-
 def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -> PoolRegion:
     """Reserve memory for these stripes.
 
@@ -128,7 +122,8 @@ def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -
 
     Raises PoolFullError: the machine, or the control group, has not so much memory.
     """
-    size = region_bytes(records, stripes)
+    count = sum(len(records.records_of(stripe)) for stripe in stripes)
+    size = _start(len(stripes), count) + sum(records.stripe_bytes(stripe) for stripe in stripes)
     fd, memory = sealed_memory(size, f"{records.records:,} samples")
     _write_index(memory, records, stripes, known)
     return PoolRegion(fd, memory)

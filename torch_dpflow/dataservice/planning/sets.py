@@ -21,14 +21,11 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: Records of a file set begin at multiples of so many bytes, a cache line.
 ALIGNMENT = 64
-#: Records in a stripe of a file set: as many as a metadata shard of a dataset store has.
-FILES_PER_STRIPE = 1000
 #: Bytes of a stripe of an array set, at most, unless a record is larger.
 ARRAY_STRIPE_BYTES = 64 << 20
 #: Bytes of a block of rows, at most, unless a row is larger; and how many blocks a set may have: 4 TiB.
 ARRAY_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 1 << 24
-#: Bytes of an identity.
-IDENTITY_BYTES = 16
+_IDENTITY_BYTES = 16
 
 
 def identity(kind: str, facts: dict[str, Any]) -> bytes:
@@ -38,7 +35,7 @@ def identity(kind: str, facts: dict[str, Any]) -> bytes:
     facts: everything that determines its bytes, of types that msgspec knows.
     """
     encoded = msgspec.msgpack.encode([kind, facts], order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=IDENTITY_BYTES).digest()
+    return hashlib.blake2b(encoded, digest_size=_IDENTITY_BYTES).digest()
 
 
 class RecordSet:
@@ -76,7 +73,7 @@ class FileSet(RecordSet):
     Raises OptionError: there is no record, a length is below 0, or it is no list of whole numbers.
     """
 
-    def __init__(self, identity: bytes, lengths: npt.ArrayLike, per_stripe: int = FILES_PER_STRIPE) -> None:
+    def __init__(self, identity: bytes, lengths: npt.ArrayLike, per_stripe: int) -> None:
         self.lengths = np.asarray(lengths)
         if self.lengths.ndim != 1 or self.lengths.dtype.kind not in "iu" or (self.lengths < 0).any():
             raise OptionError("lengths: a list of whole numbers from 0 is needed, one for each record")

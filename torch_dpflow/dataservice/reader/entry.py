@@ -22,7 +22,6 @@ _TELL_S = 1.0
 class SetTable(NamedTuple):
     """Who holds each stripe of a set: places in `servers`, or -1."""
 
-    generation: int
     per_stripe: int
     servers: list[ServerInfo]
     owners: list[int]
@@ -122,7 +121,6 @@ class PoolEntry:
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
             raise MessageError("the pool's table of a set cannot be read")
         return SetTable(
-            table.generation,
             table.per_stripe,
             table.servers,
             owners,
