@@ -120,11 +120,4 @@ class PoolEntry:
         owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
             raise MessageError("the pool's table of a set cannot be read")
-        return SetTable(
-            table.per_stripe,
-            table.servers,
-            owners,
-            info.is_placed,
-            table.asked,
-            table.is_part,
-        )
+        return SetTable(table.per_stripe, table.servers, owners, info.is_placed, table.asked, table.is_part)

@@ -17,12 +17,7 @@ from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
 from torch_dpflow.dataservice.lanes.guards import check_keys
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, PoolAddress, find_address
-from torch_dpflow.dataservice.messages.ahead_messages import (
-    AnnounceOrder,
-    OpenAhead,
-    TookAhead,
-    WantAhead,
-)
+from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder, OpenAhead, TookAhead, WantAhead
 from torch_dpflow.dataservice.messages.protocol import (
     REQUESTS,
     CountReads,

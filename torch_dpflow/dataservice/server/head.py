@@ -15,13 +15,7 @@ from functools import partial
 import numpy as np
 
 from torch_dpflow.dataservice.lanes.regions import IDLE, UNLOADED
-from torch_dpflow.dataservice.messages.protocol import (
-    CountReads,
-    PoolRefusal,
-    PreloadSet,
-    SetInfo,
-    SetList,
-)
+from torch_dpflow.dataservice.messages.protocol import CountReads, PoolRefusal, PreloadSet, SetInfo, SetList
 from torch_dpflow.dataservice.messages.server_messages import (
     MOST_STRIPES,
     Beat,

@@ -16,12 +16,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     RecordStates,
     SetOpened,
 )
-from torch_dpflow.dataservice.messages.server_messages import (
-    ALL_FAILED,
-    DropOrder,
-    SetPart,
-    SetState,
-)
+from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, DropOrder, SetPart, SetState
 from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
 from torch_dpflow.dataservice.server.filling import FIRST_PAUSE_S, LONGEST_PAUSE_S, HeldSet
 from torch_dpflow.dataservice.server.threads import start_thread

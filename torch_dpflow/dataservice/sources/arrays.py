@@ -16,13 +16,7 @@ from torch_dpflow.dataservice.sources.hdf5_dataset import HDF5Dataset
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.urls import without_login
-from torch_dpflow.errors import (
-    ChecksumError,
-    DPFlowError,
-    OptionError,
-    StorageError,
-    TruncatedObjectError,
-)
+from torch_dpflow.errors import ChecksumError, DPFlowError, OptionError, StorageError, TruncatedObjectError
 
 #: The first bytes of a file, with all headers of `.npy` that numpy reads (10,000 bytes).
 _HEAD_BYTES = 16 << 10
