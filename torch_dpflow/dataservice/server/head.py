@@ -32,17 +32,17 @@ from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
 from torch_dpflow.dataservice.server.known_set import KnownSet, check_pushed_set, cut_in, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
-from torch_dpflow.dataservice.server.running_clock import RunningClock
 from torch_dpflow.dataservice.server.set_progress import set_list, with_progress
 from torch_dpflow.dataservice.server.set_versions import droppable, find_base
 from torch_dpflow.dataservice.server.threads import start_thread
 from torch_dpflow.dataservice.sources.set_names import open_source
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 
 #: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
 LEASE_S = 5.0
-_BEAT_S = _TICK_S = 1.0
+_BEAT_S, _TICK_S = 1.0, 0.5
 
 
 class PoolHead:
@@ -63,9 +63,9 @@ class PoolHead:
         self._members = Members(server.directory)
         self._generations = itertools.count(1)
         self._is_closed = False
-        self._clock = RunningClock()
+        self._clock = SuspendAwareClock()  # so a head that was frozen loses no member
         #: Until when members of an earlier head may come back.
-        self._returns_until = LEASE_S if self._members.had_some else 0.0
+        self._returns_until = self._clock() + LEASE_S if self._members.had_some else 0.0
         self._keeper.renew(server.name, 0, server.memory, self._clock())
 
     # -- what clients ask for --------------------------------------------------------------------------------
