@@ -27,7 +27,6 @@ from torch_dpflow.dataservice.messages.server_messages import (
     Beat,
     DropOrder,
     Enlist,
-    FillOrder,
     Orders,
     ServerInfo,
     SetPart,
@@ -317,7 +316,7 @@ def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pyt
     options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s"}
     source = SetSource(store="oss://bucket/datasets", options=options, ref="core/numbers:v1:train")
     holdings, identity = Holdings(0), bytes(16)
-    holdings.obey(FillOrder(source=source, identity=identity, is_explicit=False, cut=ALL, stripes=[0]))
+    holdings.obey(SetPart(source=source, identity=identity, is_explicit=False, cut=ALL, stripes=[0]))
     wait(lambda: holdings.state(identity).error, what="that its metadata cannot be read")
     holdings.close()
 
