@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,8 +73,10 @@ def process(command: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
             running.terminate()
 
 
-def lanes(stack: ExitStack, stored: StoredDataset, folder: Path, *, trust_network: bool) -> PoolSide:
-    """Ours: four servers of the pool, each with all records, over tcp."""
+def lanes(
+    stack: ExitStack, stored: StoredDataset, folder: Path, *, trust_network: bool
+) -> tuple[PoolSide, PoolSide]:
+    """Ours: four servers of the pool, each with all records, over tcp; and without a copy, in memory used again."""
     folder.mkdir()
     keys = folder / "keys"
     write_connection_file(keys, generate_keys("", certificates=True))
@@ -91,16 +94,18 @@ def lanes(stack: ExitStack, stored: StoredDataset, folder: Path, *, trust_networ
     reader = stack.enter_context(closing(LaneReader(address, silence_s=60.0)))
     identity = identity_of(stored)
 
-    def read(indices: Sequence[int]) -> list[bytes | None]:
-        return reader.read(
-            identity, [owners[one % SERVERS] for one in indices], indices, [RECORD_BYTES] * len(indices)
-        )
+    def read(copy: bool, indices: Sequence[int]) -> object:
+        told = [owners[one % SERVERS] for one in indices]
+        return reader.read(identity, told, indices, [RECORD_BYTES] * len(indices), copy=copy)
 
-    return PoolSide(read, servers)
+    return PoolSide(partial(read, True), servers), PoolSide(partial(read, False), servers)
 
 
-def raw_sockets(stack: ExitStack, count: int) -> PoolSide:
-    """The least that tcp can cost: all requests at once, `sendmsg` from memory, one call for each record received."""
+def raw_sockets(stack: ExitStack, count: int) -> tuple[PoolSide, PoolSide]:
+    """The least that tcp can cost: all requests at once, `sendmsg` from memory, one call for each record received.
+
+    The second side receives into the same memory each time, which overwrites what it has given before.
+    """
     connections, servers = list[socket.socket](), list[psutil.Process]()
     for _ in range(SERVERS):
         port, server = stack.enter_context(process(_own("raw", count)))
@@ -109,16 +114,28 @@ def raw_sockets(stack: ExitStack, count: int) -> PoolSide:
         connections.append(stack.enter_context(closing(connection)))
         servers.append(server)
 
-    def read(indices: Sequence[int]) -> list[bytes]:
-        found, places = [b""] * len(indices), by_server(connections, indices)
+    kept = [memoryview(bytearray(RECORD_BYTES)) for _ in range(count)]
+
+    def ask(indices: Sequence[int]) -> list[tuple[socket.socket, list[int]]]:
+        places = by_server(connections, indices)
         for connection, own in places:
             connection.sendall(struct.pack(f"<I{len(own)}q", len(own), *[indices[place] for place in own]))
-        for connection, own in places:
+        return places
+
+    def read(indices: Sequence[int]) -> list[bytes]:
+        found = [b""] * len(indices)
+        for connection, own in ask(indices):
             for place in own:
                 found[place] = connection.recv(RECORD_BYTES, socket.MSG_WAITALL)
         return found
 
-    return PoolSide(read, servers)
+    def read_into(indices: Sequence[int]) -> list[memoryview]:
+        for connection, own in ask(indices):
+            for place in own:
+                assert connection.recv_into(kept[place], 0, socket.MSG_WAITALL) == RECORD_BYTES
+        return kept[: len(indices)]
+
+    return PoolSide(read, servers), PoolSide(read_into, servers)
 
 
 def curve(stack: ExitStack, count: int) -> PoolSide:
