@@ -78,6 +78,20 @@ def test_other_threads_may_drop_what_was_lent() -> None:
     assert [int.from_bytes(view[:2], "little") for view in kept] == [*range(400)]
 
 
+def is_used_again(memory: ReceiveMemory, size: int) -> bool:
+    """Whether a loan has what the last one of this size has written; new memory has zeros."""
+    memory.lend(size)[:] = b"\1" * size
+    return memory.lend(size)[0] == 1
+
+
+def test_blocks_of_sizes_that_are_asked_for_no_more_are_given_up() -> None:
+    memory = ReceiveMemory(10_240)
+    assert is_used_again(memory, 10_000)
+    found = [is_used_again(memory, 5_000) for _ in range(4)]
+    assert found == [False, False, True, True]
+    assert not is_used_again(ReceiveMemory(0), 1)
+
+
 def test_what_is_kept_is_a_number_of_bytes() -> None:
     with pytest.raises(OptionError, match="most_bytes"):
         ReceiveMemory(-1)
