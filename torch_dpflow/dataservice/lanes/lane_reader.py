@@ -26,10 +26,10 @@ from torch_dpflow.log import DATASETS
 Content: TypeAlias = bytes | memoryview
 #: Records that the window is asked about at a time.
 _LOOKED_AT = 64
-#: What one server is asked for before the next, bytes: half of what it sends in a turn.
-_TOGETHER_BYTES = 512 << 10
+#: What one server is asked for before the next, bytes: half of what it sends in a turn, and all of it on this host.
+_TOGETHER_BYTES, _TOGETHER_ON_HOST_BYTES = 512 << 10, 1 << 20
 #: What may be under way where all servers are of this host, bytes: enough that few answers carry much.
-_ON_HOST_BYTES = 2 << 20
+_ON_HOST_BYTES = 4 << 20
 #: What a record is taken for whose length only the server knows, bytes.
 _GUESSED_BYTES = 64 << 10
 #: Between attempts to reach a server, seconds.
@@ -42,7 +42,7 @@ class LaneReader:
     Args:
         pool: one of its servers; the others have the same keys.
         silence_s: after how long without a byte that is due a server is left, seconds.
-        window: how much may be asked for that has not come; None: what this reader measures, or 2 MiB where all servers
+        window: how much may be asked for that has not come; None: what this reader measures, or 4 MiB where all servers
             are of this host.
 
     Raises OptionError: there are no keys.
@@ -81,10 +81,12 @@ class LaneReader:
         copy: False gives large ones as memoryviews that nobody can write to; their memory is used again when they are
             gone.
         """
-        batch = _LaneBatch(identity, owners, records, lengths, copy=copy)
         self.failed = set()
         lanes = [self._lane(owner) for owner in {*owners}]
-        self._window = self._windows[all(lane is not None and lane.is_on_host for lane in lanes)]
+        is_on_host = all(lane is not None and lane.is_on_host for lane in lanes)
+        self._window = self._windows[is_on_host]
+        together = _TOGETHER_ON_HOST_BYTES if is_on_host else _TOGETHER_BYTES
+        batch = _LaneBatch(identity, owners, records, lengths, together, copy=copy)
         try:
             while True:
                 self._ask(batch)
@@ -217,6 +219,7 @@ class _LaneBatch:
         owners: Sequence[str],
         records: Sequence[int],
         lengths: Sequence[int | None],
+        together: int,
         *,
         copy: bool,
     ) -> None:
@@ -225,7 +228,7 @@ class _LaneBatch:
         self.contents: list[Content | None] = [None] * len(records)
         sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
         #: Places of the records in the order in which they are asked for, and the bytes of each.
-        self.order = _in_turns(owners, sizes)
+        self.order = _in_turns(owners, sizes, together)
         self.sizes = [sizes[place] for place in self.order]
         #: Those before this one were asked for.
         self.at = 0
@@ -240,15 +243,15 @@ class _LaneBatch:
         self.sizes.append(self.lengths[place] or _GUESSED_BYTES)
 
 
-def _in_turns(owners: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    """The places of records, for each server in turn so many that it sends them in one turn."""
+def _in_turns(owners: Sequence[str], sizes: Sequence[int], together: int) -> list[int]:
+    """The places of records, for each server in turn those of about so many bytes."""
     places: dict[str, deque[int]] = {}
     for place, owner in enumerate(owners):
         places.setdefault(owner, deque()).append(place)
     order, line = list[int](), deque(places.values())
     while line:
         own, size = line.popleft(), 0
-        while own and size < _TOGETHER_BYTES:
+        while own and size < together:
             size += sizes[own[0]]
             order.append(own.popleft())
         if own:
