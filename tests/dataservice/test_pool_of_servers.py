@@ -44,8 +44,8 @@ FROZEN_S = 2.0
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> StoredDataset:
-    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT), shard_size=10)
+def stored(store: DatasetStore) -> StoredDataset:
+    return publish(store, Numbered(COUNT), shard_size=10)
 
 
 def servers_of(address: Path) -> int:

@@ -242,9 +242,11 @@ def test_a_lane_that_is_cut_at_any_byte_costs_no_sample(
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_lane_that_is_cut_in_a_large_record_costs_no_sample(keys: Path, tmp_path: Path, copy: bool) -> None:
+def test_a_lane_that_is_cut_in_a_large_record_costs_no_sample(
+    keys: Path, tmp_path: Path, store: DatasetStore, copy: bool
+) -> None:
     large = [(bytes([one]) * 40_000, {"number": one}) for one in range(6)]
-    stored = publish(DatasetStore.create(str(tmp_path / "datasets")), large)
+    stored = publish(store, large)
     with tcp_server(tmp_path, keys, trust_network=True) as address:
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
         for after in range(30_000, 240_000, 35_000):

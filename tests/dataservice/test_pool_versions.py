@@ -22,8 +22,7 @@ ROOM = 1 << 20
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> tuple[StoredDataset, StoredDataset]:
-    store = DatasetStore.create(str(tmp_path / "datasets"))
+def versions(store: DatasetStore) -> tuple[StoredDataset, StoredDataset]:
     first = publish(store, Numbered(FIRST))
     more = Numbered(SECOND - FIRST, first=FIRST)
     return first, publish(store, more, version="v2", parent="v1", shard_size=None)

@@ -17,6 +17,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from torch_dpflow import errors
+from torch_dpflow.checks import check_type
 from torch_dpflow.dataservice.messages.ahead_messages import (
     AheadOpened,
     AheadPlaces,
@@ -40,7 +41,7 @@ from torch_dpflow.dataservice.messages.server_messages import (
 from torch_dpflow.dataservice.messages.set_source import AnySource as AnySource
 from torch_dpflow.dataservice.messages.set_source import ArraySource as ArraySource
 from torch_dpflow.dataservice.messages.set_source import SetSource as SetSource
-from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError
+from torch_dpflow.errors import DPFlowError, OptionError
 
 #: The environment variable with the default `address` of clients and servers.
 ADDRESS_VARIABLE = "DPFLOW_POOL"
@@ -263,10 +264,7 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
 
     Raises OptionTypeError, or OptionError where it is no path, or too long for a socket.
     """
-    if not isinstance(address, str | os.PathLike):
-        raise OptionTypeError(
-            f'address={address!r} is of type {type(address).__name__}; give "auto" or the path of a directory'
-        )
+    check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
     if address == "auto":
         address = os.environ.get(ADDRESS_VARIABLE) or default_directory()
     if os.fspath(address) == "" or "://" in os.fspath(address):
