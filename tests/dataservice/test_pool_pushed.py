@@ -49,6 +49,17 @@ def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_server_whose_assertions_are_off_holds_what_was_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    with (
+        server(tmp_path / "p", "64MiB"),
+        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
+    ):
+        assert np.array_equal(client.read_batch(client.push(NAME, ROWS), range(len(ROWS))), ROWS)
+
+
 def test_what_is_pushed_is_read_by_others_by_its_name(tmp_path: Path, client: DataClient) -> None:
     source = client.push(NAME, ROWS)
     assert [(one.ref, one.records, one.loaded, one.is_explicit) for one in client.sets()] == [

@@ -87,7 +87,8 @@ class PoolRegion:
     def copy_from(self, fd: int, start: int, stripe: int, number: int) -> int:
         """Server: fill a record's place from a file that `check_pushed` has passed; returns its bytes."""
         offset, length = self.place(stripe, number)
-        assert os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start) == length
+        copied = os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start)
+        assert copied == length
         return length
 
     @property
