@@ -13,7 +13,7 @@ class SuspendAwareClock:
     """Seconds that this process has been running, for leases. Read it at least every `MAX_STEP_S` seconds.
 
     A process that was suspended itself, with its container or by a debugger, has not read what its peers sent
-    meanwhile, and must not let their leases expire for that. One thread reads it.
+    meanwhile, and must not let their leases expire for that. One thread reads it at a time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
