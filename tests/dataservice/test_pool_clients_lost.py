@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import numbers, publish
+from tests.interruption import Interruption
+from tests.new_process import in_fork
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
@@ -46,6 +48,29 @@ def test_a_process_that_is_forked_after_reading_reads_by_connections_of_its_own(
     for one in (ours, theirs):
         one.close()
     assert client.dataset(stored).misses == 0
+
+
+def interrupt_reads(stored: StoredDataset, address: Path) -> int:
+    """Interrupt a read at every ninth place, and read all after each; how many were interrupted."""
+    interrupted = 0
+    with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
+        for place in range(0, 900, 9):
+            dataset.close()  # so that it asks what there is
+            try:
+                with Interruption(place):
+                    dataset.read_each(range(5))
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+    return interrupted
+
+
+def test_a_read_that_is_interrupted_anywhere_leaves_the_next_one_right(
+    stored: StoredDataset, client: DataClient, tmp_path: Path
+) -> None:
+    client.preload(stored)
+    # Another process, as what has come and has no owner yet goes with that.
+    assert in_fork(interrupt_reads, stored, tmp_path / "p") > 40
 
 
 def test_data_that_was_replaced_is_told_to_who_compares(stored: StoredDataset, tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class PoolConnection:
     def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
         found = find_address(address)
         self._lock = threading.Lock()
+        #: Whether an answer is to come.
+        self._is_asked = False
         self._channel: Channel
         if found.directory is None:
             guard = guard_of(found, serves=False)
@@ -81,6 +83,11 @@ class PoolConnection:
 
     def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
         """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
+        if (
+            self._is_asked
+        ):  # Control-C has kept somebody from hearing what would be taken for the answer to this
+            self._channel.close()
+        self._is_asked = True
         try:
             self._channel.send(request, fds)
         except OSError as error:
@@ -97,6 +104,7 @@ class PoolConnection:
             # An answer that came later would be taken for that of the next request.
             self._channel.close()
             raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+        self._is_asked = False
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds

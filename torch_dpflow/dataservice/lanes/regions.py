@@ -177,14 +177,11 @@ def map_region(fd: int, identities: Collection[bytes]) -> PoolRegion:
         magic, its, stripes, records = _HEADER.unpack_from(memory)
         if magic[1:] != _MAGIC[1:] or its not in identities or _start(stripes, records) > len(memory):
             raise MessageError(f"a region of the pool is not one of set {[one.hex() for one in identities]}")
-        os.close(fd)  # the mapping has a descriptor of its own
-        return PoolRegion(-1, memory)
     except (OSError, ValueError, struct.error) as error:
-        os.close(fd)
         raise MessageError(f"a region of the pool cannot be mapped: {error}") from error
-    except BaseException:
-        os.close(fd)
-        raise
+    finally:
+        os.close(fd)  # the mapping has a descriptor of its own
+    return PoolRegion(-1, memory)
 
 
 def _start(stripes: int, records: int) -> int:

@@ -189,6 +189,9 @@ class NearServer:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             DATASETS.info("the server of the pool at %s is left for now: %s", self._directory, error)
             return False
+        except BaseException:  # Control-C: what has come is not noted, and would be waited for
+            self.disconnect()
+            raise
 
 
 def _map_all(fds: Sequence[int], identities: Sequence[bytes]) -> list[PoolRegion]:

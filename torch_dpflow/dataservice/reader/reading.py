@@ -283,9 +283,9 @@ class SetReading:
             DATASETS.info("%s is read from storage for now: %s", self._ref, error)
 
     def _take(self, table: SetTable) -> None:
-        self._table = table
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
-        self._owners = [owners[one] if one >= 0 else None for one in table.owners]
+        # Together, as Control-C may come between any two calls.
+        self._owners, self._table = [owners[one] if one >= 0 else None for one in table.owners], table
         for server in owners:
             if isinstance(server, NearServer):
                 server.refresh()
