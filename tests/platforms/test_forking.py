@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.shared_cluster import wait
+from tests.new_process import ROOT
+from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.member.forking import Fork
 from torch_dpflow.testing.members import CODE, LAST_WORDS
 
@@ -144,3 +148,21 @@ def test_it_ends_with_the_process_that_has_forked_it() -> None:
     assert os.read(there, 1) == b"", "both have ended"
     fork.wait()
     os.close(there)
+
+
+def test_an_instance_ends_by_a_signal_that_another_of_its_threads_has_got(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text(
+        "from threading import *\nThread(target=Event().wait, daemon=True).start()\nrun = None"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FC_SERVER_PORT": "0"}
+    with subprocess.Popen([sys.executable, "-m", "torch_dpflow.member.fc", "idle"], env=env) as process:
+        place = Path(f"/proc/{process.pid}")
+
+        def waits() -> bool:
+            said = dict(one.split(":\t", 1) for one in place.joinpath("status").read_text().splitlines())
+            return said["State"].startswith("S") and bool(int(said["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
+
+        wait(waits, what="an instance that waits for requests")
+        other = next(one for one in map(int, os.listdir(place / "task")) if one != process.pid)
+        assert ctypes.CDLL(None).tgkill(process.pid, other, signal.SIGTERM) == 0
+        assert process.wait(PATIENCE_S) == 0

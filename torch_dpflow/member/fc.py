@@ -34,6 +34,8 @@ PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000
 MOST_BYTES = 2**20
 #: How long a request may take to arrive once it has begun, seconds.
 REQUEST_S = 10.0
+#: How long a signal may wait that the kernel gives to another thread, as it may after SIGCONT: libraries have some.
+LOOK_S = 1.0
 #: The rights of the function's role for this invocation, and how storages find them.
 KEYS = {
     "x-fc-access-key-id": "ALIBABA_CLOUD_ACCESS_KEY_ID",
@@ -150,8 +152,8 @@ class Instance:
         listened = {self._listener.fileno(), *self._connections, *([] if fork is None else fork.descriptors)}
         for descriptor in listened:
             poller.register(descriptor, select.POLLIN)
-        patience_s = None if fork is None else fork.patience_s
-        ready = {descriptor for descriptor, _ in poller.poll(patience_s and patience_s * 1000)}
+        patience_s = LOOK_S if fork is None or fork.patience_s is None else fork.patience_s
+        ready = {descriptor for descriptor, _ in poller.poll(patience_s * 1000)}
         if fork is not None and (end := fork.poll()) is not None:
             self._answer(end)
         if self._listener.fileno() in ready:
