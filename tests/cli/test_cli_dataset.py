@@ -251,6 +251,25 @@ def samples():
 """
 
 
+INTERRUPTED_AT = """
+import importlib.abc, signal, sys
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == last:
+            signal.raise_signal(signal.SIGINT)
+last = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupting())
+from torch_dpflow.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "torch_dpflow.cli.dataset", "torch_dpflow.datasets.verify"])
+def test_control_c_while_modules_are_imported_is_one_line(module: str) -> None:
+    run = run_interpreter(INTERRUPTED_AT, module, "dataset", "list")
+    assert (run.returncode, run.stderr) == (130, "Aborted!\n")
+
+
 def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[..., None]) -> None:
     (tmp_path / "slowly.py").write_text(SLOWLY)
     program = "import os, sys; os.chdir(sys.argv.pop(1)); from torch_dpflow.cli import main; main()"

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from torch_dpflow.cli import INTERRUPTED
 from torch_dpflow.cli.dataset_options import Command, name_value_pairs, store_options, version_ref
 from torch_dpflow.cli.dataset_printing import (
     checked_line,
@@ -27,9 +28,6 @@ from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
-
-#: The status of a command that was interrupted, as shells have it.
-_INTERRUPTED = 130
 
 
 def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
@@ -245,7 +243,7 @@ def _run(
         published = draft.publish()
     except KeyboardInterrupt:
         click.echo("Interrupted. Run the same command again to continue.", err=True)
-        raise click.exceptions.Exit(_INTERRUPTED) from None
+        raise click.exceptions.Exit(INTERRUPTED) from None
     for name in sources:
         click.echo(f"{published.id}:{published.version}:{name}: {published.variants[name].samples} samples")
 

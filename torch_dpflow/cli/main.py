@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import sys
 from typing import Any
 
 import click
 
 from torch_dpflow._version import __version__
+from torch_dpflow.cli import INTERRUPTED
 from torch_dpflow.errors import DPFlowError
 
 #: name → (module, attribute, what it does). A command is imported when it runs, or is asked for its own help.
@@ -73,6 +75,9 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:  # also while a command's module is imported
+            click.echo("Aborted!", err=True)
+            sys.exit(INTERRUPTED)
         except DPFlowError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
