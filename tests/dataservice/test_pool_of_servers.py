@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -195,6 +196,19 @@ def test_reads_go_on_without_a_head_and_a_new_one_learns_what_members_hold(
                 info = info_of(stored, tmp_path / "s0")
                 assert info is not None
                 assert info.is_explicit
+
+
+@pytest.mark.slow
+def test_a_command_through_a_member_waits_for_a_head_that_is_late(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    with pool(tmp_path, 2) as processes:
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        late = threading.Timer(3.0, os.kill, (processes[0].pid, signal.SIGCONT))
+        late.start()
+        info = DataClient(tmp_path / "s1", silence_s=PATIENCE_S).preload(stored)
+        late.join()
+        assert info.loaded == COUNT
 
 
 @pytest.mark.slow

@@ -40,14 +40,54 @@ from torch_dpflow.dataservice.server.set_progress import with_progress
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 
-#: How long the head may take to answer what is passed on, below what readers wait for this server; and a beat: seconds.
-_PASSED_ON_S, _SILENCE_S = 1.5, 5.0
+#: How long the head may take to answer what is passed on, below what readers and commands wait for this server (5 s and
+#: 60 s), and a beat: seconds.
+_READING_S, _COMMAND_S, _SILENCE_S = 1.5, 30.0, 5.0
 #: How long a beat waits for orders: while something is read, so that progress is told, and else. Seconds.
 _BUSY_S, _CALM_S = 0.1, 1.0
 #: Between attempts to reach the head, seconds.
 _RETRY_S = 0.5
 #: Most states in one beat.
 _MOST_STATES = 200
+
+
+class _PassedOn:
+    """A connection to the head, made when it is needed. Thread-safe: one request at a time.
+
+    silence_s: how long an answer may take, seconds.
+    """
+
+    def __init__(self, head: PoolAddress, silence_s: float) -> None:
+        self._head, self._silence_s = head, silence_s
+        self._lock = threading.Lock()
+        self._connection: PoolConnection | None = None
+        self._retry_at = 0.0
+
+    def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
+        """The head's answer, which is of this kind. Raises PeerLostError: it does not answer, or has not lately; and what it refuses."""
+        with self._lock:
+            if time.monotonic() < self._retry_at:
+                raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
+            try:
+                if self._connection is None:
+                    self._connection = PoolConnection(self._head, silence_s=self._silence_s)
+                return self._connection.get(request, kind)
+            except PeerLostError:
+                self.close()
+                self._retry_at = time.monotonic() + _RETRY_S
+                raise
+
+    def tell(self, reads: CountReads) -> None:
+        """Tell the head, if it is connected."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.tell(reads)
+
+    def close(self) -> None:
+        """End the connection, also while somebody waits for an answer."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
 
 class PoolMember:
@@ -62,9 +102,8 @@ class PoolMember:
         self._head = head
         self._holdings = holdings
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._connection: PoolConnection | None = None
-        self._retry_at = 0.0
+        #: What readers ask, and what commands do, which may wait longer: nobody waits behind one of these but another.
+        self._reading, self._commands = _PassedOn(head, _READING_S), _PassedOn(head, _COMMAND_S)
         #: The head's last word on who holds what, for readers that begin while there is no head.
         self._tables: dict[tuple[bytes, int], TablePart] = {}
 
@@ -73,7 +112,7 @@ class PoolMember:
     def preload(self, request: PreloadSet) -> SetInfo:
         """As the head does; without it, what is held here can be read."""
         try:
-            return self._pass_on(request, SetInfo)
+            return (self._commands if request.is_explicit else self._reading).get(request, SetInfo)
         except PeerLostError:
             if request.is_explicit or not (held := self._own(request)):
                 raise
@@ -82,7 +121,7 @@ class PoolMember:
     def table(self, identity: bytes, first: int) -> TablePart:
         """As the head does; without it, as it has said last, or what is held here."""
         try:
-            answer = self._pass_on(AskTable(identity, first), TablePart)
+            answer = self._reading.get(AskTable(identity, first), TablePart)
         except PeerLostError:
             return self._tables.get((identity, first)) or self._own_table(identity, first)
         except UsageError:
@@ -96,21 +135,19 @@ class PoolMember:
 
     def unload(self, identity: bytes) -> SetList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        return self._pass_on(UnloadSet(identity), SetList)
+        return self._commands.get(UnloadSet(identity), SetList)
 
     def contents(self, first: int) -> SetList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        return self._pass_on(ListSets(first), SetList)
+        return self._commands.get(ListSets(first), SetList)
 
     def servers(self) -> ServerList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        return self._pass_on(ListServers(), ServerList)
+        return self._commands.get(ListServers(), ServerList)
 
     def count(self, reads: CountReads) -> None:
         """Tell the head how much was read, if it is there."""
-        with self._lock:
-            if self._connection is not None:
-                self._connection.tell(reads)
+        self._reading.tell(reads)
 
     def read(self, identity: bytes) -> None:
         """Somebody has begun to read a set here; the next beat tells."""
@@ -152,8 +189,8 @@ class PoolMember:
     def close(self) -> None:
         """End `run`."""
         self._stop.set()
-        with self._lock:
-            self._disconnect()
+        self._reading.close()
+        self._commands.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -178,24 +215,6 @@ class PoolMember:
                 self._holdings.obey(order)
                 told.pop(order.identity, None)
             obeyed = answer.last
-
-    def _pass_on(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        with self._lock:
-            if time.monotonic() < self._retry_at:
-                raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
-            try:
-                if self._connection is None:
-                    self._connection = PoolConnection(self._head, silence_s=_PASSED_ON_S)
-                return self._connection.get(request, kind)
-            except PeerLostError:
-                self._disconnect()
-                self._retry_at = time.monotonic() + _RETRY_S
-                raise
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
 
     def _own(self, request: PreloadSet) -> SetInfo | None:
         """A set that is held here, as this server knows it."""
