@@ -38,6 +38,7 @@ from torch_dpflow.dataservice.server.holdings import Holdings
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 COUNT = 200
 #: How long readers wait for a server that is frozen, seconds: what they do not get, they read from storage.
@@ -367,3 +368,27 @@ def test_a_member_joins_over_the_network_and_hosts_read_from_each_other(
             with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
                 assert dataset.read_each(range(COUNT)) == numbers(COUNT)
                 assert (dataset.hits, dataset.misses) == (COUNT, 0)
+
+
+def test_a_reader_whose_own_server_goes_reads_from_the_others_where_these_are(
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_connection_file(tmp_path / "keys.json", generate_keys("", certificates=True))
+    keys = tmp_path / "keys.json"
+    door = find_address("tcp://127.0.0.1:0", keys)
+    monkeypatch.setattr(ServerInfo, "is_near", False)  # as on a third host
+    with inner_server(tmp_path / "s0", 1 << 20, listen=door) as head, ExitStack() as later:
+        join = find_address(str(head.address), keys)
+        with inner_server(tmp_path / "s1", 1 << 20, listen=door, join=join) as member:
+            wait_for_servers(tmp_path / "s0", 2)
+            DataClient(join, silence_s=PATIENCE_S).preload(stored)
+            own = find_address(str(member.address), keys)
+            dataset = later.enter_context(closing(PooledDataset(stored, own, silence_s=PATIENCE_S)))
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            assert dataset.hits == COUNT
+
+        def are_in_memory() -> bool:
+            misses = dataset.misses
+            return dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.misses == misses
+
+        wait(are_in_memory, what="all from the other server")

@@ -43,6 +43,8 @@ class PoolEntry:
 
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._address, self._source, self._identity = address, source, identity
+        #: Where the server is that was asked last.
+        self.asked = address
         self._silence_s = silence_s
         self._connection: PoolConnection | None = None
         #: Other servers of this host.
@@ -56,6 +58,8 @@ class PoolEntry:
         Raises PeerLostError: no server answers; and what keeps the set from being held.
         """
         for address in [self._address, *self._others]:
+            if self._connection is None:
+                self.asked = address
             try:
                 connection = self._connection = self._connection or PoolConnection(
                     address, silence_s=self._silence_s

@@ -299,9 +299,9 @@ class SetReading:
             )
             self._servers[info.name] = server
             return server
-        is_asked = info.name == table.asked and self._address.directory is None
-        if is_asked and str(self._address) not in info.listen:
-            return ServerRails((str(self._address),))  # as it was given
+        asked = self._entry.asked
+        if info.name == table.asked and asked.directory is None and str(asked) not in info.listen:
+            return ServerRails((str(asked),))  # as it was given
         return None if address is None else rails_to(info.listen)
 
     def _ask_servers(self, records: Sequence[int]) -> None:
