@@ -2,8 +2,7 @@
 
 import sys
 
-#: The exit status of a command that Control-C has ended, as a shell's.
-INTERRUPTED = 130
+from torch_dpflow.cli.status import INTERRUPTED
 
 
 def main() -> None:
