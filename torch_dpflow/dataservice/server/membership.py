@@ -64,7 +64,10 @@ class _PassedOn:
         self._retry_at = 0.0
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        """The head's answer, which is of this kind. Raises PeerLostError: it does not answer, or has not lately; and what it refuses."""
+        """The head's answer, which is of this kind.
+
+        Raises PeerLostError: it does not answer, or has not lately; and what it refuses.
+        """
         with self._lock:
             if time.monotonic() < self._retry_at:
                 raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
