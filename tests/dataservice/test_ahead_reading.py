@@ -13,6 +13,8 @@ from tests.datasets.samples_source import Numbered, content, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.dataservice.messages.ahead_messages import (
     LEFT,
+    LONGEST_ORDER,
+    MOST_ORDERS,
     AheadPlaces,
     AnnounceOrder,
 )
@@ -107,6 +109,20 @@ def test_an_order_comes_in_parts_that_fit(reading: AheadReading) -> None:
     reading.announce("owner", order([1, 2], total=3))
     reading.announce("owner", order([3], first=2, total=3))
     assert texts(reading, want(reading, "one", [3])) == [content(3)]
+
+
+def test_orders_are_no_more_than_allowed(reading: AheadReading) -> None:
+    reading.announce("owner", order([9], "waits", total=2))
+    for number in range(MOST_ORDERS):
+        reading.announce("owner", order([number % COUNT], f"{number}"))
+    with pytest.raises(UsageError, match=f"at most {MOST_ORDERS}"):
+        reading.announce("owner", order([1], "one more"))
+    reading.announce("owner", order([2], "0"))  # in the place of another
+    reading.leave("owner")
+    assert reading.is_idle
+    with pytest.raises(UsageError, match="records 0 of an order of"):
+        reading.announce("owner", order([1], total=LONGEST_ORDER + 1))
+    assert reading.is_idle
 
 
 def test_a_sample_that_cannot_be_read_is_left_to_the_reader(reading: AheadReading) -> None:

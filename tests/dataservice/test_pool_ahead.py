@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,11 +25,17 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.dataservice import DataClient, DataServer
+from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.dataservice.lanes.wire import CONTROL, hello
+from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder
+from torch_dpflow.dataservice.messages.protocol import encode
+from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.flows.staged import StagedDataset
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 COUNT = 120
 CONTENTS = [np.random.default_rng(number).bytes(1000 - number % 7) for number in range(COUNT)]
@@ -61,10 +70,18 @@ def stored(oss: OSSServer) -> Iterator[StoredDataset]:
         files.filesystem._session.session.close()
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    write_connection_file(file, generate_keys("", certificates=True))
+    return file
+
+
 @pytest.fixture
-def pool(stored: StoredDataset, tmp_path: Path) -> Iterator[DataServer]:
+def pool(stored: StoredDataset, keys: Path, tmp_path: Path) -> Iterator[DataServer]:
     """A server that holds half of the set."""
-    with inner_server(tmp_path / "p", HALF, ahead_bytes=AHEAD) as serving:
+    door = find_address("tcp://127.0.0.1:0", keys)
+    with inner_server(tmp_path / "p", HALF, ahead_bytes=AHEAD, listen=door) as serving:
         info = DataClient(serving.directory, silence_s=PATIENCE_S).preload(stored, fit="part")
         assert COUNT * 0.4 < info.placed == info.loaded < COUNT * 0.6
         yield serving
@@ -72,6 +89,17 @@ def pool(stored: StoredDataset, tmp_path: Path) -> Iterator[DataServer]:
 
 def pooled(stored: StoredDataset, pool: DataServer) -> closing[PooledDataset]:
     return closing(PooledDataset(stored, pool.directory, silence_s=PATIENCE_S))
+
+
+def over_tcp(stored: StoredDataset, pool: DataServer, keys: Path) -> closing[PooledDataset]:
+    return closing(PooledDataset(stored, str(pool.address), connection=keys, silence_s=PATIENCE_S))
+
+
+def is_mapped(dataset: PooledDataset) -> bool:
+    """Whether what is read ahead comes by mapped memory."""
+    connection = dataset._pool._reading.get()._entry.connection
+    assert connection is not None
+    return connection.maps
 
 
 def epoch(dataset: Any, *, workers: int = 0, seed: int = 0) -> list[list[Any]]:
@@ -94,8 +122,8 @@ def reads(oss: OSSServer, since: int) -> Counter[str]:
 
 
 def rest_of(stored: StoredDataset, pool: DataServer) -> int:
-    (info,) = DataClient(pool.directory, silence_s=PATIENCE_S).sets()
-    return COUNT - info.placed
+    (held,) = pool._holdings.all()
+    return COUNT - held.counts[0]
 
 
 def test_storage_is_read_once_for_each_sample_without_a_place_whatever_the_order(
@@ -109,6 +137,64 @@ def test_storage_is_read_once_for_each_sample_without_a_place_whatever_the_order
             found = reads(oss, since)
             assert (len(found), found.total()) == (rest, rest)
         assert (dataset.hits, dataset.misses) == (3 * COUNT, 0)
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_server_over_the_network_reads_ahead_too(
+    oss: OSSServer, stored: StoredDataset, pool: DataServer, keys: Path, is_far: bool
+) -> None:
+    rest = rest_of(stored, pool)
+    if is_far:
+        pool.directory.rename(pool.directory.with_name("q"))  # as in another container
+    with over_tcp(stored, pool, keys) as dataset, closing(DatasetReader(stored)) as plain:
+        for seed in range(2):
+            expected, since = digest(epoch(plain, seed=seed)), len(oss.requests)
+            assert digest(epoch(dataset, seed=seed)) == expected
+            found = reads(oss, since)
+            assert (len(found), found.total()) == (rest, rest)
+        assert is_mapped(dataset) != is_far
+        assert (dataset.hits, dataset.misses) == (2 * COUNT, 0)
+        expected, since = digest(epoch(plain, seed=9)), len(oss.requests)
+        assert digest(epoch(dataset, workers=1, seed=9)) == expected
+        assert reads(oss, since).total() == rest
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_the_orders_of_a_job_that_is_killed_are_forgotten(
+    stored: StoredDataset, pool: DataServer, keys: Path, is_far: bool
+) -> None:
+    address = pool.address if is_far else pool.directory
+    order = f"identity={identity_of(stored)!r}, order=name, first=0, total=total, spread=8, records=bytes(8)"
+    job = (
+        "from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection\n"
+        "from torch_dpflow.dataservice.lanes.pool_address import find_address\n"
+        "from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder\n"
+        f"connection = PoolConnection(find_address({str(address)!r}, {str(keys)!r}))\n"
+        f"for name, total in (('whole', 2), ('in part', 3)): connection.ask(AnnounceOrder({order}))\n"
+        "print('announced', flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"announced\n"
+        assert pool._holdings.ahead._readings
+        process.kill()
+    wait(lambda: pool._holdings.ahead._left == AHEAD, what="the end of reading ahead")
+
+
+def test_a_stranger_announces_nothing(stored: StoredDataset, pool: DataServer) -> None:
+    order = AnnounceOrder(
+        identity=identity_of(stored), order="its", first=0, total=2, spread=8, records=bytes(8)
+    )
+    packet = encode(order)
+    _, _, port = str(pool.address).rpartition(":")
+    with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as stranger:
+        stranger.sendall(hello(CONTROL) + len(packet).to_bytes(4, "little") + packet)
+        while stranger.recv(1 << 16):
+            pass
+    assert not pool._holdings.ahead._readings
 
 
 def test_workers_read_what_the_training_process_has_announced(

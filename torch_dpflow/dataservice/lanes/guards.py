@@ -37,6 +37,8 @@ from torch_dpflow.remote.access.connection_file import ConnectionFile
 Stream: TypeAlias = socket.socket | TLSStream
 #: Bytes of a number that is drawn once, and of a proof.
 _NONCE_BYTES = 32
+#: A client whose host says nothing, however idle it is, is gone after 30 s: with it its orders, and what it was lent.
+_ALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 #: The first byte of any client that speaks TLS, and what TLS says to one that it does not understand.
 _HANDSHAKE = b"\x16"
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
@@ -188,6 +190,9 @@ def admit_stream(connection: socket.socket, guard: StreamGuard, within_s: float)
     """The connection of a client that has proved who it is, and what it is for. Raises OSError, DPFlowError."""
     until = time.monotonic() + within_s
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
     admitted = guard.admit(connection, until)
     try:
         purpose = purpose_of(receive_exactly(admitted, HELLO_BYTES, until))

@@ -62,6 +62,11 @@ class PoolConnection:
         else:
             self._channel = PacketChannel(_connect_here(found.directory, silence_s))
 
+    @property
+    def maps(self) -> bool:
+        """Whether the server is on this host, and memory comes with its answers."""
+        return self._channel.carries_regions
+
     def ask(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
         """The server's answer, and the descriptors that came with it, which the caller closes.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-#: Most records of an order in one message, and in all: 2^27 take half a GiB.
+#: Most records in one message, and in all orders of a set: 2^27 take a GiB.
 MOST_ANNOUNCED, LONGEST_ORDER = 15_000, 1 << 27
+#: Most orders of a set; each has its part of the memory.
+MOST_ORDERS = 256
 #: In the place of a length.
 LEFT, COMES = -1, -2
 
@@ -64,3 +66,8 @@ class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
     memory: int
     offsets: list[int]
     lengths: list[int]
+
+
+def memory_name(memory: int) -> bytes:
+    """What lanes call that memory, in the place of a set: its records there are offsets of what lies in it."""
+    return memory.to_bytes(16, "big")

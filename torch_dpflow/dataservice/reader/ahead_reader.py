@@ -1,4 +1,4 @@
-"""What a process gets of samples that its host's server reads ahead."""
+"""What a process gets of samples that a server reads ahead: mapped, or over lanes from a server of another host."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
+from torch_dpflow.dataservice.lanes.rails import ServerRails
 from torch_dpflow.dataservice.lanes.regions import map_sealed
 from torch_dpflow.dataservice.messages.ahead_messages import (
     COMES,
@@ -22,11 +24,31 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     OpenAhead,
     TookAhead,
     WantAhead,
+    memory_name,
 )
 from torch_dpflow.dataservice.messages.protocol import (
     MOST_RECORDS,
 )
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
+
+#: A record, and where it lies: offset and length.
+AheadRecord: TypeAlias = tuple[int, int, int]
+
+
+class FarMemory:
+    """What a server of another host reads ahead into, through its lanes."""
+
+    def __init__(self, lanes: RailedReader, server: ServerRails) -> None:
+        self._lanes, self._server = lanes, server
+
+    def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
+        """Those of these records that have come; what lies in the memory of this number."""
+        filled = [one for one in there if one[2]]
+        name, servers = memory_name(number), [self._server] * len(filled)
+        contents = self._lanes.read(name, servers, [one[1] for one in filled], [one[2] for one in filled])
+        self._lanes.gone.discard(name)
+        empty = {record: b"" for record, _, length in there if not length}
+        return empty | {one[0]: content for one, content in zip(filled, contents) if content is not None}
 
 
 class AheadReader:
@@ -57,8 +79,13 @@ class AheadReader:
             )
             connection.ask(part)
 
-    def read(self, connection: PoolConnection, order: str, records: Sequence[int]) -> dict[int, bytes]:
-        """Those of these records that the server has read, or reads now. Raises as `PoolConnection.ask`."""
+    def read(
+        self, connection: PoolConnection, order: str, records: Sequence[int], far: FarMemory | None
+    ) -> dict[int, bytes]:
+        """Those of these records that the server has read, or reads now. Raises as `PoolConnection.ask`.
+
+        far: how to read from it, if it is on another host.
+        """
         found: dict[int, bytes] = {}
         left = list(dict.fromkeys(records))
         deadline = time.monotonic() + self._silence_s
@@ -67,7 +94,11 @@ class AheadReader:
                 asked, rest = left[:MOST_RECORDS], left[MOST_RECORDS:]
                 places, _ = connection.ask(WantAhead(self._identity, order, asked))
                 assert isinstance(places, AheadPlaces)
-                copied = self._copies(connection, asked, places)
+                there = [one for one in zip(asked, places.offsets, places.lengths) if one[2] >= 0]
+                if far is None:
+                    copied = self._copies(connection, places.memory, there)
+                else:
+                    copied = far.read(places.memory, there)
                 if copied:
                     connection.ask(TookAhead(self._identity, order, [*copied]))
                     found |= copied
@@ -78,12 +109,11 @@ class AheadReader:
         return found
 
     def _copies(
-        self, connection: PoolConnection, records: Sequence[int], places: AheadPlaces
+        self, connection: PoolConnection, number: int, there: Sequence[AheadRecord]
     ) -> dict[int, bytes]:
-        there = [one for one in zip(records, places.offsets, places.lengths) if one[2] >= 0]
         if not there:
             return {}
-        memory = self._mapped(connection, places.memory)
+        memory = self._mapped(connection, number)
         if any(not 0 <= offset <= offset + length <= len(memory) for _, offset, length in there):
             raise MessageError("a place in the pool lies outside of its memory")
         return {record: memory[offset : offset + length] for record, offset, length in there}

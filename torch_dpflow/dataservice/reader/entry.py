@@ -13,7 +13,7 @@ from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.messages.protocol import CountReads, PreloadSet, ReadSet, SetInfo
 from torch_dpflow.dataservice.messages.server_messages import AskTable, ServerInfo, TablePart
 from torch_dpflow.dataservice.messages.set_source import AnySource
-from torch_dpflow.errors import MessageError, PeerLostError, UsageError
+from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError, UsageError
 
 #: How often a server is told how many samples were read, seconds.
 _TELL_S = 1.0
@@ -120,8 +120,22 @@ class PoolEntry:
         except UsageError:  # it has been given up since
             return None
         table = parts[0]
+        self._come_near(table)
         self._others = [one for one in map(self.address_of, table.servers) if one is not None]
         owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
             raise MessageError("the pool's table of a set cannot be read")
         return SetTable(table.per_stripe, table.servers, owners, info.is_placed, table.asked, table.is_part)
+
+    def _come_near(self, table: TablePart) -> None:
+        """Ask the server over its socket, by which memory comes, where this process may map it."""
+        asked = next((one for one in table.servers if one.name == table.asked), None)
+        if self._connection is None or self._connection.maps or asked is None or not asked.is_near:
+            return
+        try:
+            near = PoolConnection(PoolAddress(directory=Path(asked.directory)), silence_s=self._silence_s)
+            near.ask(ReadSet(self._identity))
+        except DPFlowError:  # it answers over the network
+            return
+        self._connection.close()
+        self._connection = near

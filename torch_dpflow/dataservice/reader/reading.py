@@ -20,7 +20,7 @@ from torch_dpflow.dataservice.lanes.rails import ServerRails, rails_to
 from torch_dpflow.dataservice.lanes.regions import UNLOADED, PoolRegion
 from torch_dpflow.dataservice.messages.server_messages import ServerInfo
 from torch_dpflow.dataservice.messages.set_source import AnySource
-from torch_dpflow.dataservice.reader.ahead_reader import AheadReader
+from torch_dpflow.dataservice.reader.ahead_reader import AheadReader, FarMemory
 from torch_dpflow.dataservice.reader.entry import PoolEntry, SetTable
 from torch_dpflow.dataservice.reader.near import FIRST_PAUSE_S, LONGEST_PAUSE_S, NearServer
 from torch_dpflow.errors import DPFlowError
@@ -59,6 +59,8 @@ class SetReading:
         self._servers: dict[str, NearServer] = {}
         #: The owner of each stripe, where it is near; or where its lanes are.
         self._owners: list[NearServer | ServerRails | None] = []
+        #: The lanes of the server that was asked for that.
+        self._asked: ServerRails | None = None
         #: Whether another host has not given what it should have.
         self._is_stale = False
         #: When the pool may be asked again.
@@ -157,15 +159,20 @@ class SetReading:
 
     def _ahead_from(self) -> PoolConnection | None:
         """Who reads ahead for this process; None: nobody, or all has a place in memory."""
-        is_part = self._table is not None and self._table.is_part
-        return self._entry.connection if is_part and self._address.directory is not None else None
+        return self._entry.connection if self._table is not None and self._table.is_part else None
+
+    def _far_memory(self, connection: PoolConnection) -> FarMemory | None:
+        """What that server reads ahead into, where it is on another host."""
+        if connection.maps or self._lanes is None or self._asked is None:
+            return None
+        return FarMemory(self._lanes, self._asked)
 
     def _read_ahead(self, order: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
         """What was found, and what the server reads ahead of the rest."""
         if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
-                ahead = self._ahead.read(connection, order, missing)
+                ahead = self._ahead.read(connection, order, missing, self._far_memory(connection))
                 return [
                     ahead.get(record) if content is None else content
                     for record, content in zip(records, found)
@@ -284,6 +291,8 @@ class SetReading:
 
     def _take(self, table: SetTable) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
+        asked = [info for info in table.servers if info.name == table.asked]
+        self._asked = self._rails(asked[0], table) if asked else None
         # Together, as Control-C may come between any two calls.
         self._owners, self._table = [owners[one] if one >= 0 else None for one in table.owners], table
         for server in owners:
@@ -299,10 +308,14 @@ class SetReading:
             )
             self._servers[info.name] = server
             return server
+        return self._rails(info, table)
+
+    def _rails(self, info: ServerInfo, table: SetTable) -> ServerRails | None:
+        """Where a server's lanes are; None: this process has no keys for them, or there are none."""
         asked = self._entry.asked
         if info.name == table.asked and asked.directory is None and str(asked) not in info.listen:
             return ServerRails((str(asked),))  # as it was given
-        return None if address is None else rails_to(info.listen)
+        return rails_to(info.listen) if info.listen and self._lanes is not None else None
 
     def _ask_servers(self, records: Sequence[int]) -> None:
         deadline = time.monotonic() + self._silence_s

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,14 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     COMES,
     LEFT,
     LONGEST_ORDER,
+    MOST_ORDERS,
     AheadPlaces,
     AnnounceOrder,
 )
+from torch_dpflow.dataservice.messages.protocol import IN_STORAGE
 from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
 from torch_dpflow.dataservice.planning.spaces import BlockSpace
+from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder
 from torch_dpflow.dataservice.sources.set_names import RecordReader
 from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
@@ -43,43 +47,6 @@ _PLANNED = 0.85
 _LEAST_BLOCKS = 16
 #: How long an answer waits for room that others have to free, seconds.
 _REFUSED_S = 0.05
-
-
-class AheadPlace:
-    """A sample in memory, whose bytes stay as long as somebody refers to this."""
-
-    __slots__ = ("_free", "length", "offset")
-
-    def __init__(self, offset: int, length: int, free: Callable[[], None]) -> None:
-        self.offset, self.length = offset, length
-        self._free = free
-
-    def __del__(self) -> None:
-        self._free()
-
-
-class AnnouncedOrder:
-    """One reader's order, of those records that have no place in memory.
-
-    owner: the connection that has announced it.
-    """
-
-    def __init__(self, owner: str, spread: int, keys: Keys) -> None:
-        self.owner, self.spread, self.keys = owner, spread, keys
-        self._by_key = np.argsort(keys, kind="stable").astype(np.int32)
-        #: What was served and not taken, by position: its place, or why there is none.
-        self.served: dict[int, AheadPlace | DPFlowError] = {}
-        #: Positions whose answer was that there is no room until others are taken.
-        self.refused: set[int] = set()
-
-    def positions(self, key: int) -> list[int]:
-        """Where this record is read."""
-        first, end = (int(np.searchsorted(self.keys, key, side, sorter=self._by_key)) for side in _SIDES)
-        found: list[int] = self._by_key[first:end].tolist()
-        return found
-
-
-_SIDES: tuple[Any, Any] = ("left", "right")
 
 
 class AheadReading:
@@ -113,10 +80,13 @@ class AheadReading:
         k = min(REQUEST_SAMPLES, max(1, planned // mean // _LEAST_BLOCKS))
         self._machine = ReadAhead(capacity_bytes=planned, k=k, lead=1, sample_bytes=mean)
         self._space = BlockSpace(memory_bytes)
+        #: The length of what lies at each offset.
+        self._stored_at: dict[int, int] = {}
         # Reentrant: a place is freed by whoever drops the last reference to it.
         self._changed = threading.Condition(threading.RLock())
         self._orders: dict[str, AnnouncedOrder] = {}
-        self._parts: dict[str, list[Keys]] = {}
+        #: Of orders that are not whole, by connection and name.
+        self._parts: dict[str, dict[str, list[Keys]]] = {}
         #: What each connection may copy: order and position of each record, and its place.
         self._lent: dict[str, dict[int, tuple[AnnouncedOrder, int, AheadPlace]]] = {}
         self._requests: deque[list[Load]] = deque()
@@ -127,20 +97,11 @@ class AheadReading:
     def announce(self, connection: str, part: AnnounceOrder) -> None:
         """Take a part of an order; with the last one reading begins. Raises UsageError: it is no such part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
+        if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
+            raise UsageError(f"an order with records that the set of {len(self._may_read)} does not have")
         with self._changed:
-            parts = self._parts.setdefault(part.order, [])
-            if not part.first:
-                parts.clear()
-            come = sum(map(len, parts))
-            if part.first != come or not come + len(keys) <= part.total <= LONGEST_ORDER:
-                raise UsageError(
-                    f"records {part.first} of an order of {part.total}, of which {come} have come"
-                )
-            if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
-                raise UsageError(f"an order with records that the set of {len(self._may_read)} does not have")
-            parts.append(keys)
-            if come + len(keys) == part.total:
-                whole = np.concatenate(self._parts.pop(part.order))
+            whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
+            if whole is not None:
                 order = AnnouncedOrder(connection, max(1, part.spread), whole[self._may_read[whole]])
                 self._begin(part.order, order)
 
@@ -185,6 +146,14 @@ class AheadReading:
         self._consume(name, order, failed)
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
+    def look(self, offset: int, watch: object) -> memoryview | int:
+        """For lanes, as of `HeldSet`: what lies there, or `IN_STORAGE`. Whether that was right `took` says."""
+        with self._changed:
+            length = self._stored_at.get(offset)
+            if length is None or self._is_closed:
+                return IN_STORAGE
+            return memoryview(self._memory)[offset : offset + length]
+
     def took(self, connection: str, records: Sequence[int]) -> None:
         """A connection has copied these. Raises UsageError: it was not told where one of them is."""
         with self._changed:
@@ -201,13 +170,14 @@ class AheadReading:
         """A connection has ended: with it its orders, and what it may copy."""
         with self._changed:
             self._lent.pop(connection, None)
+            self._parts.pop(connection, None)
             for name in [name for name, order in self._orders.items() if order.owner == connection]:
                 self._end(name)
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody has announced an order."""
-        return not self._orders and not self._parts
+        return not self._orders and not any(self._parts.values())
 
     def close(self) -> None:
         """Give everything up; readers that map the memory drop what they copy."""
@@ -218,9 +188,32 @@ class AheadReading:
             self._lent = {}
             self._changed.notify_all()
             os.close(self.fd)
-            self._memory.close()
+            with suppress(BufferError):  # a lane still sends from it; it goes with that
+                self._memory.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _joined(self, own: dict[str, list[Keys]], part: AnnounceOrder, keys: Keys) -> Keys | None:
+        """The whole order, if this is its last part. Raises UsageError: it is no such part, or there are too many."""
+        parts = own.get(part.order, []) if part.first else []
+        come = sum(map(len, parts))
+        if part.first != come or not come + len(keys) <= part.total <= LONGEST_ORDER:
+            raise UsageError(f"records {part.first} of an order of {part.total}, of which {come} have come")
+        others = [len(order.keys) for name, order in self._orders.items() if name != part.order]
+        others += [
+            sum(map(len, of))
+            for waiting in self._parts.values()
+            for name, of in waiting.items()
+            if waiting is not own or name != part.order
+        ]
+        if len(others) >= MOST_ORDERS or sum(others) + come + len(keys) > LONGEST_ORDER:
+            raise UsageError(
+                f"{len(others)} orders of {sum(others)} records in all are announced of this set; at most "
+                f"{MOST_ORDERS} of {LONGEST_ORDER} are allowed"
+            )
+        own[part.order] = parts
+        parts.append(keys)
+        return np.concatenate(own.pop(part.order)) if come + len(keys) == part.total else None
 
     def _begin(self, name: str, order: AnnouncedOrder) -> None:
         if name in self._orders:
@@ -320,11 +313,13 @@ class AheadReading:
             elif is_together or self._space.store([(key, len(one))]):
                 offset, length = self._space.locate(key)
                 self._memory[offset : offset + length] = one
-                out.append(AheadPlace(offset, length, partial(self._free, key)))
+                self._stored_at[offset] = length
+                out.append(AheadPlace(offset, length, partial(self._free, key, offset)))
             else:
                 out.append(PoolFullError("the memory for reading ahead is in use"))
         return out
 
-    def _free(self, key: object) -> None:
+    def _free(self, key: object, offset: int) -> None:
         with self._changed:
+            self._stored_at.pop(offset, None)
             self._space.spend(key)

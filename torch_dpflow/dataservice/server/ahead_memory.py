@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import threading
 
 from torch_dpflow.dataservice.messages.ahead_messages import (
@@ -13,6 +14,7 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     OpenAhead,
     TookAhead,
     WantAhead,
+    memory_name,
 )
 from torch_dpflow.dataservice.messages.protocol import (
     MOST_RECORDS,
@@ -30,7 +32,7 @@ class AheadMemory:
 
     def __init__(self, memory_bytes: int) -> None:
         self._left = memory_bytes
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(secrets.randbits(62))  # no name of a set
         self._lock = threading.Lock()
         self._readings: dict[bytes, AheadReading] = {}
 
@@ -65,6 +67,10 @@ class AheadMemory:
             reading = self._reading(request.identity)
         reading.took(connection, request.records)
         return AheadOpened(reading.number)
+
+    def named(self, name: bytes) -> AheadReading | None:
+        """What is read into the memory with this name, as of `memory_name`; None: it is gone. Waits for nobody."""
+        return next((one for one in [*self._readings.values()] if memory_name(one.number) == name), None)
 
     def leave(self, connection: str) -> None:
         """A connection has ended; the memory of sets whose last order goes with it is free."""

@@ -17,6 +17,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     SetOpened,
 )
 from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, DropOrder, SetPart, SetState
+from torch_dpflow.dataservice.server.ahead import AheadReading
 from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
 from torch_dpflow.dataservice.server.filling import FIRST_PAUSE_S, LONGEST_PAUSE_S, HeldSet
 from torch_dpflow.dataservice.server.threads import start_thread
@@ -114,6 +115,11 @@ class Holdings:
         if holding is None or holding.held is None:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return holding.held
+
+    def on_lanes(self, name: bytes) -> HeldSet | AheadReading | None:
+        """What lanes call so: a set, or what is read ahead of one. None: it was given up."""
+        holding = self._sets.get(name)
+        return self.ahead.named(name) if holding is None else holding.held
 
     def all(self) -> list[HeldSet]:
         """Every set whose metadata is here."""

@@ -26,7 +26,7 @@ from torch_dpflow.dataservice.lanes.wire import (
 from torch_dpflow.dataservice.messages.protocol import IN_STORAGE, MOST_RECORDS, PENDING
 from torch_dpflow.dataservice.planning.send_turns import SendTurns
 from torch_dpflow.dataservice.server.holdings import Holdings
-from torch_dpflow.errors import DPFlowError, MessageError, UsageError
+from torch_dpflow.errors import DPFlowError, MessageError
 from torch_dpflow.log import SERVICE
 
 #: Bytes that a lane sends before it is another's turn.
@@ -282,10 +282,7 @@ class LaneServer:
 
     def _answer(self, lane: _Lane, request: RecordRequest) -> None:
         identity, entries, contents, room = request.identity, list[tuple[int, int]](), deque[memoryview](), 0
-        try:
-            held = self._holdings.get(identity)
-        except UsageError:  # it was given up
-            held = None
+        held = self._holdings.on_lanes(identity)
         watch = partial(self._watch, lane, identity)
         for record in request.records[lane.position :]:
             found = GONE if held is None else held.look(record, watch)
