@@ -42,9 +42,12 @@ class Told(Plain):
     def __init__(self) -> None:
         self.orders: list[list[int]] = []
 
-    def announce_order(self, order: Order, spread: int) -> None:
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         assert spread >= 1
-        self.orders.append(order().tolist())
+        if extends:
+            self.orders[-1] += order().tolist()
+        else:
+            self.orders.append(order().tolist())
 
 
 def generator() -> torch.Generator:
@@ -108,6 +111,16 @@ def test_nor_with_workers() -> None:
     assert told == plain
 
 
+class CallableSampler(Sampler[Any]):
+    """Gives what a function returns."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Any:
+        return self._draw()
+
+
 class Changing(Sampler[int]):
     """Whose order may depend on what happens meanwhile."""
 
@@ -118,6 +131,30 @@ class Changing(Sampler[int]):
 def test_an_order_that_may_change_is_not_drawn_ahead() -> None:
     told = Told()
     assert [*DPFlowDataLoader(told, batch_size=None, sampler=Changing())] == [*range(COUNT)]
+    assert told.orders == [[]]
+
+
+def test_with_workers_it_is_told_as_it_is_drawn() -> None:
+    told = Told()
+    loader = DPFlowDataLoader(told, batch_size=4, sampler=Changing(), num_workers=1, collate_fn=list)
+    running = iter(loader)
+    assert told.orders == [[*range(8)]]  # what is in flight
+    batches = [next(running) for _ in range(3)]
+    state = loader.state_dict()
+    assert [*running] == [*map(list, np.split(np.arange(12, 20), 2)), [20, 21, 22]]
+    assert batches == [[*range(start, start + 4)] for start in (0, 4, 8)]
+    assert told.orders == [[*range(COUNT)]]
+    loader.load_state_dict(state)
+    assert [one for batch in loader for one in batch] == told.orders[1] == [*range(12, COUNT)]
+
+
+def test_a_batch_that_is_no_list_of_numbers_is_not_told() -> None:
+    told = Told()
+    batches: Any = [iter([0, 1]), ["2"], np.array([3])]
+    loader = DPFlowDataLoader(
+        told, batch_sampler=CallableSampler(lambda: iter(batches)), num_workers=1, collate_fn=list
+    )
+    assert [*loader] == [[0, 1], [2], [3]]
     assert told.orders == [[]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.dataservice.messages.ahead_messages import (
     LEFT,
     LONGEST_ORDER,
-    MOST_ORDERS,
     AheadPlaces,
     AnnounceOrder,
 )
+from torch_dpflow.dataservice.server import ahead
 from torch_dpflow.dataservice.server.ahead import AheadReading
 from torch_dpflow.dataservice.sources.set_names import record_set
 from torch_dpflow.datasets import DatasetStore
@@ -38,7 +39,7 @@ def reading(tmp_path: Path) -> Iterator[AheadReading]:
         yield made
 
 
-def order(keys: list[int], name: str = "epoch", **of: int) -> AnnounceOrder:
+def order(keys: list[int], name: str = "epoch", **of: Any) -> AnnounceOrder:
     return AnnounceOrder(
         identity=b"",
         order=name,
@@ -111,11 +112,31 @@ def test_an_order_comes_in_parts_that_fit(reading: AheadReading) -> None:
     assert texts(reading, want(reading, "one", [3])) == [content(3)]
 
 
-def test_orders_are_no_more_than_allowed(reading: AheadReading) -> None:
+def test_an_order_may_be_extended_by_who_has_announced_it(
+    reading: AheadReading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "MOST_COMING", 6)
+    reading.announce("owner", order([1, 2], extends=True))
+    reading.announce("owner", order([3, 1], extends=True))
+    assert texts(reading, want(reading, "one", [1, 3])) == [content(1), content(3)]
+    reading.took("one", [1, 3])
+    assert texts(reading, want(reading, "one", [1])) == [content(1)]  # the second time
+    reading.took("one", [1])
+    reading.announce("owner", order([4, 5, 6, 7, 8], extends=True))
+    assert want(reading, "one", [2]).lengths == [LEFT]  # too many have come since
+    assert texts(reading, want(reading, "one", [8])) == [content(8)]
+    reading.announce("another", order([9], extends=True))
+    assert want(reading, "one", [4]).lengths == [LEFT]  # it is the order of another connection now
+    reading.leave("owner")
+    assert texts(reading, want(reading, "one", [9])) == [content(9)]
+
+
+def test_orders_are_no_more_than_allowed(reading: AheadReading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MOST_ORDERS", 3)
     reading.announce("owner", order([9], "waits", total=2))
-    for number in range(MOST_ORDERS):
-        reading.announce("owner", order([number % COUNT], f"{number}"))
-    with pytest.raises(UsageError, match=f"at most {MOST_ORDERS}"):
+    for number in range(2):
+        reading.announce("owner", order([number], f"{number}"))
+    with pytest.raises(UsageError, match="at most 3"):
         reading.announce("owner", order([1], "one more"))
     reading.announce("owner", order([2], "0"))  # in the place of another
     reading.leave("owner")

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import RandomSampler, Subset
 
 from benchmarks.oss_server import OSSServer, StoredObject
 from tests.dataservice.pool_servers import inner_server, server
-from tests.shared_cluster import PATIENCE_S, wait
-from torch_dpflow import DPFlowDataLoader, PooledDataset
+from tests.shared_cluster import PATIENCE_S, TestCluster, wait
+from torch_dpflow import DPFlowDataLoader, JobOptions, PooledDataset
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.dataservice import DataClient, DataServer
 from torch_dpflow.dataservice.lanes.pool_address import find_address
@@ -207,6 +207,75 @@ def test_workers_read_what_the_training_process_has_announced(
         assert rest_of(stored, pool) <= reads(oss, since).total() <= COUNT
         (reading,) = pool._holdings.ahead._readings.values()
         assert reading._machine.hits + reading._machine.misses >= rest_of(stored, pool)
+
+
+class Unsettled(RandomSampler):
+    """Not known to fix its order when the epoch begins, as that of several jobs is not."""
+
+
+def test_an_order_that_is_drawn_on_the_way_is_read_ahead_as_far_as_it_is(
+    oss: OSSServer, stored: StoredDataset, pool: DataServer
+) -> None:
+    with pooled(stored, pool) as dataset, closing(DatasetReader(stored)) as plain:
+        expected = digest([*of_sampler(plain, 0)])
+        for _ in range(2):
+            since = len(oss.requests)
+            assert digest([*of_sampler(dataset, 1)]) == expected
+            assert reads(oss, since).total() == rest_of(stored, pool)
+            (reading,) = pool._holdings.ahead._readings.values()
+            assert reading._machine.hits + reading._machine.misses >= rest_of(stored, pool)
+        loader = of_sampler(dataset, 1)
+        begun = iter(loader)
+        batches = [next(begun) for _ in range(7)]
+        state = loader.state_dict()
+        del begun
+        again = of_sampler(dataset, 1)
+        again.load_state_dict(state)
+        assert digest([*batches, *again]) == expected
+
+
+def of_sampler(dataset: Any, workers: int) -> DPFlowDataLoader[Any]:
+    sampler = Unsettled(dataset, generator=torch.Generator().manual_seed(4))
+    return DPFlowDataLoader(dataset, 4, sampler=sampler, num_workers=workers, collate_fn=list)
+
+
+@pytest.mark.parametrize("is_far", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_shared_flow_reads_ahead_what_its_workers_load(
+    oss: OSSServer,
+    stored: StoredDataset,
+    pool: DataServer,
+    keys: Path,
+    common_cluster: TestCluster,
+    is_far: bool,
+) -> None:
+    with over_tcp(stored, pool, keys) if is_far else pooled(stored, pool) as dataset:
+        if is_far:
+            pool.directory.rename(pool.directory.with_name("q"))
+        jobs = [
+            DPFlowDataLoader(
+                dataset,
+                4,
+                shuffle=True,
+                num_workers=2,
+                collate_fn=list,
+                flow=f"test/ahead-{is_far}",
+                address=common_cluster.address,
+                job=JobOptions(idle_s=3.0, patience_s=PATIENCE_S),
+            )
+            for _ in range(2)
+        ]
+        with closing(DatasetReader(stored)) as plain:
+            expected = sorted(map(repr, plain))
+        for number in range(2):
+            since = len(oss.requests)
+            pairs = [*zip(*jobs, strict=True)]
+            for job in range(2):
+                assert sorted(repr(one) for pair in pairs for one in pair[job]) == expected
+            rest = rest_of(stored, pool)
+            # What a worker takes over from another one that had begun with it may be read by both.
+            assert rest <= reads(oss, since).total() <= rest * 1.2
+            (reading,) = pool._holdings.ahead._readings.values()
+            assert reading._machine.hits + reading._machine.misses >= (number + 1) * rest * 0.8
 
 
 def test_two_readers_of_one_order_share_each_fetch(

@@ -178,6 +178,74 @@ def test_every_reader_gets_every_sample_in_any_order_of_events(
     assert not storage.under_way
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    readers=st.integers(1, 3),
+    room=st.integers(1, 12),
+    k=st.integers(1, 5),
+    stolen=st.integers(0, 6),
+)
+def test_an_order_that_grows_is_read_as_one_that_was_known(
+    seed: int, readers: int, room: int, k: int, stolen: int
+) -> None:
+    """Each announces pieces of its part, and leaves out some that others read."""
+    chance = random.Random(seed)
+    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, lead=max(1, room - 1), sample_bytes=SIZE)
+    storage = Storage(machine)
+    names = [f"reader {number}" for number in range(readers)]
+    orders = {name: AnnouncedOrder(name, 1, np.empty(0, np.int32)) for name in names}
+    for name in names:
+        storage.obey(machine.announce(name, orders[name].keys))
+    key, read = 0, Counter[int]()
+    for _ in range(40):
+        name = chance.choice(names)
+        piece = np.arange(key, key + chance.randint(0, 5), dtype=np.int32)
+        key += len(piece)
+        order = orders[name]
+        order.extend(piece, 1)
+        storage.obey(machine.extend(name, piece))
+        for one in piece.tolist()[: max(0, len(piece) - (chance.random() < 0.3) * stolen)]:
+            (position,) = order.positions(one)
+            storage.obey(machine.read(name, position))
+            storage.land_all()
+            for who, at, value in storage.take_served():
+                assert (who, at, value) == (name, position, f"sample {one}")
+                read[one] += 1
+            order.passed = position
+            storage.obey(machine.pass_over(name, position))
+            storage.obey(machine.consumed(name, [position]))
+        storage.land_all()
+    assert set(read.values()) <= {1}
+    assert set(storage.asked.values()) <= {1}
+    for name in names:
+        storage.obey(machine.leave(name))
+    assert machine.used == 0
+
+
+def test_what_was_read_of_an_order_that_grows_is_forgotten() -> None:
+    machine = ReadAhead(capacity_bytes=8 * SIZE, k=4, lead=7, sample_bytes=SIZE)
+    storage = Storage(machine)
+    order = AnnouncedOrder("a", 1, np.empty(0, np.int32))
+    storage.obey(machine.announce("a", order.keys))
+    for piece in np.split(np.arange(400, dtype=np.int32), 100):
+        order.extend(piece, 1)
+        storage.obey(machine.extend("a", piece))
+        for one in piece.tolist():
+            assert order.positions(one) == [one]
+            storage.obey(machine.read("a", one))
+            storage.land_all()
+            storage.obey(machine.consumed("a", [one]))
+            order.passed = one + 1
+        assert len(order.keys) <= 4
+        assert not machine.is_open("a", 0)
+    assert set(storage.asked.values()) == {1}
+    assert machine.used == 0
+    lists = NodeLists([1, 2, 3], by_modulo(2))
+    with pytest.raises(UsageError, match="2 nodes cannot be extended"):
+        lists.extend(np.array([4], np.int32))
+
+
 def test_readers_of_one_order_share_each_fetch() -> None:
     machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, node_of=by_modulo(2), lead=6)
     storage = Storage(machine)

@@ -103,9 +103,9 @@ class ALSDCache(Dataset[Any]):
         samples = self._store.get_many(keys, lambda own: self._load_many([located[k][1] for k in own]))
         return [self._transformed(sample) for sample in samples]
 
-    def announce_order(self, order: Order, spread: int) -> None:
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Tell the dataset inside the order of an epoch; see `announcing`."""
-        announce_order(self.dataset, order, spread)
+        announce_order(self.dataset, order, spread, extends)
 
     def statistics(self) -> CacheStatistics:
         """This process's counts until now."""

@@ -54,13 +54,13 @@ class PoolSamples:
         """Each sample that is in memory, or read ahead, a copy unless that was not wanted; None for the others."""
         return self._reading.get().read(numbers, lengths, self._order, copy=self._copy)
 
-    def announce_order(self, order: Order, spread: int) -> None:
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Have the server read ahead what it has no room for."""
         if self._announcer != os.getpid():
             # Ranks that are forked from one process read each in an order of its own.
             self._announcer, self._order = os.getpid(), secrets.token_hex(8)
         assert self._order is not None
-        self._reading.get().announce(self._order, order, spread)
+        self._reading.get().announce(self._order, order, spread, extends)
 
     def close(self) -> None:
         """End this process's connections. It may be used again."""

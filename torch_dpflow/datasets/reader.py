@@ -33,7 +33,7 @@ class DatasetReader(SampleReader, Dataset[Sample]):
         OptionError, OptionTypeError: an option is not allowed.
     """
 
-    def announce_order(self, order: Order, spread: int) -> None:
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Pass on how samples will be read; see `announcing`. Loaders call it as an epoch begins."""
         if self._through is not None:
-            announce_order(self._through, order, spread)
+            announce_order(self._through, order, spread, extends)

@@ -96,11 +96,11 @@ class MappedDataset(Dataset[Any]):
             return self._without_failed(places, self._skips)
         return list(self._samples.__getitems__(places))
 
-    def announce_order(self, order: Order, spread: int) -> None:
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Tell the flow's dataset the order of an epoch; see `announcing`."""
         indices = self._indices
         places = order if indices is None else lambda: indices[order()]
-        self._samples.announce_order(places, spread)
+        self._samples.announce_order(places, spread, extends)
 
     def set_epoch(self, epoch: int) -> None:
         """Have random stages draw for this epoch until another one is set, if the reader has a seed.

@@ -57,9 +57,9 @@ class StagedDataset(Dataset[Any]):
             return [self[index] for index in indices]
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
-    def announce_order(self, order: Order, spread: int) -> None:
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Tell the dataset inside the order of an epoch; see `announcing`."""
-        announce_order(self._samples, order, spread)
+        announce_order(self._samples, order, spread, extends)
 
     def load_each(self, indices: list[int]) -> list[Any]:
         """Each sample, or a Failed in its place; an error of one does not affect others."""

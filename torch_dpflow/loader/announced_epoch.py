@@ -1,4 +1,4 @@
-"""Telling a loader's dataset the order of the epoch that begins, where that order is fixed."""
+"""Telling a loader's dataset the order of the epoch that begins: as a whole where it is fixed, else as it is drawn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.announcing import announce_order
+from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.epoch.plan import Plan, settled_length
 from torch_dpflow.torch_private import DatasetKind
 
@@ -17,22 +17,38 @@ from torch_dpflow.torch_private import DatasetKind
 _SAMPLES = 1024
 
 
-def announce_epoch(loader: Any, plan: Plan, batches: int) -> None:
-    """Tell the dataset what is left of the epoch, if it wants to know; the plan gives out the same batches as without.
+class EpochAnnouncement:
+    """Tells the dataset what is left of the epoch, if it wants to know; the plan gives out the same batches as without.
 
     batches: most that are in flight.
     """
-    if loader._dataset_kind != DatasetKind.Map:
-        return
-    samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if samples is None:
-        samples = _SAMPLES if loader._auto_collation else 1
-    # Lengths are asked for by who needs the order only: a user's may be slow, or raise.
-    announce_order(
-        loader.dataset,
-        lambda: _keys(plan.settle(settled_length(loader._index_sampler))),
-        batches * samples,
-    )
+
+    def __init__(self, loader: Any, plan: Plan, batches: int) -> None:
+        self._dataset = loader.dataset
+        samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if samples is None:
+            samples = _SAMPLES if loader._auto_collation else 1
+        self._spread = batches * samples
+        #: Batches before this one were announced at the beginning.
+        self._settled = 0
+        self._tells = loader._dataset_kind == DatasetKind.Map and takes_orders(loader.dataset)
+        if self._tells:
+            # Lengths are asked for by who needs the order only: a user's may be slow, or raise.
+            announce_order(loader.dataset, lambda: self._settle(loader, plan), self._spread)
+
+    def drawn(self, position: int, index: Any) -> None:
+        """This batch was drawn, and will be loaded: tell what of it the sampler had not fixed before."""
+        if not self._tells or position < self._settled:
+            return
+        # Anything else may be an iterator, or no number.
+        keys = index if type(index) in (list, tuple) else [index]
+        if all(type(key) is int for key in keys):
+            announce_order(self._dataset, lambda: np.array(keys, dtype=np.int64), self._spread, extends=True)
+
+    def _settle(self, loader: Any, plan: Plan) -> npt.NDArray[np.int64]:
+        settled = plan.settle(settled_length(loader._index_sampler))
+        self._settled = plan.drawn + len(settled)
+        return _keys(settled)
 
 
 def _keys(batches: list[Any]) -> npt.NDArray[np.int64]:

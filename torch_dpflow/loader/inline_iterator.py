@@ -17,7 +17,7 @@ from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
 from torch_dpflow.errors import WorkerError
-from torch_dpflow.loader.announced_epoch import announce_epoch
+from torch_dpflow.loader.announced_epoch import EpochAnnouncement
 from torch_dpflow.loader.batch_planner import interrupted_draw
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
@@ -133,7 +133,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
             raise interrupted_draw()
         if self._loader is not None:
             loader, self._loader = self._loader, None
-            announce_epoch(loader, plan, 1)
+            EpochAnnouncement(loader, plan, 1)
         position, index = plan.peek()
         while self._progress.was_delivered(position):
             plan.draw()

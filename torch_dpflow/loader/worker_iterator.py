@@ -13,7 +13,7 @@ from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
 from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
-from torch_dpflow.loader.announced_epoch import announce_epoch
+from torch_dpflow.loader.announced_epoch import EpochAnnouncement
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
 from torch_dpflow.loader.flight_growth import FlightGrowth
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom, InFlight, Rotation
@@ -169,7 +169,8 @@ class WorkerIterator(BaseDataLoaderIter):
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         limit = int(self._most * self._options.prefetch_growth) if grows else self._most
         self._growth = FlightGrowth(self._most, limit)
-        announce_epoch(loader, progress.plan, limit)  # before new workers copy the dataset
+        # Before new workers copy the dataset.
+        self._announcement = EpochAnnouncement(loader, progress.plan, limit)
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
@@ -211,6 +212,7 @@ class WorkerIterator(BaseDataLoaderIter):
         if flight is None:
             return False
         # Both may be repeated: if Control-C interrupts them, the flight is still drawn the next time.
+        self._announcement.drawn(flight.position, flight.index)
         self._flights.add(flight)
         self._shard.submit([(self._task(flight.position), flight.index)], pinned_to=flight.worker)
         self._planner.submitted()

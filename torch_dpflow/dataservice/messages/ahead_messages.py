@@ -6,8 +6,10 @@ import msgspec
 
 #: Most records in one message, and in all orders of a set: 2^27 take a GiB.
 MOST_ANNOUNCED, LONGEST_ORDER = 15_000, 1 << 27
+#: Records of an order that is extended which are announced and not read, at most: earlier ones are passed over.
+MOST_COMING = 1 << 16
 #: Most orders of a set; each has its part of the memory.
-MOST_ORDERS = 256
+MOST_ORDERS = 4096
 #: In the place of a length.
 LEFT, COMES = -1, -2
 
@@ -15,7 +17,7 @@ LEFT, COMES = -1, -2
 class AnnounceOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Records are read in this order from now on, which comes in parts; answered by AheadOpened.
 
-    Of an earlier order of this name nothing is left, and none of it when the connection ends.
+    Of an earlier order of this name nothing is left unless this extends it, and none of it when the connection ends.
     """
 
     identity: bytes
@@ -25,6 +27,8 @@ class AnnounceOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     total: int
     #: Records that readers ask for between an earlier one and its turn, at most.
     spread: int
+    #: Whether they are read after those that this connection has announced by this name, if there are any.
+    extends: bool = False
     #: Little-endian numbers of 4 bytes, at most `MOST_ANNOUNCED`.
     records: bytes
 

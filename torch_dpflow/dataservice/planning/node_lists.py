@@ -71,14 +71,26 @@ class NodeLists:
         self.nodes = count
         #: Every position before it was taken, and these behind it.
         self._nearest = 0
+        #: The position of the first key that is kept.
+        self._first = 0
         self._taken: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._first + len(self._order)
+
+    def extend(self, keys: npt.NDArray[np.int32]) -> None:
+        """These come behind the others, and keys that were taken are forgotten.
+
+        Raises UsageError: there are several nodes.
+        """
+        if self._lists is not None:
+            raise UsageError(f"an order of {self.nodes} nodes cannot be extended; announce it as a whole")
+        self._order = np.concatenate([self._order[self._nearest - self._first :], keys])
+        self._first = self._nearest
 
     def key(self, position: int) -> int:
-        """What is read there."""
-        return int(self._order[position])
+        """What is read there, where that is not taken."""
+        return int(self._order[position - self._first])
 
     def node(self, position: int) -> int:
         """Where that lies."""
@@ -90,7 +102,7 @@ class NodeLists:
 
     def nearest(self) -> int | None:
         """The first position of all that was not taken; None where every one was."""
-        return self._nearest if self._nearest < len(self._order) else None
+        return self._nearest if self._nearest < len(self) else None
 
     def left_before(self, end: int) -> int:
         """How many positions before `end` were not taken."""
@@ -98,7 +110,7 @@ class NodeLists:
 
     def following(self, position: int, count: int) -> list[int]:
         """This position and those behind it in its node's list that were not taken, at most `count`."""
-        rest = range(position, len(self._order)) if self._lists is None else self._behind(position)
+        rest = range(position, len(self)) if self._lists is None else self._behind(position)
         found: list[int] = []
         for one in rest:
             if len(found) >= count:

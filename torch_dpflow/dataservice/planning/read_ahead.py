@@ -124,6 +124,11 @@ class ReadAhead:
         self._readers[reader] = _AheadReader(lists, next=min(1, self.lead))
         return [*out, *self._fill(reader)]
 
+    def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
+        """`reader` reads these after what it has announced, all of it on one node. Raises UsageError."""
+        self._reader(reader).lists.extend(keys)
+        return self._fill(reader)
+
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
         """`reader` waits for this position; one `Serve` has its sample, under the name and the position.
 
@@ -158,7 +163,10 @@ class ReadAhead:
 
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
         """`reader` needs none of the positions before this one any more, whether it has read them or not."""
-        asked, passed = self._reader(reader).asked, list[int]()
+        lists, asked, passed = self._reader(reader).lists, self._reader(reader).asked, list[int]()
+        nearest = lists.nearest()
+        if nearest is not None:
+            lists.take([one for one in range(nearest, min(before, len(lists))) if not lists.is_taken(one)])
         while asked and asked[0] < before:
             passed.append(heappop(asked))
         return self.consumed(reader, passed) if passed else []

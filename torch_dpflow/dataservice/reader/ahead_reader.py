@@ -30,6 +30,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     MOST_RECORDS,
 )
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
+from torch_dpflow.log import DATASETS
 
 #: A record, and where it lies: offset and length.
 AheadRecord: TypeAlias = tuple[int, int, int]
@@ -64,20 +65,30 @@ class AheadReader:
         self._number = 0
 
     def announce(
-        self, connection: PoolConnection, order: str, keys: npt.NDArray[np.integer[Any]], spread: int
+        self,
+        connection: PoolConnection,
+        order: str,
+        keys: npt.NDArray[np.integer[Any]],
+        spread: int,
+        extends: bool,
     ) -> None:
-        """These records are read in this order from now on. Raises as `PoolConnection.ask`."""
+        """These records are read in this order from now on, or then. Raises as `PoolConnection.ask`."""
         numbers = keys.astype("<i4")
-        for first in range(0, len(numbers), MOST_ANNOUNCED):
+        for first in range(0, max(len(numbers), not extends), MOST_ANNOUNCED):
             part = AnnounceOrder(
                 identity=self._identity,
                 order=order,
                 first=first,
                 total=len(numbers),
                 spread=spread,
+                extends=extends,
                 records=numbers[first : first + MOST_ANNOUNCED].tobytes(),
             )
-            connection.ask(part)
+            try:
+                connection.ask(part)
+            except (UsageError, PoolFullError) as error:  # it has no memory for that
+                DATASETS.info("the pool reads nothing ahead: %s", error)
+                return
 
     def read(
         self, connection: PoolConnection, order: str, records: Sequence[int], far: FarMemory | None

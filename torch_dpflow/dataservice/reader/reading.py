@@ -68,21 +68,27 @@ class SetReading:
         #: Samples that came from memory, and that did not.
         self.hits = self.misses = 0
 
-    def announce(self, order: str, keys: Callable[[], Keys], spread: int) -> None:
+    def announce(self, order: str, keys: Callable[[], Keys], spread: int, extends: bool) -> None:
         """Tell the server in which order, of this name, records are read from now on, if that is of use.
 
         keys: called at most once.
-        spread: records that are asked for between an earlier one and its turn, at most.
+        spread, extends: as of `announcing.announce_order`.
         """
         with self._lock, self._from_storage():
             deadline = time.monotonic() + _ANNOUNCING_S
-            while self._table is None and (wait_s := self._ask_at - time.monotonic()) < _PLANNING_S:
+            if extends and self._table is None:
+                self._ask_pool()  # there is more to come, once it knows
+            while (
+                not extends
+                and self._table is None
+                and (wait_s := self._ask_at - time.monotonic()) < _PLANNING_S
+            ):
                 time.sleep(max(0.0, wait_s))
                 self._ask_pool()
                 if time.monotonic() > deadline:
                     break
             if (connection := self._ahead_from()) is not None:
-                self._ahead.announce(connection, order, keys(), spread)
+                self._ahead.announce(connection, order, keys(), spread, extends)
 
     def read(
         self,

@@ -25,6 +25,7 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     COMES,
     LEFT,
     LONGEST_ORDER,
+    MOST_COMING,
     MOST_ORDERS,
     AheadPlaces,
     AnnounceOrder,
@@ -102,8 +103,12 @@ class AheadReading:
         with self._changed:
             whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
             if whole is not None:
-                order = AnnouncedOrder(connection, max(1, part.spread), whole[self._may_read[whole]])
-                self._begin(part.order, order)
+                keys, spread = whole[self._may_read[whole]], max(1, part.spread)
+                order = self._orders.get(part.order)
+                if part.extends and order is not None and order.owner == connection:
+                    self._extend(part.order, order, keys, spread)
+                else:
+                    self._begin(part.order, AnnouncedOrder(connection, spread, keys))
 
     def want(self, connection: str, name: str, records: Sequence[int], patience_s: float) -> AheadPlaces:
         """Where these are, once none is on its way, or after so many seconds, or when there is no room for all."""
@@ -231,6 +236,18 @@ class AheadReading:
                 break
             self._threads += 1
 
+    def _extend(self, name: str, order: AnnouncedOrder, keys: Keys, spread: int) -> None:
+        self._pass_over(name, order, order.end + len(keys) - MOST_COMING)
+        order.extend(keys, spread)
+        self._obey(self._machine.extend(name, keys))
+
+    def _pass_over(self, name: str, order: AnnouncedOrder, before: int) -> None:
+        """Positions before this one are not read any more."""
+        order.passed = max(order.passed, min(before, order.end))
+        self._obey(self._machine.pass_over(name, order.passed))
+        for position in [one for one in order.served if one < order.passed]:
+            del order.served[position]
+
     def _end(self, name: str) -> None:
         self._orders.pop(name).served.clear()
         self._obey(self._machine.leave(name))
@@ -242,11 +259,8 @@ class AheadReading:
             where = (one for one in order.positions(record) if self._machine.is_open(name, one))
             if (position := next(where, None)) is not None:
                 found[record] = position
-        before = max(found.values(), default=0) + 1 - order.spread
-        self._obey(self._machine.pass_over(name, before))
-        for position in [one for one in order.served if one < before]:
-            del order.served[position]
-        return {record: position for record, position in found.items() if position >= before}
+        self._pass_over(name, order, max(found.values(), default=0) + 1 - order.spread)
+        return {record: position for record, position in found.items() if position >= order.passed}
 
     def _consume(self, name: str, order: AnnouncedOrder, positions: list[int]) -> None:
         for position in positions:

@@ -36,6 +36,8 @@ class AnnouncedOrder:
     def __init__(self, owner: str, spread: int, keys: Keys) -> None:
         self.owner, self.spread, self.keys = owner, spread, keys
         self._by_key = np.argsort(keys, kind="stable").astype(np.int32)
+        #: The position of the first of `keys`, and of the first one that may be read.
+        self._first = self.passed = 0
         #: What was served and not taken, by position: its place, or why there is none.
         self.served: dict[int, AheadPlace | DPFlowError] = {}
         #: Positions whose answer was that there is no room until others are taken.
@@ -44,5 +46,15 @@ class AnnouncedOrder:
     def positions(self, key: int) -> list[int]:
         """Where this record is read."""
         first, end = (int(np.searchsorted(self.keys, key, side, sorter=self._by_key)) for side in _SIDES)
-        found: list[int] = self._by_key[first:end].tolist()
-        return found
+        return [self._first + one for one in self._by_key[first:end].tolist()]
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self._first + len(self.keys)
+
+    def extend(self, keys: Keys, spread: int) -> None:
+        """These are read then; what was passed over is forgotten."""
+        self.keys = np.concatenate([self.keys[self.passed - self._first :], keys])
+        self._first, self.spread = self.passed, spread
+        self._by_key = np.argsort(self.keys, kind="stable").astype(np.int32)

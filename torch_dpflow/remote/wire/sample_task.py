@@ -59,6 +59,14 @@ def pack_task(key: int, draw: int, input: tuple[ParcelTable, Sequence[Frame]] | 
     return packed
 
 
+def key_to_load(payload: memoryview) -> int | None:
+    """The key of a task that loads a sample; None: it has an input, or is cut short."""
+    if len(payload) < _NUMBERS.size:
+        return None
+    key, _, length = _NUMBERS.unpack_from(payload)
+    return None if length else int(key)
+
+
 def unpack_task(payload: memoryview) -> SampleTask:
     """The task in a payload; its input shares the payload's memory. MessageError where the payload is cut short."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -11,15 +11,21 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.epoch.rng import seed_batch
 from torch_dpflow.errors import MessageError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.parcel.explain import explain_loading
 from torch_dpflow.remote.parcel.script import pack, unpack
-from torch_dpflow.remote.wire.sample_task import unpack_task
+from torch_dpflow.remote.wire.sample_task import key_to_load, unpack_task
 from torch_dpflow.remote.wire.shard import FAILED, SAMPLE
 from torch_dpflow.remote.worker.fetching import failure
 from torch_dpflow.torch_private import set_worker_info
+
+#: Samples that another worker has taken over are given up so many samples later: by then it has announced them, so they
+#: are read from storage once.
+STOLEN = 16
 
 
 @dataclass(frozen=True)
@@ -101,14 +107,27 @@ class SampleSource:
         #: As of `SampleAssignment`.
         self.keeps_layout = False
         self._dataset = TwoStageDataset(None)
+        self._tells = False
         try:
             assignment = _unpack(packed)
             _become_worker(assignment, worker, workers)
             if assignment.worker_init_fn is not None:
                 assignment.worker_init_fn(worker)
             self._dataset, self.keeps_layout = assignment.dataset, assignment.keeps_layout
+            self._tells = takes_orders(self._dataset.cacheable)
         except Exception:
             self._broken = failure(worker)
+
+    def announce(self, payloads: Sequence[memoryview]) -> None:
+        """These tasks come after those before: tell the dataset, if it can make use of that."""
+        keys = [key for key in map(key_to_load, payloads) if key is not None] if self._tells else []
+        if not keys:
+            return
+        try:
+            announce_order(self._dataset.cacheable, lambda: np.array(keys), STOLEN, extends=True)
+        except Exception:  # the user's own; it is told once, and samples come without
+            self._tells = False
+            SERVICE.exception("the dataset could not be told which samples come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
         """The kind of a task's outcome, and the sample, what stands in for it, or an ExceptionWrapper.

@@ -165,6 +165,8 @@ class SampleWorker:
                     gone = set(revoked)
                     self._tasks = deque(task for task in self._tasks if task[0] not in gone)
                 self._tasks.extend(zip(tasks, frames, strict=True))
+                if self._source is not None:
+                    self._source.announce(frames)
                 if held and not self._tasks:
                     # The shard cannot know whether a task had begun when it was revoked.
                     self._outbox.flush()
