@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.wire.sample_task import pack_task, unpack_task
+from torch_dpflow.remote.wire.sample_task import key_to_load, pack_task, unpack_task
 
 NUMBERS = st.integers(0, 2**63 - 1)
 
@@ -52,3 +52,11 @@ def test_what_is_cut_short_or_longer_is_refused(cut: int, more: bytes) -> None:
     if changed != packed:
         with pytest.raises(MessageError):
             unpacked_input(changed)
+
+
+@given(NUMBERS, st.integers(0, 30))
+def test_the_key_of_a_task_that_loads_is_read_off_it(key: int, cut: int) -> None:
+    packed = bytes(pack_task(key, 1, None))
+    assert key_to_load(memoryview(packed)) == key
+    assert key_to_load(memoryview(packed)[:cut]) == (key if cut >= len(packed) else None)
+    assert key_to_load(memoryview(pack_task(key, 1, encode(torch.arange(9))))) is None

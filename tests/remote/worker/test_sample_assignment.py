@@ -137,3 +137,39 @@ def test_a_stage_takes_along_what_the_script_defines(monkeypatch: pytest.MonkeyP
     inner = Outer.Inner
     monkeypatch.setattr(inner, "__module__", "__main__")
     assert in_fork(found, pack(Stage("makes", lambda _: inner(), SampleTransform(), "never")))
+
+
+class Told:
+    """Keeps which samples it is to be asked for; refuses those of a number."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def announce_order(self, order: Any, spread: int, extends: bool) -> None:
+        assert extends
+        if 99 in order():
+            raise ValueError("not that one")
+        self.keys += order().tolist()
+
+
+def test_a_dataset_is_told_what_its_worker_will_load() -> None:
+    packed = io.BytesIO(SampleAssignment(dataset=TwoStageDataset(Told()), worker_init_fn=None).pack())
+
+    def task(key: int) -> memoryview:
+        return memoryview(pack_task(key, 0, None))
+
+    def load() -> list[Any]:
+        source = SampleSource(packed, 0, 1)
+        draw = memoryview(pack_task(6, 0, text_parcel(SAMPLE, "of a first part").parcel))
+        source.announce([task(5), task(7), draw])
+        source.announce([draw])
+        outcomes: list[Any] = [[*source._dataset.cacheable.keys]]
+        for key in (99, 3):  # once it has failed it is told no more, and loads
+            source.announce([task(key)])
+            outcomes.append(source.load(task(key)))
+        return [*outcomes, source._dataset.cacheable.keys]
+
+    assert in_fork(load) == [[5, 7], (SAMPLE, 99), (SAMPLE, 3), [5, 7]]
