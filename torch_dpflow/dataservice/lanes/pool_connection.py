@@ -77,12 +77,8 @@ class PoolConnection:
             DPFlowError: it refuses, by the class that it names.
         """
         with self._lock:
-            try:
-                self.send(request, fds)
-                return self.hear()
-            except KeyboardInterrupt:  # its answer would be taken for that of the next request
-                self._channel.close()
-                raise
+            self.send(request, fds)
+            return self.hear()
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
         """The server's answer, which is of this kind and comes without descriptors. Raises as `ask`."""

@@ -49,7 +49,9 @@ class FarMemory:
         contents = self._lanes.read(name, servers, [one[1] for one in filled], [one[2] for one in filled])
         self._lanes.gone.discard(name)
         empty = {record: b"" for record, _, length in there if not length}
-        return empty | {one[0]: content for one, content in zip(filled, contents) if content is not None}
+        return empty | {
+            one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)
+        }
 
 
 class AheadReader:
