@@ -8,6 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from torch_dpflow.cli.main import root
+from torch_dpflow.dataservice import DataServer
+from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.errors import OptionError, OptionTypeError
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,12 @@ def test_tables_come_after_seconds_that_pass(seconds: str, tmp_path: Path) -> No
     done = CliRunner().invoke(root, words)
     assert done.exit_code == 1
     assert "give seconds" in done.output
+
+
+def test_places_that_are_none(tmp_path: Path) -> None:
+    for wrong in ("tcp://127.0.0.1:0", ["tcp://127.0.0.1:0"], [3]):
+        with pytest.raises(OptionTypeError, match="give a PoolAddress"):
+            DataServer(1 << 20, tmp_path / "p", listen=wrong)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="null byte"):
+        find_address("a\0b")
+    assert not [*tmp_path.iterdir()]

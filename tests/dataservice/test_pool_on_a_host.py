@@ -258,6 +258,20 @@ def test_an_unloaded_set_is_read_from_storage(stored: StoredDataset, pool: Path)
     assert info_of(stored, pool) is None
 
 
+def test_a_set_that_is_loaded_again_is_read_from_memory_again(stored: StoredDataset, pool: Path) -> None:
+    client = DataClient(pool, silence_s=PATIENCE_S)
+    client.preload(stored)
+    with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        client.unload(stored)
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        client.preload(stored)
+        wait(lambda: dataset[0] == numbers(COUNT)[0] and dataset.hits > COUNT, what="a sample from memory")
+        misses = dataset.misses
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        assert dataset.misses == misses
+
+
 def test_a_set_that_does_not_fit_is_refused_or_held_in_part(store: DatasetStore, tmp_path: Path) -> None:
     stored = publish(store, Numbered(400), shard_size=10)
     address = tmp_path / "p"

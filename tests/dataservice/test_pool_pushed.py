@@ -49,6 +49,13 @@ def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_what_is_pushed_again_is_read_by_whom_it_was_unloaded_from(client: DataClient) -> None:
+    for _ in range(2):
+        source = client.push(NAME, ROWS)
+        assert np.array_equal(client.read_batch(source, range(len(ROWS))), ROWS)
+        client.unload(source)
+
+
 def test_a_server_whose_assertions_are_off_holds_what_was_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from torch_dpflow import errors
-from torch_dpflow.checks import check_type
+from torch_dpflow.checks import check_path, check_type
 from torch_dpflow.dataservice.messages.ahead_messages import (
     AheadOpened,
     AheadPlaces,
@@ -272,6 +272,7 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
             f'address={os.fspath(address)!r} is no directory, which a server of this host has; give "auto" or the path '
             "of one, and what other hosts reach it at as --listen or listen="
         )
+    check_path("address", os.fspath(address))
     found = Path(address).absolute()
     if len(os.fsencode(found / _SOCKET)) > _LONGEST_PATH:
         raise OptionError(

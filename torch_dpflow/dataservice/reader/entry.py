@@ -78,9 +78,9 @@ class PoolEntry:
         return self._address.at(server.listen[0]) if server.listen and has_keys else None
 
     def is_unloaded(self) -> bool:
-        """Whether the pool does not hold the set any more. Raises PeerLostError."""
+        """Whether the pool does not hold the set. Raises PeerLostError: the server that was given does not answer."""
         if self._connection is None:
-            return False
+            self._connection = PoolConnection(self._address, silence_s=self._silence_s)
         return all(one.identity != self._identity for one in self._connection.contents().sets)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +62,8 @@ class SetReading:
         self._asked: ServerRails | None = None
         #: Whether another host has not given what it should have.
         self._is_stale = False
+        #: Whether somebody has unloaded it, so that this process loads it no more, and reads what others have loaded.
+        self._is_unloaded = False
         #: When the pool may be asked again.
         self._ask_at, self._pause_s = 0.0, FIRST_PAUSE_S
         #: Samples that came from memory, and that did not.
@@ -240,10 +241,9 @@ class SetReading:
     def _see_what_is_gone(self) -> None:
         """A server of another host does not hold the set: it is not there yet, is new, or somebody has unloaded it."""
         try:
-            if self._entry.is_unloaded():
+            if self._entry.is_unloaded():  # by somebody: this reader has kept it from being idle
                 self._forget()
-                # This reader has kept it from being idle.
-                self._ask_at = math.inf
+                self._is_unloaded, self._ask_at = True, 0.0
         except DPFlowError:
             self._forget()
 
@@ -264,8 +264,7 @@ class SetReading:
         for server in self._servers.values():
             if why := server.retired:
                 self._forget()
-                # Where somebody has unloaded it, this process loads it no more.
-                self._ask_at = math.inf if UNLOADED in why else 0.0
+                self._is_unloaded, self._ask_at = UNLOADED in why, 0.0
                 return
 
     def _is_homeless(self, record: int) -> bool:
@@ -277,6 +276,10 @@ class SetReading:
         if time.monotonic() < self._ask_at:
             return
         with self._from_storage():
+            if self._is_unloaded and self._entry.is_unloaded():
+                self._ask_at = time.monotonic() + _TABLE_S
+                return
+            self._is_unloaded = False
             table = self._entry.table()
             self._pause_s = FIRST_PAUSE_S
             is_settled = table is not None and table.is_placed

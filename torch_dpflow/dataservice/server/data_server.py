@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch_dpflow.checks import check_int, check_seconds
+from torch_dpflow.checks import check_int, check_seconds, check_type
 from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
 from torch_dpflow.dataservice.lanes.guards import check_keys
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, PoolAddress, find_address
@@ -107,7 +107,9 @@ class DataServer:
             raise OptionError(
                 f"join={str(head)!r} is this server itself; give the address of the pool's head"
             )
-        places = [listen] if isinstance(listen, PoolAddress) else listen or []
+        places = [listen] if isinstance(listen, PoolAddress | str) else listen or []
+        for one in places:
+            check_type("listen", one, PoolAddress, "a PoolAddress, as find_address makes it, or several")
         if head is not None and head.directory is None:
             _check_reach(places, head)
             check_keys(head)
