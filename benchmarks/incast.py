@@ -18,9 +18,10 @@ import argparse
 import itertools
 import statistics
 import tempfile
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from benchmarks.incast_network import PAYLOAD_BYTES, Line, Network
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
 from torch_dpflow.dataservice.planning.placement import place
 from torch_dpflow.dataservice.planning.sets import FileSet, identity
 from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
@@ -80,26 +82,31 @@ class BatchReader:
         servers = {f"server-{number}": SERVER_BYTES for number in range(len(network.connections))}
         sizes = [records.stripe_bytes(stripe) for stripe in range(records.stripes)]
         self._owners = place(records.identity, sizes, servers)
-        self._waiting: deque[int] = deque()
+        self._queues = LaneQueues([], [])
+        self._servers, self._sizes = list[int](), list[int]()
         self._missing = 0
 
     def read(self, indices: Sequence[int]) -> float:
         """Read these; the seconds that it took."""
         begun = self._network.now
-        self._waiting, self._missing = deque(indices), len(indices)
+        self._servers = [self._owners[index // self._records.per_stripe] for index in indices]
+        self._sizes = self._records.lengths[[*indices]].tolist()
+        self._queues = LaneQueues([*map(str, self._servers)], self._sizes)
+        self._missing = len(indices)
         self._ask()
         self._network.run_until(lambda: not self._missing)
         return self._network.now - begun
 
     def _ask(self) -> None:
-        lengths = self._records.lengths[[*self._waiting]].tolist()
-        for length in lengths[: self._window.grant(lengths, self._network.now)]:
-            stripe = self._waiting.popleft() // self._records.per_stripe
+        sizes = self._queues.sizes(BATCH)
+        granted = self._window.grant(sizes, self._network.now, len(self._queues.lanes))
+        for number in self._queues.take(sum(sizes[:granted])) if granted else ():
+            length, server = self._sizes[number], self._servers[number]
             token = self._window.asked(length, self._network.now)
-            connection = self._network.connections[self._owners[stripe]]
-            connection.request(length, lambda token=token: self._take(token))
+            self._network.connections[server].request(length, partial(self._take, number, token))
 
-    def _take(self, token: object) -> None:
+    def _take(self, number: int, token: object) -> None:
+        self._queues.came(number)
         self._window.arrived(token, self._network.now)
         self._missing -= 1
         self._ask()

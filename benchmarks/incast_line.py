@@ -30,6 +30,7 @@ from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
 
 SERVERS, BATCH, RECORD_BYTES, RECORDS, PORT = 32, 64, 16_000, 512, 7400
+ADDRESSES = [f"tcp://10.99.0.{number + 1}:{PORT}" for number in range(SERVERS)]
 LINE = Line()
 
 
@@ -107,8 +108,9 @@ def switched_line() -> Iterator[SwitchedLine]:
 def incast_servers(line: SwitchedLine, folder: Path) -> Iterator[None]:
     """A server of the pool that is found at all 32 addresses; who uses it loads what it is to hold."""
     command = ["ip", "netns", "exec", line.servers, sys.executable, "-m", "torch_dpflow.cli", "pool", "serve"]
-    options = ["--memory", "64MiB", "--address", str(folder / "pool"), "--listen", f"tcp://0.0.0.0:{PORT}"]
-    with process([*command, *options, "--connection", str(folder / "keys"), "--trust-network"]):
+    options = ["--memory", "64MiB", "--address", str(folder / "pool"), "--connection", str(folder / "keys")]
+    listen = [part for one in ADDRESSES for part in ("--listen", one)]
+    with process([*command, *options, "--trust-network", *listen]):
         yield
 
 
@@ -131,13 +133,12 @@ def measure_line(
 
 def _read(side: str, batches: int, seed: int, keys: str, identity: bytes) -> list[float]:
     """Seconds of each batch, but a first one."""
-    addresses = [f"tcp://10.99.0.{number + 1}:{PORT}" for number in range(SERVERS)]
-    pool = find_address(addresses[0], keys, trust_network=True)
+    pool = find_address(ADDRESSES[0], keys, trust_network=True)
     chance, seconds = np.random.default_rng(seed), list[float]()
     with closing(LaneReader(pool, silence_s=30.0, window=windows()[side])) as reader:
         for _ in range(batches + 1):
             indices = chance.permutation(RECORDS)[:BATCH].tolist()
-            owners = [addresses[index % SERVERS] for index in indices]
+            owners = [ADDRESSES[index % SERVERS] for index in indices]
             begun = time.perf_counter()
             found = reader.read(identity, owners, indices, [RECORD_BYTES] * BATCH)
             seconds.append(time.perf_counter() - begun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.lanes import lane_reader, railed_reader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.dataservice.lanes.rail_knocks import RailKnocks
 from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
 from torch_dpflow.dataservice.lanes.rails import (
     Place,
@@ -222,3 +224,17 @@ def test_records_come_over_all_rails_and_over_the_other_when_one_is_cut(
             assert reader.asked[-1] == {serving.addresses[0]}
             assert read() == expected
             assert reader.asked[-1] == {serving.addresses[0]}
+
+
+def test_a_rail_that_has_failed_is_used_again_when_it_answers() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))  # where nobody listens yet
+        rail = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        with closing(RailKnocks(PoolAddress())) as knocks:
+            assert not knocks.silent()
+            knocks.failed({rail, "tcp://no.such.host.invalid:1"})
+            for _ in range(3):
+                assert rail in knocks.silent()
+            listening.listen()
+            wait(lambda: rail not in knocks.silent(), what="its answer")
+            assert knocks.silent() == {"tcp://no.such.host.invalid:1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import deque
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staged_window import StagedWindow, Unbounded
+from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
 from torch_dpflow.dataservice.planning.window import LEAST, MOST, BatchWindow, FixedWindow, MeasuredWindow
 from torch_dpflow.errors import OptionError
 
@@ -44,7 +46,7 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], s
             assert under_way
             now += chance.random() / 100
             window.arrived(under_way.popleft(), now)
-            assert LEAST <= window.size(now) <= MOST
+            assert LEAST <= window.size() <= max(MOST, 1 << 20)
 
 
 @given(
@@ -95,43 +97,120 @@ def test_algorithm_1_dispatches_in_stages() -> None:
     assert window.grant([1000] * 12, 1.0) == 2
 
 
-def test_ours_probes_alone_then_takes_half_more_than_the_line_holds() -> None:
-    window = MeasuredWindow()
-    assert window.grant([1000] * 10, 0.0) == 1
-    probe = window.asked(1000, 0.0)
-    assert window.grant([1000] * 9, 0.0) == 0
-    window.arrived(probe, 0.1)
-    token = window.asked(1_000_000, 0.1)
-    for number in range(1, 9):  # 10 MB/s, 0.1 s
-        following = window.asked(1_000_000, 0.1 * number)
-        window.arrived(token, 0.1 * (number + 1))
-        token = following
-    assert window.size(0.9) == pytest.approx(1_500_000, rel=0.15)
+class Links:
+    """A link for each lane, behind which all share one line; bytes a second. Records come in the order of each."""
+
+    def __init__(self, lanes: int, link: float, line: float, record: int) -> None:
+        self.lanes, self.link, self.line, self.record = lanes, link, line, record
+        self.window, self.now = MeasuredWindow(), 0.0
+        self._free = [0.0] * lanes
+        self._line_free = 0.0
+
+    def read(self, records: int) -> float:
+        """Read a batch whose records lie evenly; bytes a second."""
+        owners = [f"{number % self.lanes}" for number in range(records)]
+        queues, begun = LaneQueues(owners, [self.record] * records), self.now
+        under_way = list[tuple[float, int, object]]()
+        while True:
+            sizes = queues.sizes(64)
+            if granted := self.window.grant(sizes, self.now, len(queues.lanes)):
+                for place in queues.take(sum(sizes[:granted])):
+                    token = self.window.asked(self.record, self.now)
+                    heapq.heappush(under_way, (self._answered(place % self.lanes), place, token))
+                continue
+            if not under_way:
+                return records * self.record / (self.now - begun)
+            self.now, place, token = heapq.heappop(under_way)
+            queues.came(place)
+            self.window.arrived(token, self.now)
+
+    def _answered(self, lane: int) -> float:
+        self._free[lane] = max(self._free[lane], self.now + 2e-4) + self.record / self.link
+        self._line_free = max(self._line_free, self._free[lane]) + self.record / self.line
+        return self._line_free
+
+
+@pytest.mark.parametrize(
+    ("lanes", "record"), [(1, 110_000), (2, 16_000), (4, 110_000), (8, 16_000), (8, 110_000)]
+)
+def test_ours_fills_a_link_for_each_lane(lanes: int, record: int) -> None:
+    links = Links(lanes, 12.5e6, 1.25e9, record)
+    for _ in range(8):
+        links.read(256)
+    assert links.read(1024) >= 0.85 * lanes * 12.5e6
+
+
+@pytest.mark.parametrize("lanes", [4, 32])
+def test_ours_fills_a_line_that_lanes_share_with_no_more_than_it_takes(lanes: int) -> None:
+    links = Links(lanes, 1.25e9, 12.5e6, 16_000)
+    for _ in range(8):
+        assert links.read(256) >= 0.9 * 12.5e6
+        assert links.window.size() <= 1.5 * 1.5 * LEAST
+
+
+@given(
+    owners=st.lists(st.sampled_from("abc"), max_size=40),
+    rooms=st.lists(st.integers(0, 300)),
+    sizes=st.randoms(),
+    lost=st.sampled_from(["a", "b", ""]),
+)
+def test_queues_give_each_place_once_and_none_of_a_lane_that_is_lost(
+    owners: list[str], rooms: list[int], sizes: random.Random, lost: str
+) -> None:
+    lengths = [sizes.randrange(1, 100) for _ in owners]
+    queues, taken = LaneQueues(owners, lengths), list[int]()
+    for number, room in enumerate([*rooms, 1 << 20]):
+        if number == 2:
+            queues.drop(lost)
+        now = queues.take(room)
+        assert sum(lengths[place] for place in now) <= room or len(now) == 1
+        assert lost not in {owners[place] for place in now} or number < 2
+        taken += now
+        assert len(queues.sizes(100)) == len(owners) - len(taken) - sum(
+            owner == lost and place not in taken and number >= 2 for place, owner in enumerate(owners)
+        )
+    assert len(taken) == len({*taken})
+    assert {owners[place] for place in {*range(len(owners))} - {*taken}} <= {lost}
+    assert not queues.lanes
+
+
+def test_the_lane_with_the_least_under_way_is_asked_and_all_end_together() -> None:
+    queues = LaneQueues("aaaabb", [10] * 6)
+    assert queues.take(20) == [0, 4]  # one of each
+    queues.came(0)
+    assert queues.take(10) == [1]
+    assert queues.take(20) == [2, 5]  # the one with more left first
+    queues.came(4)
+    queues.again(4)
+    assert queues.lanes == ["a", "b"]
+    assert sorted(queues.take(100)) == [3, 4]
 
 
 def test_what_does_not_come_says_nothing_of_the_line() -> None:
     window = MeasuredWindow()
-    assert window.grant([1000] * 10, 0.0) == 1
-    window.given_up(window.asked(1000, 0.0))
-    assert window.grant([1000] * 10, 0.1) == 1  # another probe
-    window.arrived(window.asked(1000, 0.1), 0.2)
-    tokens = [window.asked(1 << 20, 0.2) for _ in range(20)]
-    for token in tokens:
-        window.given_up(token)
-    assert (window.bytes_out, window.size(2.0)) == (0, LEAST)
+    for _ in range(200):
+        granted = window.grant([1000] * 64, 0.0)
+        assert granted
+        for token in [window.asked(1000, 0.0) for _ in range(granted)]:
+            window.given_up(token)
+    assert (window.bytes_out, window.size()) == (0, LEAST)
 
 
-def test_ours_halves_once_for_a_slow_round_trip() -> None:
-    window = MeasuredWindow()
-    window.arrived(window.asked(1_000_000, 0.0) if window.grant([1], 0.0) else None, 0.1)
-    for number in range(1, 10):  # 10 MB/s
-        window.arrived(window.asked(1_000_000, 0.1 * number), 0.1 * (number + 1))
-    before = window.size(1.0)
-    assert before > 2 * LEAST
-    tokens = [window.asked(100_000, 1.0) for _ in range(4)]
+def test_ours_halves_once_for_records_whose_timer_ran_out() -> None:
+    links = Links(8, 12.5e6, 1.25e9, 110_000)
+    for _ in range(8):
+        links.read(256)
+    window, now = links.window, links.now
+    assert window.grant([110_000] * 64, now, 8)
+    before = window.size()
+    tokens = list[object]()
+    while granted := window.grant([110_000] * 64, now, 8):
+        tokens += [window.asked(110_000, now) for _ in range(granted)]
+    assert len(tokens) >= 6
     for token in tokens:
-        window.arrived(token, 1.9)  # nine times the least round trip, all of one cause
-    assert before / 2 <= window.size(1.9) < before * 0.75
+        window.arrived(token, now + 0.5)
+    assert window.grant([110_000] * 64, now + 0.5, 8)
+    assert before / 2 * 0.99 <= window.size() < before
 
 
 def test_numbers_that_are_none() -> None:

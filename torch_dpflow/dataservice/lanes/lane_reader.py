@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -18,6 +17,7 @@ from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.receive_memory import ReceiveMemory
 from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane
 from torch_dpflow.dataservice.lanes.wire import GONE, LATER
+from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
 from torch_dpflow.dataservice.planning.window import BatchWindow, FixedWindow, MeasuredWindow
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
@@ -26,8 +26,8 @@ from torch_dpflow.log import DATASETS
 Content: TypeAlias = bytes | memoryview
 #: Records that the window is asked about at a time.
 _LOOKED_AT = 64
-#: What one server is asked for before the next, bytes: half of what it sends in a turn, and all of it on this host.
-_TOGETHER_BYTES, _TOGETHER_ON_HOST_BYTES = 512 << 10, 1 << 20
+#: What one server of this host is asked for before the next, bytes: all that it sends in a turn.
+_TOGETHER_ON_HOST_BYTES = 1 << 20
 #: What may be under way where all servers are of this host, bytes: enough that few answers carry much.
 _ON_HOST_BYTES = 4 << 20
 #: What a record is taken for whose length only the server knows, bytes.
@@ -85,7 +85,7 @@ class LaneReader:
         lanes = [self._lane(owner) for owner in {*owners}]
         is_on_host = all(lane is not None and lane.is_on_host for lane in lanes)
         self._window = self._windows[is_on_host]
-        together = _TOGETHER_ON_HOST_BYTES if is_on_host else _TOGETHER_BYTES
+        together = _TOGETHER_ON_HOST_BYTES if is_on_host else 0
         batch = _LaneBatch(identity, owners, records, lengths, together, copy=copy)
         try:
             while True:
@@ -111,42 +111,40 @@ class LaneReader:
 
     def _ask(self, batch: _LaneBatch) -> None:
         """Ask for as much as the window has room for."""
-        while batch.has_more:
-            if self._lane(batch.owners[batch.order[batch.at]]) is None:
-                batch.at += 1
-                continue
-            now = time.monotonic()
-            granted = self._window.grant(batch.sizes[batch.at : batch.at + _LOOKED_AT], now)
+        while True:
+            for owner in batch.queues.lanes:
+                if self._lane(owner) is None:
+                    batch.queues.drop(owner)
+            now, sizes, lanes = time.monotonic(), batch.queues.sizes(_LOOKED_AT), len(batch.queues.lanes)
+            granted = self._window.grant(sizes, now, lanes)
             if not granted:
                 return
             asked: dict[str, list[AskedRecord]] = {}
-            for at in range(batch.at, batch.at + granted):
-                place = batch.order[at]
-                owner = batch.owners[place]
-                if owner in asked or self._lane(owner) is not None:
-                    token = self._window.asked(batch.sizes[at], now)
-                    one = AskedRecord(batch.records[place], batch.lengths[place], place, token)
-                    asked.setdefault(owner, []).append(one)
-            batch.at += granted
+            for place in batch.queues.take(sum(sizes[:granted])):
+                token = self._window.asked(batch.sizes[place], now)
+                one = AskedRecord(batch.records[place], batch.lengths[place], place, token)
+                asked.setdefault(batch.owners[place], []).append(one)
             for owner, ones in asked.items():
                 try:
                     self._lanes[owner].ask(batch.identity, ones)
                 except OSError as error:
-                    self._lose(owner, error)
+                    self._lose(batch, owner, error)
 
     def _take(self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch) -> None:
         """Take an answer of each lane that has one; leave those that have been silent for too long."""
-        for owner, lane in self._having(busy):
+        for owner, lane in self._having(busy, batch):
             try:
                 for one, content in lane.take(copy=batch.copy):
                     self._settle(batch, lane, one, content)
             except (OSError, DPFlowError) as error:
-                self._lose(owner, error)
+                self._lose(batch, owner, error)
 
     def _settle(self, batch: _LaneBatch, lane: StreamLane, one: AskedRecord, content: Content | int) -> None:
         if content == 0:  # it was LATER, and is there
-            batch.again(one.place)
+            batch.queues.again(one.place)
             return
+        if one.token is not None:
+            batch.queues.came(one.place)
         if not isinstance(content, int):
             self._window.arrived(one.token, time.monotonic())
         elif one.token is not None:
@@ -158,7 +156,9 @@ class LaneReader:
         elif content == GONE:
             self.gone.add(batch.identity)
 
-    def _having(self, busy: Sequence[tuple[str, StreamLane]]) -> Sequence[tuple[str, StreamLane]]:
+    def _having(
+        self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch
+    ) -> Sequence[tuple[str, StreamLane]]:
         """Those of these lanes from which something has come."""
         if len(busy) == 1 and busy[0][1].asked:
             return busy  # which waits for it
@@ -167,7 +167,7 @@ class LaneReader:
         ready = {fd for fd, _ in self._poll.poll(self._silence_s * 1000)}
         for owner, lane in busy if not ready else ():
             if lane.asked:
-                self._lose(owner, TimeoutError())
+                self._lose(batch, owner, TimeoutError())
             else:  # its storage does not answer; ours may, and says so if it does not
                 lane.later.clear()
         return [one for one in busy if one[1].fileno() in ready]
@@ -190,12 +190,13 @@ class LaneReader:
         self._poll.register(lane, select.POLLIN)
         return lane
 
-    def _lose(self, owner: str, error: Exception) -> None:
+    def _lose(self, batch: _LaneBatch, owner: str, error: Exception) -> None:
         """A server has failed: what it was asked for is read from storage."""
         is_silent = isinstance(error, BlockingIOError | TimeoutError)
         text = f"it has sent nothing for {self._silence_s:g} s" if is_silent else str(error)
         self._leave(owner, text, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
         self._close(owner)
+        batch.queues.drop(owner)
 
     def _leave(self, owner: str, why: object, backoff: Backoff) -> None:
         self._left[owner] = time.monotonic() + backoff.pause_s(), backoff
@@ -226,34 +227,6 @@ class _LaneBatch:
         self.identity, self.owners, self.records, self.lengths = identity, owners, records, lengths
         self.copy = copy
         self.contents: list[Content | None] = [None] * len(records)
-        sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
-        #: Places of the records in the order in which they are asked for, and the bytes of each.
-        self.order = _in_turns(owners, sizes, together)
-        self.sizes = [sizes[place] for place in self.order]
-        #: Those before this one were asked for.
-        self.at = 0
-
-    @property
-    def has_more(self) -> bool:
-        return self.at < len(self.order)
-
-    def again(self, place: int) -> None:
-        """It is to be asked for once more."""
-        self.order.append(place)
-        self.sizes.append(self.lengths[place] or _GUESSED_BYTES)
-
-
-def _in_turns(owners: Sequence[str], sizes: Sequence[int], together: int) -> list[int]:
-    """The places of records, for each server in turn those of about so many bytes."""
-    places: dict[str, deque[int]] = {}
-    for place, owner in enumerate(owners):
-        places.setdefault(owner, deque()).append(place)
-    order, line = list[int](), deque(places.values())
-    while line:
-        own, size = line.popleft(), 0
-        while own and size < together:
-            size += sizes[own[0]]
-            order.append(own.popleft())
-        if own:
-            line.append(own)
-    return order
+        self.sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
+        #: Places of those that are to be asked for.
+        self.queues = LaneQueues(owners, self.sizes, together)

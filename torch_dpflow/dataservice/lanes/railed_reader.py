@@ -7,17 +7,19 @@ from collections.abc import Sequence, Set
 
 from torch_dpflow.dataservice.lanes.lane_reader import Content, LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.rail_knocks import RailKnocks
 from torch_dpflow.dataservice.lanes.rails import ServerRails
 
-#: After how long without a byte another rail of a server is tried, seconds.
-_RAIL_SILENCE_S = 0.5
+#: After how long without a byte another rail of a server is tried, seconds; up to twice that in the midst of a record.
+_RAIL_SILENCE_S = 0.3
 
 
 class RailedReader:
     """As `LaneReader`, from servers that have rails. What a rail that fails does not bring comes over another one.
 
     Records are dealt over the rails of a server by their bytes. A server that has one address is waited for as long as
-    `LaneReader` waits; one that has more for half a second, as long as there is another way to it.
+    `LaneReader` waits; one that has more for 0.3 s, as long as there is another way to it. A rail that
+    has failed is used again when it answers.
 
     Args:
         pool, silence_s: as for `LaneReader`.
@@ -28,6 +30,7 @@ class RailedReader:
     def __init__(self, pool: PoolAddress, silence_s: float) -> None:
         self._patient = LaneReader(pool, silence_s)
         self._hasty = LaneReader(pool, min(silence_s, _RAIL_SILENCE_S))
+        self._knocks = RailKnocks(pool)
         #: Sets that a server has given up.
         self.gone = self._hasty.gone = self._patient.gone
 
@@ -45,38 +48,45 @@ class RailedReader:
             return self._patient.read(
                 identity, [one.together[0] for one in owners], records, lengths, copy=copy
             )
-        found = self._hasty.read(identity, self._deal(owners, lengths), records, lengths, copy=copy)
+        rails = {rail for one in {*owners} for rail in (*one.together, *one.spare)}
+        failed = {*self._knocks.silent(), *filter(self._hasty.has_failed, rails)}
+        found = self._hasty.read(identity, self._deal(owners, lengths, failed), records, lengths, copy=copy)
         failed = self._hasty.failed
-        cut = [
-            place
-            for place, one in enumerate(owners)
-            if found[place] is None and not failed.isdisjoint((*one.together, *one.spare))
-        ]
-        if cut:
-            rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut], failed)
-            of, sizes = [records[place] for place in cut], [lengths[place] for place in cut]
-            for place, content in zip(cut, self._patient.read(identity, rest, of, sizes, copy=copy)):
-                found[place] = content
+        self._knocks.failed(failed)
+        for _ in range(
+            2
+        ):  # where no rail was quick enough, over all of them, and then over those that answer
+            cut = [
+                place
+                for place, one in enumerate(owners)
+                if found[place] is None and not failed.isdisjoint((*one.together, *one.spare))
+            ]
+            if cut:
+                rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut], failed)
+                of, sizes = [records[place] for place in cut], [lengths[place] for place in cut]
+                for place, content in zip(cut, self._patient.read(identity, rest, of, sizes, copy=copy)):
+                    found[place] = content
+                failed = self._patient.failed
         return found
 
     def close(self) -> None:
         """Close all lanes; they are opened again where they are needed."""
         self._hasty.close()
         self._patient.close()
+        self._knocks.close()
 
     def _deal(
-        self, owners: Sequence[ServerRails], lengths: Sequence[int | None], failed: Set[str] = frozenset()
+        self, owners: Sequence[ServerRails], lengths: Sequence[int | None], failed: Set[str]
     ) -> list[str]:
         """An address for each record: of the rails that work, the one with the fewest bytes in this batch.
 
-        failed: rails that do not work, though some of them may be tried again by now.
+        failed: rails that do not work.
         """
         dealt = Counter[str]()
         chosen = list[str]()
         for owner, length in zip(owners, lengths):
             working, spare = (
-                [one for one in rails if one not in failed and not self._hasty.has_failed(one)]
-                for rails in (owner.together, owner.spare)
+                [one for one in rails if one not in failed] for rails in (owner.together, owner.spare)
             )
             chosen.append(min(working or spare[:1] or owner.together, key=dealt.__getitem__))
             dealt[chosen[-1]] += length or 1

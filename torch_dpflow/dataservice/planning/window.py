@@ -5,8 +5,8 @@ a connection whose last packets are lost waits for its retransmission timer: inc
 under way.
 
 Algorithm 1 of the DataServer paper counts records, and is told bandwidth and latency (`benchmarks/staged_window`).
-`MeasuredWindow` knows neither: it measures both (Little's law, on the least round trip), as others may use the same
-line. Between processes of one host nothing is lost on the way: `FixedWindow`.
+`MeasuredWindow` knows neither, nor whether servers share one line or have a link each: it tries what is of use.
+Between processes of one host nothing is lost on the way: `FixedWindow`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch_dpflow.checks import check_int
+from torch_dpflow.dataservice.planning.size_trials import SizeTrials
 
 #: A reader may ask for so many bytes at least, and at most.
 LEAST, MOST = 32 << 10, 8 << 20
-#: How long a measurement counts, seconds.
+#: How long a rate and a round trip count, seconds.
 MEMORY_S = 10.0
-#: What is asked for beyond what the line needs, so that a better rate would be seen.
+#: What may be asked for beyond what the line needs by Little's law.
 SURPLUS = 1.5
-#: A round trip of so many times the least one tells of loss, or of others on the line.
-CONGESTED = 4.0
-#: A rate is that of so many round trips: a reader that was kept waiting finds several records at once, which would
-#: look like a line that is as much faster.
-MEASURED = 8.0
+#: What may be asked of each lane: while one record comes, the next one is under way.
+RECORDS_A_LANE = 2
+#: Bytes of a stage at most: while one of several lanes waits for it, its link is idle.
+STAGE = 64 << 10
+#: So much longer than usual, seconds, a record comes for which a retransmission timer ran out: Linux' least one.
+TIMEOUT_S = 0.2
 
 
 class BatchWindow(ABC):
@@ -41,10 +43,13 @@ class BatchWindow(ABC):
         self.bytes_out = self.records_out = 0
 
     @abstractmethod
-    def grant(self, lengths: Sequence[int], now: float) -> int:
+    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
         """How many of the next records, of these lengths, are to be asked for now.
 
-        At least one if nothing is out. Call `asked` for each of them.
+        At least one if nothing is out. Call `asked` for each of them. Call it after each arrival, also with no lengths:
+        nothing is left then.
+
+        lanes: over which those that are left come.
         """
 
     def asked(self, length: int, now: float) -> object:
@@ -67,9 +72,12 @@ class BatchWindow(ABC):
         self.bytes_out -= length
         self.records_out -= 1
 
-    def _fitting(self, lengths: Sequence[int], size: int) -> int:
-        """How many of the next records a window of so many bytes has room for, once a stage of it is free."""
-        if self.bytes_out > size - size // self._stages:
+    def _fitting(self, lengths: Sequence[int], size: int, most: int = MOST) -> int:
+        """How many of the next records a window of so many bytes has room for, once a stage of it is free.
+
+        most: bytes of a stage.
+        """
+        if self.bytes_out > size - min(most, size // self._stages):
             return 0
         granted = out = 0
         for length in lengths:
@@ -86,91 +94,87 @@ class FixedWindow(BatchWindow):
         super().__init__(stages)
         self._size = check_int("size", size, minimum=1)
 
-    def grant(self, lengths: Sequence[int], now: float) -> int:
+    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
         return self._fitting(lengths, self._size)
 
 
 class _OutRecord(NamedTuple):
     length: int
     at: float
-    #: Whether nothing else was out, and nothing else is asked for before it comes.
-    alone: bool
+    #: Whether the window alone kept more from being asked for.
+    is_limited: bool
 
 
 class MeasuredWindow(BatchWindow):
-    """The bandwidth-delay product of what was seen, half as much more, and never less than one record.
+    """The least with which records come about as fast as with more, and never less than one record.
 
-    After a round trip of `CONGESTED` times the least one it is halved, and grows by one record for each window that
-    has come. At the beginning, and when no round trip has been measured for `MEMORY_S`, one record is asked for
-    alone.
+    Where each server has a link of its own, records come the faster the more of them are under way, until each link has
+    its own; where servers share the reader's line, they do not. A round trip does not tell the two apart: one record
+    fills a slow link, and a link that was idle lets a burst through. So other sizes are tried (`SizeTrials`). None is
+    larger than what can be of use: two records for each lane, or Little's law on the best rate and the least round
+    trip. After a round trip in which a retransmission timer has run out it is halved.
     """
 
     def __init__(self, *, stages: int = 4) -> None:
         super().__init__(stages)
-        #: Bytes that have come since the last measurement, and when that was.
-        self._came, self._since = 0, 0.0
-        #: When a record has come last.
-        self._last = 0.0
-        self._rate = _Extreme(best=max)
-        self._round_trip = _Extreme(best=min)
-        self._cap = float(MOST)
-        self._halved_at = -math.inf
-        #: Bytes that have come since the cap grew last.
-        self._since_growth = 0
-        self._probing = False
+        self._trials = SizeTrials()
+        self._rate, self._round_trip = _Extreme(best=max), _Extreme(best=min)
+        #: A usual round trip, seconds; None: not known yet.
+        self._usual_s: float | None = None
+        self._shrunk_at = -math.inf
+        #: Lanes of the batch, and the longest of its records.
+        self._lanes, self._longest = 1, 0
+        #: Whether the window alone keeps more from being asked for.
+        self._is_limited = False
 
-    def size(self, now: float) -> int:
+    def size(self) -> int:
         """Bytes that may be out."""
-        rate, round_trip = self._rate.value(now), self._round_trip.value(now)
-        needed = LEAST if rate is None or round_trip is None else SURPLUS * rate * round_trip
-        return int(min(max(needed, LEAST), MOST, self._cap))
+        return int(self._trials.size)
 
-    def grant(self, lengths: Sequence[int], now: float) -> int:
-        if self._probing or not lengths:
+    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
+        if not lengths:
+            self._is_limited = False
+            self._trials.pause()
             return 0
-        if not self.records_out and self._round_trip.is_old(now):
-            self._probing = True
-            return 1
-        return self._fitting(lengths, self.size(now))
+        if not self.records_out:
+            self._lanes, self._longest = lanes, 0
+        self._longest = max(self._longest, *lengths)
+        self._bound(now)
+        granted = self._fitting(lengths, self.size(), STAGE)
+        self._is_limited = granted < len(lengths) and lanes >= min(self._lanes, self.records_out + granted)
+        if not self._is_limited:
+            self._trials.pause()
+        return granted
 
     def asked(self, length: int, now: float) -> _OutRecord:
-        least = self._round_trip.value(now)
-        if not self.records_out and (least is None or now - self._last > least):
-            self._came, self._since = 0, now  # nothing was asked for meanwhile
-        token = _OutRecord(length, now, self._probing)
         super().asked(length, now)
-        return token
+        return _OutRecord(length, now, self._is_limited)
 
     def arrived(self, token: object, now: float) -> None:
         assert isinstance(token, _OutRecord)
         self._leave(token.length)
-        self._came, self._last = self._came + token.length, now
         took = now - token.at
-        if token.alone:
-            self._probing = False
-            self._round_trip.see(took, now)
-        least = self._round_trip.value(now)
-        if least and now - self._since >= MEASURED * least:
-            self._rate.see(self._came / (now - self._since), now)
-            self._came, self._since = 0, now
-        self._adapt(token, took, now)
+        self._round_trip.see(took, now)
+        usual = took if self._usual_s is None else self._usual_s
+        if token.is_limited and took > 2 * usual + TIMEOUT_S:
+            if token.at >= self._shrunk_at:
+                self._trials.shrink(now)
+                self._shrunk_at = now
+            return
+        self._usual_s = usual + (took - usual) / 16
+        if self._is_limited and (rate := self._trials.came(token.length, now)) is not None:
+            self._rate.see(rate, now)
 
     def given_up(self, token: object) -> None:
         assert isinstance(token, _OutRecord)
         self._leave(token.length)
-        if token.alone:
-            self._probing = False
 
-    def _adapt(self, token: _OutRecord, took: float, now: float) -> None:
-        least = self._round_trip.value(now)
-        if least is not None and took > CONGESTED * least and token.at >= self._halved_at:
-            self._cap = max(float(LEAST), min(self._cap, self.size(now)) / 2)
-            self._halved_at, self._since_growth = now, 0
-            return
-        self._since_growth += token.length
-        if self._since_growth >= self.size(now):
-            self._cap = min(float(MOST), self._cap + token.length)
-            self._since_growth = 0
+    def _bound(self, now: float) -> None:
+        rate, round_trip = self._rate.value(now), self._round_trip.value(now)
+        held = 0.0 if rate is None or round_trip is None else SURPLUS * rate * round_trip
+        least = max(LEAST, self._longest)
+        of_use = max(RECORDS_A_LANE * self._lanes * self._longest, held)
+        self._trials.bound(least, max(least, min(MOST, of_use)), max(1, self._longest))
 
 
 class _Extreme:
@@ -192,7 +196,3 @@ class _Extreme:
         while len(seen) > 1 and seen[0][0] < now - MEMORY_S:
             seen.popleft()
         return seen[0][1] if seen else None
-
-    def is_old(self, now: float) -> bool:
-        """Whether nothing was seen in the last `MEMORY_S`."""
-        return not self._seen or self._seen[-1][0] < now - MEMORY_S
