@@ -18,6 +18,7 @@ from torch_dpflow.epoch.streams import Stream, at_rest, ended, return_dataset
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.wire.headers import BATCH, END, FAILURE
 from torch_dpflow.remote.worker.fetching import ThreadedFetcher, failure
+from torch_dpflow.remote.worker.kept_memory import keep_freed_memory
 from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_info
 
 #: All workers of a loader together may share this part of a machine's memory: a quarter.
@@ -234,6 +235,7 @@ def _opened(order: EpochSpec, *, lives_on: bool) -> EpochSpec:
 
 def _become_worker(spec: LoadSpec, worker: int) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     seed = spec.base_seed + worker
     random.seed(seed)
     torch.manual_seed(seed)

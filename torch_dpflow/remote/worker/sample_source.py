@@ -21,6 +21,7 @@ from torch_dpflow.remote.parcel.script import pack, unpack
 from torch_dpflow.remote.wire.sample_task import key_to_load, unpack_task
 from torch_dpflow.remote.wire.shard import FAILED, SAMPLE
 from torch_dpflow.remote.worker.fetching import failure
+from torch_dpflow.remote.worker.kept_memory import keep_freed_memory
 from torch_dpflow.torch_private import set_worker_info
 
 #: Samples that another worker has taken over are given up so many samples later: by then it has announced them, so they
@@ -164,6 +165,7 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
 
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     # Every sample is seeded by itself; this is for `worker_init_fn`.
     random.seed(worker)
     torch.manual_seed(worker)
