@@ -140,6 +140,29 @@ def test_ours_fills_a_link_for_each_lane(lanes: int, record: int) -> None:
     assert links.read(1024) >= 0.85 * lanes * 12.5e6
 
 
+class SuspendedReader(Links):
+    """After one in 500 records everything stands still for a while, of 0.3 s in the mean."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(4, 12.5e6, 1.25e9, 110_000)
+        self._random = random.Random(seed)
+
+    def _answered(self, lane: int) -> float:
+        if self._random.random() < 0.002:
+            still = self._random.expovariate(1 / 0.3)
+            self._free = [max(free, self.now) + still for free in self._free]
+        return super()._answered(lane)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_reader_that_is_suspended_now_and_then_fills_its_links_again(seed: int) -> None:
+    reader, sizes = SuspendedReader(seed), []
+    for _ in range(60):
+        reader.read(256)
+        sizes.append(reader.window.size())
+    assert sum(sizes) / len(sizes) > 3.5 * reader.record
+
+
 @pytest.mark.parametrize("lanes", [4, 32])
 def test_ours_fills_a_line_that_lanes_share_with_no_more_than_it_takes(lanes: int) -> None:
     links = Links(lanes, 1.25e9, 12.5e6, 16_000)

@@ -12,8 +12,9 @@ WORTH = 0.15
 MEASURED, MEASURED_RECORDS = 8, 64
 #: A size is clearly worth it, or not, by this power; that is known after so many windows' bytes alone.
 CLEARLY = 0.5
-#: Between trials that were of no use, seconds: ever longer.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: Between trials that were of no use, seconds: ever longer. A reader that is suspended for a while looks like a timer
+#: that ran out; with pauses of up to 30 s, one such in 500 records kept the size at a third of what four links need.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 4.0
 
 
 class SizeTrials:
