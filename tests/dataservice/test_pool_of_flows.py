@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.dataservice.pool_servers import inner_server
-from tests.datasets.samples_source import numbers
+from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.errors import ChecksumError, OptionError
+from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 
 COUNT = 12
@@ -79,11 +79,26 @@ def test_memory_of_the_pool_without_a_copy(stored: StoredDataset, pool: Path) ->
     assert all(type(content) is memoryview and content.readonly for content, _ in samples)
 
 
+def test_what_a_reader_cannot_read_through_is_refused(
+    stored: StoredDataset, store: DatasetStore, pool: Path
+) -> None:
+    others = publish(store, Numbered(3), name="core/others")
+    client = DataClient(pool, silence_s=PATIENCE_S)
+    for wrong in (3, client):
+        with pytest.raises(OptionTypeError, match=r"through=.*; give what DataClient.samples"):
+            DatasetReader(stored, through=wrong)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="samples of another dataset than core/numbers:v1:train"):
+        DatasetReader(stored, through=client.samples(others))
+
+
 class Altered:
     """Gives other bytes than the storage has."""
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[bytes | None]:
         return [b"x" * length if length and number % 2 else None for number, length in zip(numbers, lengths)]
+
+    def is_of(self, stored: StoredDataset) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -34,11 +34,15 @@ class PoolSamples:
         copy: bool = True,
     ) -> None:
         self._copy = copy
-        source, identity = source_of(stored, storage_options), identity_of(stored)
-        self._reading = PerProcess(partial(SetReading, address, source, identity, silence_s))
+        source, self._identity = source_of(stored, storage_options), identity_of(stored)
+        self._reading = PerProcess(partial(SetReading, address, source, self._identity, silence_s))
         #: The name of the order that was announced, and the process that has announced it.
         self._order: str | None = None
         self._announcer = 0
+
+    def is_of(self, stored: StoredDataset) -> bool:
+        """Whether they are samples of this dataset."""
+        return identity_of(stored) == self._identity
 
     @property
     def hits(self) -> int:

@@ -30,7 +30,7 @@ class DatasetReader(SampleReader, Dataset[Sample]):
             not there is read from storage.
 
     Raises:
-        OptionError, OptionTypeError: an option is not allowed.
+        OptionError, OptionTypeError: an option is not allowed, or `through` has samples of another dataset.
     """
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:

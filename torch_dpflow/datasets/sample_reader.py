@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch_dpflow.checks import check_int, check_type
 from torch_dpflow.datasets.checksums import matches
@@ -50,6 +50,7 @@ def check_how_to_read(
         check_type("check", check, bool, "True, False or None")
 
 
+@runtime_checkable
 class Through(Protocol):
     """Where samples of a stored dataset may lie nearer than in its storage, compared with their checksums as a reader
     compares them by default. A pickle of it reads elsewhere."""
@@ -59,6 +60,9 @@ class Through(Protocol):
 
         lengths: of each in bytes; None where it is not known.
         """
+
+    def is_of(self, stored: StoredDataset) -> bool:
+        """Whether they are samples of this dataset."""
 
     def close(self) -> None:
         """End what this process has opened. It may be used again."""
@@ -82,6 +86,12 @@ class SampleReader:
         check_how_to_read(storage_options, read_options, metadata_cache, check)
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
+        if through is not None:
+            check_type("through", through, Through, "what DataClient.samples(stored) returns")
+            if not through.is_of(stored):
+                raise OptionError(
+                    f"through= has samples of another dataset than {stored.ref}; give DataClient.samples of this one"
+                )
         self.stored = stored
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._read_options = read_options if read_options is not None else ReadOptions()
