@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.testing.hosts import Host
@@ -53,10 +53,12 @@ def sniffed(host: Host) -> Iterator[list[bytes]]:
 
         def read() -> None:
             while not is_over.is_set():
-                try:
+                with suppress(TimeoutError):
                     packets.append(link.recv(1 << 17))
-                except TimeoutError:
-                    continue
+            link.setblocking(False)  # what has come by now is read too
+            with suppress(BlockingIOError):
+                while True:
+                    packets.append(link.recv(1 << 17))
 
         reader = threading.Thread(target=read)
         reader.start()
