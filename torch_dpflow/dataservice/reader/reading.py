@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.announcing import Order
 from torch_dpflow.dataservice.lanes.lane_reader import Content
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
@@ -31,7 +32,6 @@ _PLANNING_S = 0.2
 _TABLE_S = 1.0
 #: How long an epoch begins later for that, seconds: its order can be announced at its beginning only.
 _ANNOUNCING_S = 2.0
-Keys = npt.NDArray[np.integer[Any]]
 
 
 class SetReading:
@@ -69,7 +69,7 @@ class SetReading:
         #: Samples that came from memory, and that did not.
         self.hits = self.misses = 0
 
-    def announce(self, order: str, keys: Callable[[], Keys], spread: int, extends: bool) -> None:
+    def announce(self, order: str, keys: Order, spread: int, extends: bool) -> None:
         """Tell the server in which order, of this name, records are read from now on, if that is of use.
 
         keys: called at most once.
@@ -79,15 +79,11 @@ class SetReading:
             deadline = time.monotonic() + _ANNOUNCING_S
             if extends and self._table is None:
                 self._ask_pool()  # there is more to come, once it knows
-            while (
-                not extends
-                and self._table is None
-                and (wait_s := self._ask_at - time.monotonic()) < _PLANNING_S
-            ):
+            while not extends and self._table is None and time.monotonic() <= deadline:
+                if (wait_s := self._ask_at - time.monotonic()) >= _PLANNING_S:
+                    break
                 time.sleep(max(0.0, wait_s))
                 self._ask_pool()
-                if time.monotonic() > deadline:
-                    break
             if (connection := self._ahead_from()) is not None:
                 self._ahead.announce(connection, order, keys(), spread, extends)
 
@@ -300,8 +296,8 @@ class SetReading:
 
     def _take(self, table: SetTable) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
-        asked = [info for info in table.servers if info.name == table.asked]
-        self._asked = self._rails(asked[0], table) if asked else None
+        asked = (self._rails(info, table) for info in table.servers if info.name == table.asked)
+        self._asked = next(asked, None)
         # Together, as Control-C may come between any two calls.
         self._owners, self._table = [owners[one] if one >= 0 else None for one in table.owners], table
         for server in owners:
