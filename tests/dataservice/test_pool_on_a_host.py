@@ -246,7 +246,9 @@ def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path:
         process.wait()
 
 
-def test_an_unloaded_set_is_read_from_storage(stored: StoredDataset, pool: Path) -> None:
+def test_an_unloaded_set_is_read_from_storage_until_it_is_loaded_again(
+    stored: StoredDataset, pool: Path
+) -> None:
     client = DataClient(pool, silence_s=PATIENCE_S)
     client.preload(stored)
     with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
@@ -255,16 +257,7 @@ def test_an_unloaded_set_is_read_from_storage(stored: StoredDataset, pool: Path)
         assert info_of(stored, pool) is None
         assert dataset.read_each(range(COUNT)) == numbers(COUNT)
         assert (dataset.hits, dataset.misses) == (COUNT, COUNT)
-    assert info_of(stored, pool) is None
-
-
-def test_a_set_that_is_loaded_again_is_read_from_memory_again(stored: StoredDataset, pool: Path) -> None:
-    client = DataClient(pool, silence_s=PATIENCE_S)
-    client.preload(stored)
-    with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
-        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
-        client.unload(stored)
-        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        assert info_of(stored, pool) is None
         client.preload(stored)
         wait(lambda: dataset[0] == numbers(COUNT)[0] and dataset.hits > COUNT, what="a sample from memory")
         misses = dataset.misses

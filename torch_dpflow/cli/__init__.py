@@ -2,7 +2,7 @@
 
 import sys
 
-from torch_dpflow.cli.status import INTERRUPTED
+from torch_dpflow.cli.exit_status import INTERRUPTED
 
 
 def main() -> None:

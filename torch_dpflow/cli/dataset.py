@@ -19,7 +19,7 @@ from torch_dpflow.cli.dataset_printing import (
     verify_progress,
 )
 from torch_dpflow.cli.dataset_upkeep import copy_, delete_, discard, prune_
-from torch_dpflow.cli.status import INTERRUPTED
+from torch_dpflow.cli.exit_status import INTERRUPTED
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers.importer_registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version

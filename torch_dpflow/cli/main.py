@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from torch_dpflow._version import __version__
-from torch_dpflow.cli.status import INTERRUPTED
+from torch_dpflow.cli.exit_status import INTERRUPTED
 from torch_dpflow.errors import DPFlowError
 
 #: name → (module, attribute, what it does). A command is imported when it runs, or is asked for its own help.

@@ -33,13 +33,12 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
 from torch_dpflow.dataservice.messages.protocol import IN_STORAGE
 from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
 from torch_dpflow.dataservice.planning.spaces import BlockSpace
-from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder
+from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder, Keys
 from torch_dpflow.dataservice.sources.set_names import RecordReader
 from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, Serve
 
-Keys = npt.NDArray[np.int32]
 #: Samples of one request to the storage, and the threads that make them.
 REQUEST_SAMPLES, FETCHERS = 16, 4
 #: The part of the memory that is planned with: blocks of several samples are free once all of them were read.
