@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataServer
+from torch_dpflow.dataservice import DataClient, DataServer
 from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.errors import OptionError, OptionTypeError
 
@@ -50,6 +51,12 @@ def test_tables_come_after_seconds_that_pass(seconds: str, tmp_path: Path) -> No
     done = CliRunner().invoke(root, words)
     assert done.exit_code == 1
     assert "give seconds" in done.output
+
+
+@pytest.mark.parametrize("options", [3, "key", {3: 4}])
+def test_options_of_a_storage_are_looked_at_at_once(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionTypeError, match=r"storage_options=.*give a dict of fsspec's options, or None"):
+        DataClient(tmp_path / "p", storage_options=options)
 
 
 def test_places_that_are_none(tmp_path: Path) -> None:

@@ -82,7 +82,12 @@ def test_what_cannot_be_decoded_to_one_shape_is_refused(stored: StoredDataset, c
     assert [one for one, _ in client.read_batch(stored, range(COUNT))] == [
         content(one) for one in range(COUNT)
     ]
-    with pytest.raises(OptionError, match="rank=2 of world=2"):
-        client.preload(stored, transform=Decode(), rank=2, world=2)
+    for transform in (None, Decode()):
+        for rank, world in ((2, 2), (-1, 2), (0, 0)):
+            with pytest.raises(OptionError, match=r"rank=2 of world=2|rank=-1 is out|world=0 is out"):
+                client.preload(stored, transform=transform, rank=rank, world=world)
+    for rank in range(2):
+        with pytest.raises(OptionError, match=rf"rank={rank}, world=2 without transform="):
+            client.preload(stored, rank=rank, world=2)
     with pytest.raises(OptionError, match="transform= is for datasets of a store"):
         client.preload(stored, transform=Decode(), fit="part")

@@ -15,7 +15,7 @@ from torch_dpflow.dataservice.lanes.guards import check_keys
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
-from torch_dpflow.dataservice.pixels import Transform, push_decoded
+from torch_dpflow.dataservice.pixels import Transform, check_part, push_decoded
 from torch_dpflow.dataservice.pool_samples import PoolSamples
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.pooled_array import PooledArray, Rows
@@ -23,7 +23,7 @@ from torch_dpflow.dataservice.pushing import appended_source, push, pushed_sourc
 from torch_dpflow.dataservice.sources.arrays import array_set
 from torch_dpflow.dataservice.sources.record_paths import RecordPaths
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
-from torch_dpflow.datasets.sample_reader import Sample, SampleReader
+from torch_dpflow.datasets.sample_reader import Sample, SampleReader, check_storage_options
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import OptionError, StorageError, UsageError
 
@@ -50,6 +50,7 @@ class DataClient:
         self._address = find_address(address, connection, trust_network=trust_network)
         check_keys(self._address)
         self._silence_s = check_seconds("silence_s", silence_s)
+        check_storage_options(storage_options)
         self._storage_options = storage_options
         self._datasets: dict[bytes, PooledDataset | PooledArray] = {}
         self._paths: dict[bytes, RecordPaths] = {}
@@ -76,7 +77,7 @@ class DataClient:
                 have. The pool then holds these, as a set of its own that is read through the result's `pushed`, and
                 is lost with its server as what `push` holds. Another transform makes another set. Where it raises,
                 what was pushed stays.
-            rank, world: with a transform, this process decodes every world-th part alone, from its rank on.
+            rank, world: with a transform alone: this process decodes every world-th part, from its rank on.
 
         Raises:
             PoolFullError: there is no room for all of it.
@@ -88,6 +89,7 @@ class DataClient:
             raise OptionError(
                 f'fit={fit!r}, on_error={on_error!r}: give "all" or "part", and "raise" or "skip"'
             )
+        check_part(rank, world)
         if transform is not None:
             if isinstance(stored, ArraySource) or (fit, on_error) != ("all", "raise"):
                 raise OptionError(
@@ -96,6 +98,11 @@ class DataClient:
             reader = SampleReader(stored, storage_options=self._storage_options)
             return push_decoded(
                 self._address, stored, transform, reader, rank=rank, world=world, progress=progress
+            )
+        if world != 1:
+            raise OptionError(
+                f"rank={rank}, world={world} without transform=: servers read a dataset as it is from storage among "
+                "themselves; leave them out, or give transform="
             )
         source, identity = source_of(stored, self._storage_options), identity_of(stored)
         with PoolConnection(self._address) as connection:

@@ -41,9 +41,6 @@ def push_decoded(
         StorageError, and what the transform raises: a sample cannot be read or decoded; what was pushed stays.
         PoolFullError, PeerLostError: as for `push`.
     """
-    check_int("world", world, minimum=1)
-    if check_int("rank", rank, minimum=0) >= world:
-        raise OptionError(f"rank={rank} of world={world}: give one below it")
     with closing(reader):
         decoding = _Decoding(reader, transform)
         # A transform that differs makes another set: its fingerprint is that of flows' stages.
@@ -52,6 +49,13 @@ def push_decoded(
         source = ArraySource(ref=name, dtype=like.dtype.str, shape=shape, stamp=identity_of(stored).hex())
         stripes = range(rank, array_set(source).stripes, world)
         return push(address, source, decoding.rows, stripes=stripes, progress=progress)
+
+
+def check_part(rank: int, world: int) -> None:
+    """Raise OptionError, or OptionTypeError, unless a process of this rank is one of so many."""
+    check_int("world", world, minimum=1)
+    if check_int("rank", rank, minimum=0) >= world:
+        raise OptionError(f"rank={rank} of world={world}: give one below it")
 
 
 class _Decoding:

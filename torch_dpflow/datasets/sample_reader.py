@@ -25,6 +25,7 @@ from torch_dpflow.errors import (
     DPFlowError,
     ObjectMissingError,
     OptionError,
+    OptionTypeError,
     TruncatedObjectError,
 )
 from torch_dpflow.log import DATASETS
@@ -37,12 +38,22 @@ OnError = Literal["raise", "skip"]
 _OF_PROCESS = ("_opened", "_compact")
 
 
+def check_storage_options(options: object) -> None:
+    """Raise OptionTypeError unless they are None, or name options of fsspec."""
+    if options is not None:
+        allowed = "a dict of fsspec's options, or None"
+        check_type("storage_options", options, Mapping, allowed)
+        if not all(isinstance(name, str) for name in options):  # type: ignore[attr-defined]
+            raise OptionTypeError(
+                f"storage_options={options!r:.80} has keys that are no strings; give {allowed}"
+            )
+
+
 def check_how_to_read(
     storage_options: object, read_options: object, metadata_cache: object, check: object
 ) -> None:
     """Check what readers of stored datasets are given. Raises OptionError, OptionTypeError."""
-    if storage_options is not None:
-        check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
+    check_storage_options(storage_options)
     if read_options is not None:
         check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
     check_int("metadata_cache", metadata_cache, minimum=1)
