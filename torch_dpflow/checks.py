@@ -18,6 +18,8 @@ MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 #: The longest time that may be given, seconds.
 MAX_SECONDS = 1e9
 _MAX_FLOAT = sys.float_info.max
+#: Of line breaks and other control characters.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _TCP = re.compile(r"tcp://\S*:(\*|\d{1,5})", re.ASCII)
 MAX_PORT = 65535
 
@@ -95,6 +97,14 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: st
     """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
     if not isinstance(value, kind):
         raise _wrong_type(name, value, allowed)
+
+
+def check_name(name: str, value: str) -> None:
+    """Raise OptionError where what is shown to people as a name has a line break, or another control character."""
+    if CONTROL.search(value):
+        raise OptionError(
+            f"{name}={value!r} has a line break or another control character; give it another name"
+        )
 
 
 def check_path(name: str, value: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def test_versions_and_names_that_there_are_not(
             DataLoadFlow("example/numbers", version=1).dataset(f"pool://{target}")
         with pytest.raises(OptionError, match="is no name of a dataset"):
             client.push(target, [1, 2])
+    for target in ("core/numbers:v1\n", "core/a\nb:v1", "core/numbers:v1\x1b[2J"):
+        for act in (partial(client.push, target, [1, 2]), partial(store.open, target)):
+            with pytest.raises(OptionError, match=r"^'.*' is no name of a dataset") as refused:
+                act()
+            assert str(refused.value).isprintable()
+    for url, path in ((tmp_path / "a\nb.npy", ""), (tmp_path / "a.h5", "x\x1b[2J")):
+        with pytest.raises(OptionError, match="has a line break or another control character") as refused:
+            open_array(url, path=path)
+        assert str(refused.value).isprintable()
     assert client.sets() == []
     for name in ("store.json", "core/numbers/versions/v1.json"):
         file = tmp_path / "datasets" / name

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import fsspec
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, publish
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, open_array
+from torch_dpflow.dataservice.sources.arrays import array_identity
 from torch_dpflow.dataservice.verifying import verify_pool
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import OptionError
@@ -62,7 +64,10 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
     assert "unloaded" in run(address, "unload", target)
     assert client.sets() == []
     assert "is not in the pool" in run(address, "verify", target, code=1)
-    assert "names 0 of the sets" in run(address, "show", target, code=1)
+    for command in ("show", "unload"):
+        assert "the pool holds nothing; load it by `dpflow pool preload`" in run(
+            address, command, target, code=1
+        )
 
 
 def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client: DataClient) -> None:
@@ -124,6 +129,18 @@ def test_what_names_no_set_is_refused(files: Path, client: DataClient) -> None:
     ]:
         assert says in run(address, "preload", *words, code=code)
     assert client.sets() == []
+
+
+def test_names_that_others_have_given_are_printed_on_one_line(files: Path, client: DataClient) -> None:
+    source = msgspec.structs.replace(open_array("rows.npy"), ref="rows\n\x1b[2J[red]")
+    client.preload(source)
+    number = array_identity(source).hex()[:8]
+    printed = [run(files / "p", *words) for words in (("list",), ("show", number), ("top", "--count", "1"))]
+    printed.append(run(files / "p", "show", "x", code=1))
+    printed.append(run(files / "p", "unload", number))
+    for text in printed:
+        assert r"rows\n\x1b[2J[red]" in text
+        assert "\x1b" not in text
 
 
 def test_a_part_of_an_array_is_held_where_it_is_asked_for(files: Path) -> None:

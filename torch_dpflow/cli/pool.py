@@ -14,7 +14,7 @@ import click
 
 from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.checks import check_seconds
-from torch_dpflow.cli.console import stdout_console
+from torch_dpflow.cli.console import on_one_line, stdout_console
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table, updated_table
@@ -213,9 +213,12 @@ def show(target: str, address: PoolAddress) -> None:
     """Show one dataset or array in the pool."""
     with PoolConnection(address) as connection:
         info = find_held(connection, target)
-    click.echo(f"{info.ref}\nid: {set_id(info)}\nlies in: {info.url}\nsamples: {info.records:,}")
+    click.echo(f"{on_one_line(info.ref)}\nid: {set_id(info)}\nlies in: {on_one_line(info.url)}")
+    click.echo(f"samples: {info.records:,}")
     click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
-    click.echo(f"could not be read: {info.failed:,}" + (f", as {info.error}" if info.error else ""))
+    click.echo(
+        f"could not be read: {info.failed:,}" + (f", as {on_one_line(info.error)}" if info.error else "")
+    )
     click.echo(
         f"readers: {info.readers}\nstays: {'until unloaded' if info.is_explicit else 'while it is read'}"
     )
@@ -229,4 +232,6 @@ def unload(target: str, address: PoolAddress) -> None:
     with PoolConnection(address) as connection:
         info = find_held(connection, target)
         connection.unload(info.identity)
-    click.echo(f"{info.ref}: unloaded, {info.reserved_bytes:,} bytes are free once nobody reads them")
+    click.echo(
+        f"{on_one_line(info.ref)}: unloaded, {info.reserved_bytes:,} bytes are free once nobody reads them"
+    )

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from torch_dpflow.cli.console import cell
 from torch_dpflow.dataservice.messages.protocol import SetInfo, SetList
 from torch_dpflow.dataservice.messages.server_messages import ServerInfo
 
@@ -23,7 +24,7 @@ def servers_table(servers: Sequence[ServerInfo]) -> Table:
     table = Table("server", "host", "part", "bytes", "free")
     for number, one in enumerate(servers):
         part = "member" if number else "head"
-        table.add_row(one.directory, one.host, part, f"{one.memory:,}", f"{one.free:,}")
+        table.add_row(cell(one.directory), cell(one.host), part, f"{one.memory:,}", f"{one.free:,}")
     return table
 
 
@@ -58,7 +59,7 @@ def sets_table(listed: SetList, rates: Mapping[bytes, tuple[float, float]] | Non
         share = f"{hits / (hits + misses):.1%}" if hits + misses else ""
         table.add_row(
             set_id(info),
-            info.ref,
+            cell(info.ref),
             f"{info.records:,}",
             f"{info.loaded:,}" if info.is_placed else "being placed",
             f"{info.reserved_bytes:,}",

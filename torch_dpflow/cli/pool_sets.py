@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from torch_dpflow.cli.console import on_one_line
 from torch_dpflow.cli.dataset_options import Command, storage_option, store_option
 from torch_dpflow.cli.pool_printing import set_id
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
@@ -42,7 +43,9 @@ def find_held(connection: PoolConnection, target: str) -> SetInfo:
     found = [one for one in sets if target == set_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")]
     if len(found) == 1:
         return found[0]
-    has = ", ".join(f"{set_id(one)} ({one.ref})" for one in found or sets) or "nothing is there"
+    if not sets:
+        raise OptionError(f"{target!r}: the pool holds nothing; load it by `dpflow pool preload`")
+    has = ", ".join(f"{set_id(one)} ({on_one_line(one.ref)})" for one in found or sets)
     raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
 
 

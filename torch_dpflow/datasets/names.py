@@ -42,7 +42,9 @@ class DatasetRef:
         found = _REFERENCE.fullmatch(str(self))
         if found is None or found.group("id", "version", "variant") != parts:
             given = (
-                str(self) if found is None else ", ".join(repr(part) for part in parts if part is not None)
+                repr(str(self))
+                if found is None
+                else ", ".join(repr(part) for part in parts if part is not None)
             )
             raise OptionError(
                 f"{given} is no name of a dataset; give namespace/name, namespace/name:version or "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_dpflow.checks import check_name
 from torch_dpflow.dataservice.messages.protocol import ArraySource
 from torch_dpflow.dataservice.planning.sets import ArraySet, identity
 from torch_dpflow.dataservice.sources.hdf5_dataset import HDF5Dataset
@@ -38,6 +39,8 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
         MissingExtraError: the extra is not installed.
     """
     place = _place_of(url)
+    check_name("url", place)
+    check_name("path", path)
     size, stamp = _stamp(place, storage_options)
     with ObjectReader(storage_options) as reader:
         head = reader.read(place, 0, min(size, _HEAD_BYTES))
