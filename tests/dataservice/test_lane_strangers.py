@@ -8,13 +8,13 @@ import ssl
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.dataservice.pool_servers import server
+from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import numbers
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
@@ -34,6 +34,7 @@ from torch_dpflow.dataservice.lanes.wire import (
     take_request,
 )
 from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
+from torch_dpflow.dataservice.server import door
 from torch_dpflow.dataservice.server.holdings import Holdings
 from torch_dpflow.dataservice.server.lane_server import LaneServer
 from torch_dpflow.dataservice.sources.set_names import identity_of
@@ -142,14 +143,52 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
             assert told == b""
 
 
-def test_strangers_that_say_nothing_let_others_in(stored: StoredDataset, tmp_path: Path) -> None:
-    with tcp_server(tmp_path, trust_network=True) as (address, _):
-        strangers = [socket.create_connection((address.host, address.port), PATIENCE_S) for _ in range(64)]
-        DataClient(address, silence_s=PATIENCE_S).preload(stored)
+@contextmanager
+def strangers_at(folder: Path, count: int, say: bytes) -> Iterator[tuple[PoolAddress, list[socket.socket]]]:
+    """A server in a thread, and connections whose other sides never prove anything."""
+    write_connection_file(folder / "keys", generate_keys("", certificates=True))
+    place = find_address("tcp://127.0.0.1:0", folder / "keys")
+    with inner_server(folder / "p", 1 << 20, listen=place) as serving, ExitStack() as opened:
+        address = find_address(str(serving.address), folder / "keys")
+        strangers = []
+        for _ in range(count):
+            one = socket.create_connection((address.host, address.port), PATIENCE_S)
+            strangers.append(opened.enter_context(one))
+            one.sendall(say)
+        yield address, strangers
+
+
+def is_open(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        return stranger.recv(10, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("say", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"])
+def test_a_reader_waits_for_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: bytes) -> None:
+    monkeypatch.setattr(door, "STRANGER_S", 2 * PATIENCE_S)
+    with strangers_at(tmp_path, 200, say) as (address, strangers):
+        connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S).close()
+        assert all(map(is_open, strangers))
+
+
+def test_the_oldest_strangers_make_room_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGER_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    with strangers_at(tmp_path, 20, b"") as (address, strangers):
+        connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S).close()
+        assert [is_open(one) for one in strangers] == [False] * 13 + [True] * 7
+
+
+def test_strangers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGER_S", 0.1)
+    with strangers_at(tmp_path, 20, b"") as (_, strangers):
         for one in strangers:
-            one.settimeout(PATIENCE_S)
-            assert one.recv(10) == b""  # each is turned away in its time
-            one.close()
+            assert one.recv(10) == b""
 
 
 @pytest.mark.parametrize("lanes", [30, pytest.param(3_000, marks=pytest.mark.slow)])

@@ -15,9 +15,10 @@ import hmac
 import secrets
 import socket
 import ssl
-import time
 from abc import ABC, abstractmethod
-from typing import TypeAlias
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
@@ -35,6 +36,9 @@ from torch_dpflow.remote.access.connection_file import ConnectionFile
 
 #: What control messages and records are carried by.
 Stream: TypeAlias = socket.socket | TLSStream
+T = TypeVar("T")
+#: Lets a client in over a connection that never blocks: each step goes on with what has come, up to the result.
+Admission: TypeAlias = Generator[None, None, T]
 #: Bytes of a number that is drawn once, and of a proof.
 _NONCE_BYTES = 32
 #: A client whose host says nothing, however idle it is, is gone after 30 s: with it its orders, and what it was lent.
@@ -48,8 +52,8 @@ class StreamGuard(ABC):
     """Lets in whoever has the keys of one cluster. Its methods raise OSError and DPFlowError."""
 
     @abstractmethod
-    def admit(self, connection: socket.socket, until: float) -> socket.socket:
-        """Server: the connection to speak over, once the client has proved who it is; until: of `time.monotonic`."""
+    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+        """Server: the connection to speak over, once the client has proved who it is."""
 
     @abstractmethod
     def approach(self, connection: socket.socket) -> Stream:
@@ -73,16 +77,18 @@ class TLSGuard(StreamGuard):
         else:
             self._context = client_context(keys.certificates)
 
-    def admit(self, connection: socket.socket, until: float) -> socket.socket:
-        _limit(connection, until)
-        if connection.recv(1, socket.MSG_PEEK) != _HANDSHAKE:
+    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+        if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
-        _limit(connection, until)
-        admitted = self._context.wrap_socket(connection, server_side=True)
-        if not is_client(admitted.getpeercert()):
+        admitted = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        try:
+            yield from _come(admitted.do_handshake)
+            if not is_client(admitted.getpeercert()):
+                raise MessageError(f"a client whose certificate is not for {CLIENT_NAME}")
+        except BaseException:
             admitted.close()
-            raise MessageError(f"a client whose certificate is not for {CLIENT_NAME}")
+            raise
         return admitted
 
     def approach(self, connection: socket.socket) -> Stream:
@@ -106,16 +112,15 @@ class ProofGuard(StreamGuard):
     def __init__(self, keys: ConnectionFile) -> None:
         self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
 
-    def admit(self, connection: socket.socket, until: float) -> socket.socket:
-        _limit(connection, until)
-        if connection.recv(1, socket.MSG_PEEK) == _HANDSHAKE:
+    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+        if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) == _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that speaks TLS")
-        begun = receive_exactly(connection, HELLO_BYTES + _NONCE_BYTES, until)
+        begun = yield from _exactly(connection, HELLO_BYTES + _NONCE_BYTES)
         purpose_of(begun[:HELLO_BYTES])
         drawn = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(drawn)
-        proof = receive_exactly(connection, _NONCE_BYTES, until)
+        proof = yield from _exactly(connection, _NONCE_BYTES)
         if not hmac.compare_digest(proof, self._proof(b"client", begun, drawn)):
             raise MessageError("a client that has another key")
         connection.sendall(self._proof(b"server", begun, drawn))
@@ -186,16 +191,16 @@ def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silen
     return connection
 
 
-def admit_stream(connection: socket.socket, guard: StreamGuard, within_s: float) -> tuple[socket.socket, int]:
+def admit_stream(connection: socket.socket, guard: StreamGuard) -> Admission[tuple[socket.socket, int]]:
     """The connection of a client that has proved who it is, and what it is for. Raises OSError, DPFlowError."""
-    until = time.monotonic() + within_s
+    connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    admitted = guard.admit(connection, until)
+    admitted = yield from guard.admit(connection)
     try:
-        purpose = purpose_of(receive_exactly(admitted, HELLO_BYTES, until))
+        purpose = purpose_of((yield from _exactly(admitted, HELLO_BYTES)))
         admitted.sendall(hello(purpose))
         admitted.settimeout(None)
     except BaseException:
@@ -204,12 +209,10 @@ def admit_stream(connection: socket.socket, guard: StreamGuard, within_s: float)
     return admitted, purpose
 
 
-def receive_exactly(connection: Stream, count: int, until: float | None = None) -> bytes:
+def receive_exactly(connection: Stream, count: int) -> bytes:
     """So many bytes. Raises OSError, TimeoutError too, or PeerLostError where the connection ends before."""
     content = bytearray()
     while len(content) < count:
-        if until is not None:
-            _limit(connection, until)
         more = connection.recv(count - len(content))
         if not more:
             raise PeerLostError("it has closed the connection")
@@ -217,9 +220,24 @@ def receive_exactly(connection: Stream, count: int, until: float | None = None) 
     return bytes(content)
 
 
-def _limit(connection: Stream, until: float) -> None:
-    """Nothing may take longer, whatever comes meanwhile."""
-    connection.settimeout(max(1e-3, until - time.monotonic()))
+def _come(act: Callable[[], T]) -> Admission[T]:
+    """What this gives, once enough has come for it."""
+    while True:
+        try:
+            return act()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            yield
+
+
+def _exactly(connection: socket.socket, count: int) -> Admission[bytes]:
+    """As `receive_exactly`."""
+    content = bytearray()
+    while len(content) < count:
+        more = yield from _come(partial(connection.recv, count - len(content)))
+        if not more:
+            raise PeerLostError("it has closed the connection")
+        content += more
+    return bytes(content)
 
 
 def _refuse(connection: socket.socket) -> None:
