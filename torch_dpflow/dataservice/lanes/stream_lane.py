@@ -106,7 +106,10 @@ class StreamLane:
             named = zip(records, lengths)
             return [(one, state) for record, state in named for one in self.later.pop(record, ())]
         asked = self._check(identity, records, lengths)
-        return list(zip(asked, self._contents(lengths, copy=copy)))
+        contents = self._contents(lengths, copy=copy)
+        for _ in asked:  # only now: if the lane fails before, they were asked for and did not come
+            self.asked.popleft()
+        return list(zip(asked, contents))
 
     def close(self) -> None:
         """Close it; what was asked for does not come."""
@@ -115,7 +118,7 @@ class StreamLane:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[AskedRecord]:
-        """Take what this answers off what was asked for. Raises MessageError: it is something else."""
+        """What this answers of what was asked for. Raises MessageError: it is something else."""
         if len(records) > len(self.asked):
             raise MessageError(f"{len(records)} records came where {len(self.asked)} were asked for")
         asked = [*islice(self.asked, len(records))]
@@ -126,8 +129,6 @@ class StreamLane:
                     f"record {record} of set {identity.hex()} with {length} bytes came where record {one.record} of "
                     f"{wanted.hex()} with {one.length} bytes was asked for"
                 )
-        for _ in asked:
-            self.asked.popleft()
         return [one for _, one in asked]
 
     def _contents(self, lengths: list[int], *, copy: bool) -> Sequence[bytes | memoryview | int]:
