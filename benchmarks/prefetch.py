@@ -19,15 +19,16 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from benchmarks.node_lists import NodeLists, by_modulo
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, publish
 from benchmarks.sliding_space import SlidingSpace
-from torch_dpflow.dataservice.planning.node_lists import by_modulo
-from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.dataservice.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.dataservice.planning.spaces import BlockSpace
-from torch_dpflow.remote.pool.objects import Arrival, Serve
+from torch_dpflow.remote.pool.objects import Arrival, Load, Serve
 
 SAMPLE_BYTES = 110_000
 #: Seconds that the reader computes for each sample, that a request takes to a node and back, that a sample takes there.
@@ -68,8 +69,8 @@ class Epoch:
         self._machine = ReadAhead(
             capacity_bytes=reading.room * SAMPLE_BYTES,
             k=reading.k,
-            node_of=by_modulo(reading.nodes),
             lead=reading.lead,
+            order_of=partial(NodeLists, node_of=by_modulo(reading.nodes)),
         )
         self._order = np.random.default_rng(seed).permutation(reading.samples)
         self._space = reading.space()
@@ -110,29 +111,33 @@ class Epoch:
 
     def _do(self, instructions: Sequence[ReadAheadInstruction]) -> None:
         for one in instructions:
-            if isinstance(one, NodeRequest):
-                self._request(one)
+            if isinstance(one, StorageRequest):
+                by_node: dict[int, list[Load]] = {}
+                for load in one.loads:
+                    by_node.setdefault(load.key % self._reading.nodes, []).append(load)
+                for node, loads in by_node.items():
+                    self._request(node, loads)
             elif isinstance(one, Serve):
                 self._serve(int(self._order[one.samples[0][0]]))
 
-    def _request(self, fetch: NodeRequest) -> None:
+    def _request(self, node: int, loads: list[Load]) -> None:
         self._requests += 1
-        begins = max(self._now, self._free_at[fetch.node])
-        self._free_at[fetch.node] = begins + SAMPLE_S * len(fetch.loads)
-        self._after(self._free_at[fetch.node] + LATENCY_S - self._now, lambda: self._arrive(fetch))
+        begins = max(self._now, self._free_at[node])
+        self._free_at[node] = begins + SAMPLE_S * len(loads)
+        self._after(self._free_at[node] + LATENCY_S - self._now, lambda: self._arrive(loads))
 
-    def _arrive(self, fetch: NodeRequest) -> None:
+    def _arrive(self, loads: list[Load]) -> None:
         due = int(self._order[self._position])
         # The sample that is due goes to the reader and not into the space. One that had to go for it, as there was no
         # room, comes once more.
-        kept = [one.key for one in fetch.loads if one.key != due and one.key not in self._stored]
+        kept = [one.key for one in loads if one.key != due and one.key not in self._stored]
         if not self._space.store([(key, SAMPLE_BYTES) for key in kept]):
             raise RuntimeError(
                 f"{self._space.used} bytes are in use: the space is too small for this reading"
             )
         self._stored.update(kept)
         self._peak_room = max(self._peak_room, self._space.used)
-        self._do(self._machine.arrived([Arrival(load.load, load.key, SAMPLE_BYTES) for load in fetch.loads]))
+        self._do(self._machine.arrived([Arrival(load.load, load.key, SAMPLE_BYTES) for load in loads]))
 
     def _ask(self) -> None:
         self._asked_at = self._now

@@ -1,16 +1,16 @@
-"""Reading ahead of a known order, several samples of a storage node at a time: a pure state machine.
+"""Reading ahead of a known order, several samples a request: a pure state machine.
 
 What is held, who wants it and what has room is decided by `remote.pool.Pool`, whose jobs are the readers and whose
 tickets are positions of their epochs: a sample that several readers want soon is fetched once, is gone when all have
-had it, and one that a reader waits for can always be fetched. Here is decided when a node's next samples are wanted.
+had it, and one that a reader waits for can always be fetched. Here is decided when the next samples are wanted.
 
 With `lead=0` this is the patent's way ([0009]): a sample that is not there when it is read is fetched with the next
-k-1 of its node's list. So every k-th read waits for storage. Otherwise the same is done `lead` reads earlier: as soon
-as one of the next `lead` positions was not asked for, it is, with the next k-1 of its node; but what lies beyond those
-positions may only take the room that they leave.
+k-1 of its list (the patent has a list for each storage node; see `order_of`). So every k-th read waits for storage.
+Otherwise the same is done `lead` reads earlier: as soon as one of the next `lead` positions was not asked for, it is,
+with the next k-1 of its list; but what lies beyond those positions may only take the room that they leave.
 
 Theorem. R samples of one size fit, and a reader consumes each position before it reads the next. If 0 < lead < R,
-then whatever the order and the nodes, each position was asked for before the one `lead` places before it was waited
+then whatever the order and the lists, each position was asked for before the one `lead` places before it was waited
 for; so every read hits if a request takes no longer than `lead` reads. Proof: let W be the positions that were asked
 for and not consumed, and G those not asked for among the next `lead` and the present one. At first W = 0 and
 G = lead + 1 <= R. A position among them moves from G to W, one beyond them is asked for only while W + G < R, and
@@ -18,13 +18,13 @@ with the next read one position leaves W and at most one enters G. So W + G <= R
 room for one, and it is asked for at once.
 
 So a small room costs requests and no hits. They are of k samples while R is above `lead` and what the patent's way
-holds, which is N(k-1)/2 in the mean and N(k-1) at most, over N nodes.
+holds, which is N(k-1)/2 in the mean and N(k-1) at most, over N lists.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.planning.node_lists import NodeLists, NodeOf, one_node
+from torch_dpflow.dataservice.planning.known_order import KnownOrder
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
 from torch_dpflow.remote.pool.pool import Pool
@@ -43,19 +43,18 @@ from torch_dpflow.remote.pool.pool import Pool
 _UNBOUNDED = 1 << 30
 
 
-class NodeRequest(msgspec.Struct, frozen=True):
-    """Ask this node for these samples in one request, then call `arrived` with the number of each load."""
+class StorageRequest(msgspec.Struct, frozen=True):
+    """Ask storage for these samples in one request, then call `arrived` with the number of each load."""
 
-    node: int
     loads: list[Load]
 
 
-ReadAheadInstruction: TypeAlias = NodeRequest | Serve | Cancel
+ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 
 
 @dataclass(slots=True)
 class _AheadReader:
-    lists: NodeLists
+    order: KnownOrder
     #: No position from here on has been read; reading ahead, the first one counts as being read from the beginning.
     next: int
     #: Positions that it has asked for and not consumed.
@@ -70,22 +69,28 @@ class ReadAhead:
     Args:
         capacity_bytes: most bytes of samples that are held or on their way, in equal parts for all readers; one that
             waits may exceed it by one sample.
-        k: samples that one request asks a node for, at most.
-        node_of: the node of each key, from 0.
+        k: samples that one request asks for, at most.
         lead: how many positions behind the one that is read have to be asked for: as many as are read while a
             request takes. 0: nothing is, before it is read. May be changed at any time.
         sample_bytes: the mean size of a sample, where it is known; else it is learned.
+        order_of: splits an order into lists, of which one request asks for one; else it is one list.
 
     Raises:
         OptionError: a number is too small.
     """
 
     def __init__(
-        self, *, capacity_bytes: int, k: int, lead: int, node_of: NodeOf = one_node, sample_bytes: int = 0
+        self,
+        *,
+        capacity_bytes: int,
+        k: int,
+        lead: int,
+        sample_bytes: int = 0,
+        order_of: Callable[[npt.ArrayLike], KnownOrder] = KnownOrder,
     ) -> None:
         self._k = check_int("k", k, minimum=1)
         self.lead = check_int("lead", lead, minimum=0)
-        self._node_of = node_of
+        self._order_of = order_of
         self._pool = Pool(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
         self._readers: dict[str, _AheadReader] = {}
         self._requests = itertools.count()
@@ -114,19 +119,19 @@ class ReadAhead:
 
     def is_open(self, reader: str, position: int) -> bool:
         """Whether `reader` may read this position: it has not consumed it. Raises UsageError."""
-        return not self._reader(reader).lists.is_taken(position) or self._pool.is_wanted(reader, position)
+        return not self._reader(reader).order.is_taken(position) or self._pool.is_wanted(reader, position)
 
     def announce(self, reader: str, order: npt.ArrayLike) -> list[ReadAheadInstruction]:
         """`reader` begins to read these keys in this order; what is left of an earlier order is dropped."""
-        lists = NodeLists(order, self._node_of)
+        known = self._order_of(order)
         out = self.leave(reader)
         self._pool.join(reader)
-        self._readers[reader] = _AheadReader(lists, next=min(1, self.lead))
+        self._readers[reader] = _AheadReader(known, next=min(1, self.lead))
         return [*out, *self._fill(reader)]
 
     def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
-        """`reader` reads these after what it has announced, all of it on one node. Raises UsageError."""
-        self._reader(reader).lists.extend(keys)
+        """`reader` reads these after what it has announced. Raises UsageError."""
+        self._reader(reader).order.extend(keys)
         return self._fill(reader)
 
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
@@ -138,15 +143,15 @@ class ReadAhead:
         Raises UsageError: the reader has announced nothing, or has consumed this position, or it is none.
         """
         state = self._reader(reader)
-        if not 0 <= position < len(state.lists):
+        if not 0 <= position < len(state.order):
             raise UsageError(
-                f"position {position} of an order of {len(state.lists)}; read what was announced"
+                f"position {position} of an order of {len(state.order)}; read what was announced"
             )
         if not self.is_open(reader, position):
             raise UsageError(f"position {position} was consumed already; each one is read once an epoch")
         state.next = max(state.next, position + 1)
         out = self._fill(reader)
-        if not state.lists.is_taken(position):  # there is no room, which what is waited for need not have
+        if not state.order.is_taken(position):  # there is no room, which what is waited for need not have
             out += self._want(reader, [position])
         waiting = self._run(self._pool.fetch(reader, (reader, position, next(self._requests)), [position]))
         served = any(isinstance(one, Serve) and one.samples for one in waiting)
@@ -163,10 +168,10 @@ class ReadAhead:
 
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
         """`reader` needs none of the positions before this one any more, whether it has read them or not."""
-        lists, asked, passed = self._reader(reader).lists, self._reader(reader).asked, list[int]()
-        nearest = lists.nearest()
+        state, passed = self._reader(reader), list[int]()
+        known, asked, nearest = state.order, state.asked, state.order.nearest()
         if nearest is not None:
-            lists.take([one for one in range(nearest, min(before, len(lists))) if not lists.is_taken(one)])
+            known.take([one for one in range(nearest, min(before, len(known))) if not known.is_taken(one)])
         while asked and asked[0] < before:
             passed.append(heappop(asked))
         return self.consumed(reader, passed) if passed else []
@@ -194,47 +199,40 @@ class ReadAhead:
 
     def _want(self, reader: str, positions: Sequence[int]) -> list[ReadAheadInstruction]:
         state = self._readers[reader]
-        state.lists.take(positions)
+        state.order.take(positions)
         state.out += len(positions)
         for position in positions:
             heappush(state.asked, position)
-        wanted = [(position, state.lists.key(position)) for position in positions]
+        wanted = [(position, state.order.key(position)) for position in positions]
         return self._run(self._pool.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
-        """Ask for what the window lacks, each with what follows it in its node's list, as far as there is room."""
+        """Ask for what the window lacks, each with what follows it in its list, as far as there is room."""
         state, out = self._readers[reader], list[ReadAheadInstruction]()
-        end = min(state.next + self.lead, len(state.lists))
-        while (first := state.lists.nearest()) is not None and first < end:
+        end = min(state.next + self.lead, len(state.order))
+        while (first := state.order.nearest()) is not None and first < end:
             room = self.room - state.out
             if room < 1:
                 break
-            positions = state.lists.following(first, min(self._k, room))
+            positions = state.order.following(first, min(self._k, room))
             within = sum(position < end for position in positions)
-            beyond = max(0, room - state.lists.left_before(end))
+            beyond = max(0, room - state.order.left_before(end))
             if self.lead and not self._arrived:
                 beyond = 0  # it may take the room of what is read sooner: how many fit is not known yet
             out += self._want(reader, positions[: within + beyond])
         return out
 
     def _run(self, instructions: Iterable[PoolInstruction]) -> list[ReadAheadInstruction]:
-        """The pool's instructions, loads joined by node."""
-        out: list[ReadAheadInstruction] = []
-        by_node: dict[int, list[Load]] = {}
-        for one in instructions:
-            if isinstance(one, Load):
-                by_node.setdefault(self._node(one.key), []).append(one)
-            else:
-                out.append(one)
-        return [*out, *(NodeRequest(node, loads) for node, loads in by_node.items())]
-
-    def _node(self, key: int) -> int:
-        return int(self._node_of(np.array([key], dtype=np.int64))[0])
+        """The pool's instructions, loads joined."""
+        given = [*instructions]
+        loads = [one for one in given if isinstance(one, Load)]
+        out: list[ReadAheadInstruction] = [one for one in given if not isinstance(one, Load)]
+        return [*out, StorageRequest(loads)] if loads else out
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""
         self._pool.validate()
         for name, state in self._readers.items():
-            wanted = [one for one in range(len(state.lists)) if self._pool.is_wanted(name, one)]
-            assert all(state.lists.is_taken(position) for position in wanted)
+            wanted = [one for one in range(len(state.order)) if self._pool.is_wanted(name, one)]
+            assert all(state.order.is_taken(position) for position in wanted)
             assert len(wanted) == state.out

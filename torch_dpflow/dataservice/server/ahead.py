@@ -31,7 +31,7 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     AnnounceOrder,
 )
 from torch_dpflow.dataservice.messages.protocol import IN_STORAGE
-from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.dataservice.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.dataservice.planning.spaces import BlockSpace
 from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder, Keys
 from torch_dpflow.dataservice.sources.set_names import RecordReader
@@ -269,7 +269,7 @@ class AheadReading:
     def _obey(self, instructions: Iterable[ReadAheadInstruction], *, is_urgent: bool = False) -> None:
         for one in instructions:
             match one:
-                case NodeRequest(_, loads):
+                case StorageRequest(loads):
                     (self._requests.appendleft if is_urgent else self._requests.append)(loads)
                     self._changed.notify_all()
                 case Serve(request, samples):
