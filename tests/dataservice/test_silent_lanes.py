@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,20 +19,22 @@ from torch_dpflow.dataservice.lanes.wire import DATA, pack_answer, take_request
 from torch_dpflow.dataservice.planning.window import FixedWindow
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
-IDENTITY, RECORD_BYTES = bytes(16), 1000
+IDENTITY, RECORD_BYTES = bytes(16), 20_000
 
 
 class HaltingServer:
-    """Answers each request with records of zeros, and each connection with so many bytes; then with nothing.
+    """Answers requests with records of zeros, and halts in the midst of each answer.
 
-    most_bytes: of the first connection, of the second and so on; of those that follow, any number.
+    halt: what it does there, told how many records were asked for; nothing more comes if this gives True.
     """
 
-    def __init__(self, keys: Path, *most_bytes: int) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._most_bytes = iter(most_bytes)
+    def __init__(self, keys: Path, halt: Callable[[int], bool], *, trust_network: bool = True) -> None:
+        self._listening = socket.create_server(
+            ("127.0.0.2", 0)
+        )  # not the address of the reader, so a line lies between
+        self._halt = halt
         host, port = self._listening.getsockname()
-        self.address = find_address(f"tcp://{host}:{port}", keys, trust_network=True)
+        self.address = find_address(f"tcp://{host}:{port}", keys, trust_network=trust_network)
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -52,15 +54,18 @@ class HaltingServer:
                     break
 
     def _answer(self, connection: socket.socket) -> None:
-        left, incoming = next(self._most_bytes, 1 << 40), bytearray()
+        incoming = bytearray()
         with connection:
             while more := connection.recv(1 << 16):
                 incoming += more
                 while (request := take_request(incoming)) is not None:
                     entries = [(record, RECORD_BYTES) for record in request.records]
                     answer = pack_answer(DATA, IDENTITY, entries) + bytes(RECORD_BYTES * len(entries))
-                    connection.sendall(answer[:left])
-                    left -= min(left, len(answer))
+                    connection.sendall(answer[: len(answer) // 2])
+                    if self._halt(len(entries)):
+                        connection.recv(1)  # until the reader gives it up
+                        return
+                    connection.sendall(answer[len(answer) // 2 :])
 
     def close(self) -> None:
         """End it; whoever is connected has to be gone."""
@@ -72,22 +77,45 @@ class HaltingServer:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    write_connection_file(tmp_path / "keys", generate_keys(""))
+    write_connection_file(tmp_path / "keys", generate_keys("", certificates=True))
     return tmp_path / "keys"
-
-
-@contextmanager
-def reading(server: HaltingServer, silence_s: float, window: int) -> Iterator[LaneReader]:
-    with closing(server), closing(LaneReader(server.address, silence_s, FixedWindow(window))) as reader:
-        yield reader
 
 
 def test_a_server_lost_in_the_midst_of_a_record_leaves_the_window_free(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_reader, "_FIRST_PAUSE_S", 0.0)
-    with reading(HaltingServer(keys, RECORD_BYTES // 2), 0.05, RECORD_BYTES) as reader:
-        wanted = [str(reader._pool)], [0], [RECORD_BYTES]
+    halts = iter([True, False])
+    with (
+        closing(HaltingServer(keys, lambda _: next(halts))) as server,
+        closing(LaneReader(server.address, 0.05, FixedWindow(RECORD_BYTES))) as reader,
+    ):
+        wanted = [str(server.address)], [0], [RECORD_BYTES]
         assert reader.read(IDENTITY, *wanted) == [None]
         reader._silence_s = PATIENCE_S
         assert reader.read(IDENTITY, *wanted) == [bytes(RECORD_BYTES)]
+
+
+@pytest.mark.parametrize("trust_network", [True, False])
+@pytest.mark.parametrize("copy", [True, False])
+def test_others_go_on_while_one_is_silent(keys: Path, trust_network: bool, copy: bool) -> None:
+    """One server says nothing more until the other has answered for all of its records."""
+    left, is_done = [19], threading.Event()
+
+    def count(records: int) -> bool:
+        left[0] -= records
+        if not left[0]:
+            is_done.set()
+        return False
+
+    with (
+        closing(HaltingServer(keys, count, trust_network=trust_network)) as quick,
+        closing(
+            HaltingServer(keys, lambda _: not is_done.wait(PATIENCE_S), trust_network=trust_network)
+        ) as slow,
+        closing(LaneReader(quick.address, PATIENCE_S, FixedWindow(2 * RECORD_BYTES), waits=False)) as reader,
+    ):
+        owners = [str(slow.address), *[str(quick.address)] * left[0]]
+        found = reader.read(IDENTITY, owners, range(20), [RECORD_BYTES] * 20, copy=copy)
+        assert found == [bytes(RECORD_BYTES)] * 20
+        assert not reader.failed

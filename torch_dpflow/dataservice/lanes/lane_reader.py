@@ -44,12 +44,16 @@ class LaneReader:
         silence_s: after how long without a byte that is due a server is left, seconds.
         window: how much may be asked for that has not come; None: what this reader measures, or 4 MiB where all servers
             are of this host.
+        waits: for a whole answer of one server, once it has begun to come; else records of others are taken meanwhile,
+            and one server that falls silent holds nothing up but what it was asked for.
 
     Raises OptionError: there are no keys.
     """
 
-    def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
-        self._pool, self._silence_s = pool, silence_s
+    def __init__(
+        self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None, *, waits: bool = True
+    ) -> None:
+        self._pool, self._silence_s, self._waits = pool, silence_s, waits
         self._guard: StreamGuard = guard_of(pool, serves=False)
         self._windows = (
             (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
@@ -125,8 +129,11 @@ class LaneReader:
                 one = AskedRecord(batch.records[place], batch.lengths[place], place, token)
                 asked.setdefault(batch.owners[place], []).append(one)
             for owner, ones in asked.items():
+                lane = self._lanes[owner]
+                if not lane.asked:
+                    lane.heard_at = now
                 try:
-                    self._lanes[owner].ask(batch.identity, ones)
+                    lane.ask(batch.identity, ones)
                 except OSError as error:
                     self._lose(batch, owner, error)
 
@@ -160,15 +167,23 @@ class LaneReader:
         self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch
     ) -> Sequence[tuple[str, StreamLane]]:
         """Those of these lanes from which something has come."""
-        if len(busy) == 1 and busy[0][1].asked:
+        if self._waits and len(busy) == 1 and busy[0][1].asked:
             return busy  # which waits for it
         if found := [one for one in busy if one[1].has_bytes]:
             return found
-        ready = {fd for fd, _ in self._poll.poll(self._silence_s * 1000)}
-        for owner, lane in busy if not ready else ():
-            if lane.asked:
+        since = time.monotonic()
+        due = min((lane.heard_at for _, lane in busy if lane.asked), default=since) + self._silence_s
+        ready = {fd for fd, _ in self._poll.poll(max(0.0, due - since) * 1000)}
+        # Of those that were not ready no byte had come by then, however long this thread has been suspended since.
+        seen = since if ready else max(since, due)
+        for owner, lane in busy:
+            if lane.fileno() in ready:
+                lane.heard_at = time.monotonic()
+            elif lane.asked and seen >= lane.heard_at + self._silence_s:
                 self._lose(batch, owner, TimeoutError())
-            else:  # its storage does not answer; ours may, and says so if it does not
+            elif (
+                not lane.asked and not ready
+            ):  # its storage does not answer; ours may, and says so if it does not
                 lane.later.clear()
         return [one for one in busy if one[1].fileno() in ready]
 
@@ -181,7 +196,9 @@ class LaneReader:
             self.failed.add(owner)
             return None
         try:
-            lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s, self._memory)
+            lane = StreamLane(
+                self._pool.at(owner), self._guard, self._silence_s, self._memory, waits=self._waits
+            )
         except DPFlowError as error:
             self._leave(owner, error, backoff)
             return None

@@ -10,7 +10,7 @@ from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.rail_knocks import RailKnocks
 from torch_dpflow.dataservice.lanes.rails import ServerRails
 
-#: After how long without a byte another rail of a server is tried, seconds; up to twice that in the midst of a record.
+#: After how long without a byte another rail is tried, seconds: longer than Linux' least retransmission timer.
 _RAIL_SILENCE_S = 0.3
 
 
@@ -29,7 +29,7 @@ class RailedReader:
 
     def __init__(self, pool: PoolAddress, silence_s: float) -> None:
         self._patient = LaneReader(pool, silence_s)
-        self._hasty = LaneReader(pool, min(silence_s, _RAIL_SILENCE_S))
+        self._hasty = LaneReader(pool, min(silence_s, _RAIL_SILENCE_S), waits=False)
         self._knocks = RailKnocks(pool)
         #: Sets that a server has given up.
         self.gone = self._hasty.gone = self._patient.gone

@@ -51,23 +51,26 @@ class TLSStream:
     def recv(self, count: int) -> bytes:
         return self._fed(lambda: self._tls.read(count))
 
-    def recv_into(self, view: memoryview) -> int:
-        return self._fed(lambda: cast(int, self._tls.read(len(view), view)))
+    def recv_into(self, view: memoryview, flags: int = 0) -> int:
+        return self._fed(lambda: cast(int, self._tls.read(len(view), view)), flags)
 
     def settimeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
 
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        self._socket.setsockopt(level, option, value)
+
     def close(self) -> None:
         self._socket.close()
 
-    def _fed(self, act: Callable[[], T]) -> T:
+    def _fed(self, act: Callable[[], T], flags: int = 0) -> T:
         """What this gives, once enough has come for it; as for an end of the connection where that has ended."""
         while True:
             try:
                 return act()
             except ssl.SSLWantReadError:
                 self._flush()
-                came = self._socket.recv_into(self._piece)
+                came = self._socket.recv_into(self._piece, 0, flags)
                 if came:
                     self._incoming.write(self._piece[:came])
                 else:
