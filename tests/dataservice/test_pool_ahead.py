@@ -234,6 +234,38 @@ def test_an_order_that_is_drawn_on_the_way_is_read_ahead_as_far_as_it_is(
         assert digest([*batches, *again]) == expected
 
 
+@pytest.mark.parametrize("is_far", [False, True])
+def test_drawing_an_order_waits_for_no_server(
+    stored: StoredDataset, tmp_path: Path, keys: Path, is_far: bool
+) -> None:
+    more = ["--ahead-memory", f"{AHEAD}B", "--listen", "tcp://127.0.0.1:0", "--connection", str(keys)]
+    with server(tmp_path / "p", f"{HALF}B", more=more) as process:
+        DataClient(tmp_path / "p", silence_s=PATIENCE_S).preload(stored, fit="part")
+        address = process.said.rpartition(" and at ")[2].partition(",")[0] if is_far else tmp_path / "p"
+        if is_far:
+            (tmp_path / "p").rename(tmp_path / "q")  # as in another container
+        with closing(PooledDataset(stored, address, connection=keys, silence_s=10 * PATIENCE_S)) as dataset:
+            dataset.announce_order(lambda: np.arange(0), 8)
+            os.kill(process.pid, signal.SIGSTOP)
+            for _ in range(500):  # more than the buffer of a Unix socket takes
+                dataset.announce_order(lambda: np.arange(COUNT), 8, extends=True)
+            os.kill(process.pid, signal.SIGCONT)
+            assert [content for content, _ in dataset.read_each(range(COUNT))] == CONTENTS
+
+
+def test_orders_are_announced_to_a_server_that_has_begun_anew(stored: StoredDataset, tmp_path: Path) -> None:
+    with closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset:
+        for _ in range(2):
+            with inner_server(tmp_path / "p", HALF, ahead_bytes=AHEAD) as pool:
+                DataClient(pool.directory, silence_s=PATIENCE_S).preload(stored, fit="part")
+
+                def is_told(pool: DataServer = pool) -> bool:
+                    dataset.announce_order(lambda: np.arange(COUNT), 8)
+                    return bool(pool._holdings.ahead._readings)
+
+                wait(is_told, what="an order at the server")
+
+
 def of_sampler(dataset: Any, workers: int) -> DPFlowDataLoader[Any]:
     sampler = Unsettled(dataset, generator=torch.Generator().manual_seed(4))
     return DPFlowDataLoader(dataset, 4, sampler=sampler, num_workers=workers, collate_fn=list)

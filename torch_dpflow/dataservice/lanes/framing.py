@@ -12,7 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from torch_dpflow.dataservice.lanes.guards import Stream, receive_exactly
-from torch_dpflow.dataservice.messages.protocol import MOST_BYTES, CountReads, PoolMessage, encode
+from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
+from torch_dpflow.dataservice.messages.protocol import MOST_BYTES, PoolMessage, encode
 from torch_dpflow.errors import MessageError, PeerLostError, UsageError
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ class Channel(ABC):
 
     #: Whether descriptors come along: both sides are on one host.
     carries_regions: bool
+    _socket: Stream
 
     @abstractmethod
     def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
@@ -38,19 +40,41 @@ class Channel(ABC):
             MessageError: the message is none, or too long.
         """
 
-    @abstractmethod
-    def tell(self, message: CountReads) -> bool:
-        """Send what has no answer, without waiting for a peer that takes nothing; whether it was sent."""
+    def tell(self, message: PoolMessage) -> bool:
+        """Send without waiting for a peer that takes nothing; whether it was sent."""
+        # Where a socket has a time-out, Python waits for room in spite of MSG_DONTWAIT.
+        if not self._is_ready(select.POLLOUT):
+            return False
+        try:
+            self.send(message)
+        except OSError:  # it is gone, which the next request will tell
+            return False
+        return True
 
-    @abstractmethod
+    @property
+    def has_come(self) -> bool:
+        """Whether `receive` would find something, or the end of the connection."""
+        has_bytes = isinstance(self._socket, TLSStream) and self._socket.has_bytes
+        return has_bytes or self._is_ready(select.POLLIN)
+
     def close(self) -> None:
         """Close the connection."""
+        self._socket.close()
+
+    def _is_ready(self, event: int) -> bool:
+        if self._socket.fileno() < 0:  # it was closed, which the next request will tell
+            return False
+        poll = select.poll()  # as `select` takes no descriptor above 1023
+        poll.register(self._socket, event)
+        return bool(poll.poll(0))
 
 
 class PacketChannel(Channel):
     """On one host: a packet each."""
 
     carries_regions = True
+
+    _socket: socket.socket
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -70,16 +94,6 @@ class PacketChannel(Channel):
             for fd in fds:
                 os.close(fd)
             raise
-
-    def tell(self, message: CountReads) -> bool:
-        try:
-            self._socket.send(encode(message), socket.MSG_DONTWAIT)
-        except OSError:  # it is full or gone, which the next request will tell
-            return False
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class StreamChannel(Channel):
@@ -103,18 +117,6 @@ class StreamChannel(Channel):
         if not 1 <= length <= MOST_BYTES:
             raise MessageError(f"a message of {length} bytes; at most {MOST_BYTES} are allowed")
         return _decoded(decoder, receive_exactly(self._socket, length)), []
-
-    def tell(self, message: CountReads) -> bool:
-        if not select.select([], [self._socket], [], 0)[1]:
-            return False
-        try:
-            self.send(message)
-        except OSError:  # it is gone, which the next request will tell
-            return False
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], content: bytes) -> T:

@@ -15,6 +15,7 @@ from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, Strea
 from torch_dpflow.dataservice.lanes.guards import connect_stream, guard_of
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.lanes.wire import CONTROL
+from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder
 from torch_dpflow.dataservice.messages.protocol import (
     ANSWERS,
     MOST_REGIONS,
@@ -33,6 +34,7 @@ from torch_dpflow.dataservice.messages.protocol import (
 )
 from torch_dpflow.dataservice.messages.server_messages import ListServers, ServerInfo, ServerList
 from torch_dpflow.errors import MessageError, PeerLostError
+from torch_dpflow.log import DATASETS
 
 #: A server that does not answer for so long is taken for dead: by commands, seconds.
 _SILENCE_S = 60.0
@@ -55,6 +57,8 @@ class PoolConnection:
         self._lock = threading.Lock()
         #: Whether an answer is to come.
         self._is_asked = False
+        #: Answers to what was posted that are to come before it.
+        self._posted = 0
         self._channel: Channel
         if found.directory is None:
             guard = guard_of(found, serves=False)
@@ -103,16 +107,26 @@ class PoolConnection:
 
     def hear(self) -> tuple[PoolAnswer, list[int]]:
         """The second half of `ask`. Raises as it does."""
-        try:
-            answer, fds = self._channel.receive(ANSWERS, MOST_REGIONS)
-        except (OSError, MessageError, PeerLostError) as error:
-            # An answer that came later would be taken for that of the next request.
-            self._channel.close()
-            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+        while self._posted:
+            self._take_posted()
+        answer, fds = self._receive(MOST_REGIONS)
         self._is_asked = False
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds
+
+    def post(self, request: AnnounceOrder) -> None:
+        """Send a request without waiting for the server, which gets none while it takes none; the answer is dropped.
+
+        Raises PeerLostError: the server has died.
+        """
+        with self._lock:
+            if self._is_asked:
+                self._channel.close()
+                raise PeerLostError("the server of the pool was left in the midst of a request")
+            while self._channel.has_come:
+                self._take_posted()
+            self._posted += self._channel.tell(request)
 
     def tell(self, message: CountReads) -> bool:
         """Send what has no answer, without waiting; whether it was sent."""
@@ -161,6 +175,23 @@ class PoolConnection:
     def close(self) -> None:
         """Close it; the server then knows that this reader has ended."""
         self._channel.close()
+
+    def _take_posted(self) -> None:
+        answer, _ = self._receive(0)
+        if not self._posted:
+            self._channel.close()
+            raise PeerLostError("the server of the pool answers what nobody has asked")
+        self._posted -= 1
+        if isinstance(answer, PoolRefusal):
+            DATASETS.info("the pool refuses what it was told: %s", answer.error())
+
+    def _receive(self, regions: int) -> tuple[PoolAnswer, list[int]]:
+        try:
+            return self._channel.receive(ANSWERS, regions)
+        except (OSError, MessageError, PeerLostError) as error:
+            # An answer that came later would be taken for that of the next request.
+            self._channel.close()
+            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
 
     def __enter__(self) -> PoolConnection:
         return self

@@ -74,7 +74,10 @@ class AheadReader:
         spread: int,
         extends: bool,
     ) -> None:
-        """These records are read in this order from now on, or then. Raises as `PoolConnection.ask`."""
+        """These records are read in this order from now on, or then. Raises as `PoolConnection.ask`.
+
+        extends: without waiting for the server, as a training loop draws them.
+        """
         numbers = keys.astype("<i4")
         for first in range(0, max(len(numbers), not extends), MOST_ANNOUNCED):
             part = AnnounceOrder(
@@ -87,7 +90,10 @@ class AheadReader:
                 records=numbers[first : first + MOST_ANNOUNCED].tobytes(),
             )
             try:
-                connection.ask(part)
+                if extends:
+                    connection.post(part)
+                else:
+                    connection.ask(part)
             except (UsageError, PoolFullError) as error:  # it has no memory for that
                 DATASETS.info("the pool reads nothing ahead: %s", error)
                 return

@@ -47,6 +47,8 @@ class PoolEntry:
         self.asked = address
         self._silence_s = silence_s
         self._connection: PoolConnection | None = None
+        #: Whether the latest that was asked has not answered in time.
+        self.is_silent = False
         #: Other servers of this host.
         self._others: list[PoolAddress] = []
         #: How many samples were read from memory and from storage, as servers were told, and when.
@@ -64,9 +66,12 @@ class PoolEntry:
                 connection = self._connection = self._connection or PoolConnection(
                     address, silence_s=self._silence_s
                 )
-                return self._table(connection)
+                table = self._table(connection)
+                self.is_silent = False
+                return table
             except PeerLostError as error:
                 self.close()
+                self.is_silent = isinstance(error.__context__, TimeoutError)
                 lost = error
         raise lost
 

@@ -44,7 +44,7 @@ class SetReading:
 
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._address, self._ref, self._identity = address, source.ref, identity
+        self._ref, self._identity = source.ref, identity
         #: How servers on other hosts are read from, where there are keys for it.
         self._lanes = None if address.connection is None else RailedReader(address, silence_s)
         self._entry = PoolEntry(address, source, identity, silence_s)
@@ -76,13 +76,10 @@ class SetReading:
         spread, extends: as of `announcing.announce_order`.
         """
         with self._lock, self._from_storage():
-            deadline = time.monotonic() + _ANNOUNCING_S
-            if extends and self._table is None:
-                self._ask_pool()  # there is more to come, once it knows
-            while not extends and self._table is None and time.monotonic() <= deadline:
-                if (wait_s := self._ask_at - time.monotonic()) >= _PLANNING_S:
-                    break
-                time.sleep(max(0.0, wait_s))
+            deadline = 0.0 if extends and self._entry.is_silent else time.monotonic() + _ANNOUNCING_S
+            patience_s = 0.0 if extends else _PLANNING_S  # there is more to come, once it knows
+            while self._is_unheard() and self._ask_at - patience_s < (now := time.monotonic()) <= deadline:
+                time.sleep(max(0.0, self._ask_at - now))
                 self._ask_pool()
             if (connection := self._ahead_from()) is not None:
                 self._ahead.announce(connection, order, keys(), spread, extends)
@@ -160,6 +157,10 @@ class SetReading:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _is_unheard(self) -> bool:
+        """Whether no server has said that it reads ahead for this process, or need not."""
+        return self._table is None or (self._table.is_part and self._entry.connection is None)
+
     def _ahead_from(self) -> PoolConnection | None:
         """Who reads ahead for this process; None: nobody, or all has a place in memory."""
         return self._entry.connection if self._table is not None and self._table.is_part else None
@@ -177,8 +178,7 @@ class SetReading:
             with self._from_storage():
                 ahead = self._ahead.read(connection, order, missing, self._far_memory(connection))
                 return [
-                    ahead.get(record) if content is None else content
-                    for record, content in zip(records, found)
+                    ahead.get(one) if content is None else content for one, content in zip(records, found)
                 ]
         return [*found]
 

@@ -45,8 +45,8 @@ REQUEST_SAMPLES, FETCHERS = 16, 4
 _PLANNED = 0.85
 #: Requests for which there is room at least.
 _LEAST_BLOCKS = 16
-#: How long an answer waits for room that others have to free, seconds.
-_REFUSED_S = 0.05
+#: How long an answer waits for room that others have to free, and for a piece of an order that is on its way, seconds.
+_REFUSED_S, _ON_ITS_WAY_S = 0.05, 0.05
 
 
 class AheadReading:
@@ -107,13 +107,14 @@ class AheadReading:
                 if part.extends and order is not None and order.owner == connection:
                     self._extend(part.order, order, keys, spread)
                 else:
-                    self._begin(part.order, AnnouncedOrder(connection, spread, keys))
+                    grows = part.extends or not part.total
+                    self._begin(part.order, AnnouncedOrder(connection, spread, keys, grows=grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], patience_s: float) -> AheadPlaces:
         """Where these are, once none is on its way, or after so many seconds, or when there is no room for all."""
         deadline = time.monotonic() + patience_s
         with self._changed:
-            order = self._orders.get(name)
+            order = self._known(name, records)
             positions = {} if order is None else self._open(name, order, records)
             if order is None:
                 return AheadPlaces(self.number, [0] * len(records), [LEFT] * len(records))
@@ -239,6 +240,7 @@ class AheadReading:
         self._pass_over(name, order, order.end + len(keys) - MOST_COMING)
         order.extend(keys, spread)
         self._obey(self._machine.extend(name, keys))
+        self._changed.notify_all()
 
     def _pass_over(self, name: str, order: AnnouncedOrder, before: int) -> None:
         """Positions before this one are not read any more."""
@@ -250,6 +252,15 @@ class AheadReading:
     def _end(self, name: str) -> None:
         self._orders.pop(name).served.clear()
         self._obey(self._machine.leave(name))
+
+    def _known(self, name: str, records: Sequence[int]) -> AnnouncedOrder | None:
+        """An order, once it has these records, or after a while: nobody waits until his is announced."""
+        deadline = time.monotonic() + _ON_ITS_WAY_S
+        while (order := self._orders.get(name)) is not None and order.grows:
+            left = deadline - time.monotonic()
+            if all(map(order.positions, records)) or not self._changed.wait(left):
+                break
+        return order
 
     def _open(self, name: str, order: AnnouncedOrder, records: Sequence[int]) -> dict[int, int]:
         """The position of each of these that was not consumed; those that were passed over are now."""

@@ -31,10 +31,11 @@ class AnnouncedOrder:
     """One reader's order, of those records that have no place in memory.
 
     owner: the connection that has announced it.
+    grows: whether more of it may be on its way.
     """
 
-    def __init__(self, owner: str, spread: int, keys: Keys) -> None:
-        self.owner, self.spread, self.keys = owner, spread, keys
+    def __init__(self, owner: str, spread: int, keys: Keys, *, grows: bool = False) -> None:
+        self.owner, self.spread, self.keys, self.grows = owner, spread, keys, grows
         self._by_key = np.argsort(keys, kind="stable").astype(np.int32)
         #: The position of the first of `keys`, and of the first one that may be read.
         self._first = self.passed = 0
@@ -56,5 +57,5 @@ class AnnouncedOrder:
     def extend(self, keys: Keys, spread: int) -> None:
         """These are read then; what was passed over is forgotten."""
         self.keys = np.concatenate([self.keys[self.passed - self._first :], keys])
-        self._first, self.spread = self.passed, spread
+        self._first, self.spread, self.grows = self.passed, spread, True
         self._by_key = np.argsort(self.keys, kind="stable").astype(np.int32)
