@@ -182,6 +182,7 @@ def test_top_ends_with_its_server_and_by_ctrl_c(tmp_path: Path, ends: str, code:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",  # what was read up to a line may end in the midst of a character
         ) as top,
     ):
         assert top.stdout is not None

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.joined_nodes import StartedNode, await_nodes, nodes_of, started
-from tests.new_process import ROOT
+from tests.new_process import ROOT, interpreter
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from tests.workers import has_ended
@@ -113,6 +113,30 @@ def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tm
         may_end.touch()
         await_nodes(cluster, "late")
         assert node.stop() == 0, node
+
+
+#: `dpflow`, which a signal ends as soon as the cluster has taken in the node.
+ENDED_AT_ONCE = """
+import signal
+from torch_dpflow.cli import main
+from torch_dpflow.remote.services.head_link import Joining
+join = Joining.join
+def join_and_be_ended(*given, **named):
+    joined = join(*given, **named)
+    signal.raise_signal(signal.SIGTERM)
+    return joined
+Joining.join = join_and_be_ended
+main()
+"""
+
+
+def test_a_node_that_is_ended_as_it_joins_tells_its_cluster(cluster: TestCluster, tmp_path: Path) -> None:
+    arguments = ("node", "--join", cluster.address, "--name", "brief")
+    with interpreter(ENDED_AT_ONCE, *arguments, env={"TMPDIR": str(tmp_path)}) as node:
+        told, said = node.communicate(timeout=250)
+    assert node.returncode == 0, said
+    assert "node brief has left" in told
+    assert "brief" not in nodes_of(cluster)
 
 
 @pytest.mark.slow

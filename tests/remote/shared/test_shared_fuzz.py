@@ -43,14 +43,16 @@ class Reader:
     def __init__(self, job: SharedJob) -> None:
         self._job = job
         self.epochs = 0
-        self._enough = threading.Event()
+        self._reads, self._enough = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+        self._reads.wait()
 
     def _run(self) -> None:
         try:
             while not self._enough.is_set():
+                self._reads.set()
                 keys = [int(key) for _, labels in self._job.traverse(self.epochs) for key in labels]
                 assert sorted(keys) == list(range(SIZE)), f"epoch {self.epochs}"
                 self.epochs += 1

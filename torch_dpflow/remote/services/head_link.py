@@ -90,7 +90,6 @@ class HeadLink:
 
     Args:
         joining: how the cluster is joined.
-        joined: that it was.
         cluster: how its coordinator is reached.
         place: of the node's own processes.
         silence_s: the node ends when no coordinator has answered for so long, seconds.
@@ -100,18 +99,19 @@ class HeadLink:
     def __init__(
         self,
         joining: Joining,
-        joined: NodeJoined,
         cluster: Cluster,
         place: ClusterPlace,
         *,
         silence_s: float = SILENCE_S,
         leave_s: float = LEAVE_S,
     ) -> None:
-        self._joining, self._joined = joining, joined
+        self._joining = joining
         self._silence_s, self._leave_s = silence_s, leave_s
         self._head = cluster.connect(timeout_s=ANSWER_S)
         self._local = place.connect(place.node_address, timeout_s=10.0)
+        #: From `start` on.
         self._node: Node
+        self._joined: NodeJoined
         #: For how long no coordinator has answered, and until when that was counted, seconds.
         self._silent_s, self._counted_at = 0.0, time.monotonic()
         self._seen = 0
@@ -126,11 +126,19 @@ class HeadLink:
             self._turn, 0.0, "dpflow-head", what="the report to the cluster", on_error=self._on_error
         )
 
-    def start(self, node: Node) -> None:
-        """Start the thread. To be called once."""
+    def start(self, node: Node) -> bool:
+        """Join, and start the thread; otherwise have the node end. To be called once. Returns whether it has joined."""
         self._node = node
+        try:
+            self._joined = self._joining.join(is_over=lambda: self.leaves)
+        except UsageError as error:
+            if not self.leaves:
+                self.failure = str(error)
+            node.stop()
+            return False
         node.begin(self._joined.token, self._joined.generation * _MOST_STARTS)
         self._thread.start()
+        return True
 
     def leave(self) -> None:
         """Have the node end once jobs have left its shards. Any thread may call, and signal handlers."""
@@ -141,9 +149,10 @@ class HeadLink:
         self._closes = True
         self._thread.stop()
         self._local.close()
-        self._thread.join()
         try:
-            self._report("gone", Running(0, []))
+            if self._thread.ident is not None:  # it has joined
+                self._thread.join()
+                self._report("gone", Running(0, []))
         except DPFlowError:
             pass  # it gives the node up by itself
         finally:
@@ -224,5 +233,5 @@ class HeadLink:
             SERVICE.warning("the cluster does not answer, and is asked again (%s)", error)
 
     def _end(self, why: str) -> None:
-        self.failure = why
+        self.failure = f"node {self._joining.name!r} has ended: {why}"
         self._node.stop()

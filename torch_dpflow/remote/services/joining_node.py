@@ -79,7 +79,6 @@ class JoiningNode:
     Raises:
         OptionError: the connection file cannot be used, or the cluster's own host alone can reach it, or it could not
             reach this one.
-        UsageError: the cluster refuses the node, with its reason, or does not answer.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -95,37 +94,36 @@ class JoiningNode:
         try:
             # Before it joins: a node that imports answers nobody, and on a loaded host for longer than its lease.
             platform.begin()
-            joined = joining.join()
             place = ClusterPlace(
                 directory=self._directory.path,
                 host=f"[{self.address}]" if ":" in self.address else self.address,
                 keys=keys,
                 log=options.log,
-                token=joined.token,
             )
             self._node = Node(place, [], platform, roles=JOINED_ROLES)
-            self._link = HeadLink(joining, joined, self.cluster, place, silence_s=options.silence_s)
+            self._link = HeadLink(joining, self.cluster, place, silence_s=options.silence_s)
         except BaseException:
             end_fork_server()
             self._directory.remove()
             raise
 
     def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Run the node until it has left, or the cluster ends. Sets up this process's logging by the options.
+        """Join, and run the node until it has left, or the cluster ends. Sets up this process's logging by the options.
 
         ready: called once, in this thread, when it has joined.
-        Raises UsageError where the cluster does not answer any more, or refuses the node when it joins again.
+        Raises UsageError with the cluster's reason where that refuses the node, or does not answer, or not any more.
         """
         write_lines(self._log, {"process": f"node {self.name}", "pid": os.getpid()})
         try:
-            self._link.start(self._node)
-            ready()
+            # Not before `stop` may be called: who has joined and is ended by a signal is waited for by the cluster.
+            if self._link.start(self._node):
+                ready()
             self._node.serve()
         finally:
             self._link.close()
             self._directory.remove()
         if self._link.failure:
-            raise UsageError(f"node {self.name!r} has ended: {self._link.failure}")
+            raise UsageError(self._link.failure)
 
     def stop(self) -> None:
         """Leave the cluster: end once jobs have left the shards here. Called again: end at once.
