@@ -74,11 +74,6 @@ class PoolRegion:
             return None
         return (self.memory if copy else self._view)[offset : offset + length]
 
-    def view(self, stripe: int, number: int) -> memoryview:
-        """The memory of a record that is there; it stays readable for as long as somebody has it."""
-        offset, length = self.place(stripe, number)
-        return self._view[offset : offset + length]
-
     def write(self, stripe: int, number: int, content: bytes) -> None:
         """Server: put a record into its place, whose length it has."""
         offset, length = self.place(stripe, number)
@@ -171,7 +166,7 @@ def check_pushed(fd: int, size: int) -> None:
 
 
 def map_region(fd: int, identities: Collection[bytes]) -> PoolRegion:
-    """Map what a server has sent, and own its descriptor. Raises MessageError: it is no region of these sets."""
+    """Map what a server has sent; the descriptor stays the caller's. Raises MessageError: no region of these sets."""
     try:
         memory = map_sealed(fd)
         magic, its, stripes, records = _HEADER.unpack_from(memory)
@@ -179,8 +174,6 @@ def map_region(fd: int, identities: Collection[bytes]) -> PoolRegion:
             raise MessageError(f"a region of the pool is not one of set {[one.hex() for one in identities]}")
     except (OSError, ValueError, struct.error) as error:
         raise MessageError(f"a region of the pool cannot be mapped: {error}") from error
-    finally:
-        os.close(fd)  # the mapping has a descriptor of its own
     return PoolRegion(-1, memory)
 
 

@@ -15,7 +15,7 @@ LEFT, COMES = -1, -2
 
 
 class AnnounceOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Records are read in this order from now on, which comes in parts; answered by AheadOpened.
+    """Records are read in this order from now on, which comes in parts; answered by Noted.
 
     Of an earlier order of this name nothing is left unless this extends it, and none of it when the connection ends.
     """
@@ -48,13 +48,12 @@ class WantAhead(msgspec.Struct, frozen=True, tag=True):
 
 
 class TookAhead(msgspec.Struct, frozen=True, tag=True):
-    """These records, which this connection was told the places of, were copied; answered by AheadOpened.
+    """These records, which this connection was told the places of, were copied; answered by Noted.
 
     Only that answer says that what was copied is right: until then nothing else was written there.
     """
 
     identity: bytes
-    order: str
     records: list[int]
 
 

@@ -30,7 +30,6 @@ from torch_dpflow.dataservice.messages.server_messages import (
     AskTable,
     Beat,
     Enlist,
-    Enlisted,
     ListServers,
     Noted,
     Orders,
@@ -146,18 +145,18 @@ class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Where its dataset lies.
     url: str
     #: Samples of the dataset; those that the pool has room for, has read, and could not read.
-    records: int
-    placed: int
-    loaded: int
-    failed: int
+    records: int = 0
+    placed: int = 0
+    loaded: int = 0
+    failed: int = 0
     #: Bytes that are reserved for it.
-    reserved_bytes: int
+    reserved_bytes: int = 0
     #: Whether it stays until it is unloaded.
     is_explicit: bool
     #: Processes that read it.
-    readers: int
+    readers: int = 0
     #: Whether its places are known; before that `placed` is 0.
-    is_placed: bool
+    is_placed: bool = False
     #: Samples that its readers have got from memory, and from storage.
     hits: int = 0
     misses: int = 0
@@ -228,7 +227,6 @@ PoolAnswer: TypeAlias = (
     | TablePart
     | ServerList
     | Noted
-    | Enlisted
     | Orders
 )
 PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads

@@ -1,7 +1,7 @@
 """What servers of a pool say to each other, and where a reader finds what it reads.
 
 a member -> SetPart for each set that it holds, Enlist, then Beat about once a second, and soon again after orders
-its head -> Noted, Enlisted, then Orders
+its head -> Noted, then Orders
 """
 
 from __future__ import annotations
@@ -91,15 +91,9 @@ class Noted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enlist(msgspec.Struct, frozen=True, tag=True):
-    """This server joins the pool, with what it has reported; answered by Enlisted."""
+    """This server joins the pool, with what it has reported; answered by Noted."""
 
     server: ServerInfo
-
-
-class Enlisted(msgspec.Struct, frozen=True, tag=True):
-    """It is a member, until its connection ends or it is silent for so long, seconds."""
-
-    lease_s: float
 
 
 #: In the place of a count: all that a member was to read, as the set's metadata could not be read.

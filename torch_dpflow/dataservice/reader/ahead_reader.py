@@ -119,7 +119,7 @@ class AheadReader:
                 else:
                     copied = far.read(places.memory, there)
                 if copied:
-                    connection.ask(TookAhead(self._identity, order, [*copied]))
+                    connection.ask(TookAhead(self._identity, [*copied]))
                     found |= copied
                     deadline = time.monotonic() + self._silence_s
                 left = [one for one, length in zip(asked, places.lengths) if length == COMES] + rest

@@ -171,7 +171,12 @@ class NearServer:
         while True:
             opened, fds = self._connection.ask(OpenSet(self._identity, len(self._mapped)))
             assert isinstance(opened, SetOpened)
-            for region in _map_all(fds, [self._identity, *opened.shares]):
+            try:
+                regions = [map_region(fd, [self._identity, *opened.shares]) for fd in fds]
+            finally:
+                for fd in fds:
+                    os.close(fd)  # a mapping has a descriptor of its own
+            for region in regions:
                 self._mapped.append(region)
                 self._known.add(region)
                 shared = opened.shares.get(region.identity, math.inf)
@@ -192,16 +197,3 @@ class NearServer:
         except BaseException:  # Control-C: what has come is not noted, and would be waited for
             self.disconnect()
             raise
-
-
-def _map_all(fds: Sequence[int], identities: Sequence[bytes]) -> list[PoolRegion]:
-    """Map regions, and own all descriptors, whatever happens."""
-    regions = list[PoolRegion]()
-    for number, fd in enumerate(fds):
-        try:
-            regions.append(map_region(fd, identities))
-        except BaseException:
-            for rest in fds[number + 1 :]:
-                os.close(rest)
-            raise
-    return regions

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import threading
 
-from torch_dpflow.dataservice.messages.ahead_messages import (
-    AheadOpened,
-    AheadPlaces,
-    AnnounceOrder,
-    OpenAhead,
-    TookAhead,
-    WantAhead,
-    memory_name,
-)
-from torch_dpflow.dataservice.messages.protocol import (
-    MOST_RECORDS,
-)
+from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder, memory_name
 from torch_dpflow.dataservice.server.ahead import AheadReading
 from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.errors import UsageError
@@ -36,7 +24,7 @@ class AheadMemory:
         self._lock = threading.Lock()
         self._readings: dict[bytes, AheadReading] = {}
 
-    def announce(self, held: HeldSet, connection: str, part: AnnounceOrder) -> AheadOpened:
+    def announce(self, held: HeldSet, connection: str, part: AnnounceOrder) -> None:
         """Take a part of an order. Raises PoolFullError: there is no memory for it; UsageError: it is no such part."""
         with self._lock:
             reading = self._readings.get(part.identity)
@@ -45,28 +33,14 @@ class AheadMemory:
                 self._readings[part.identity] = reading
                 self._left -= reading.memory_bytes
             reading.announce(connection, part)
-        return AheadOpened(reading.number)
 
-    def open(self, request: OpenAhead) -> tuple[AheadOpened, list[int]]:
-        """The memory that a set is read ahead into, which the caller closes. Raises UsageError: it is not."""
+    def of(self, identity: bytes) -> AheadReading:
+        """What is read ahead of a set. Raises UsageError: nothing is."""
         with self._lock:
-            reading = self._reading(request.identity)
-            return AheadOpened(reading.number), [os.dup(reading.fd)]
-
-    def want(self, request: WantAhead, connection: str, patience_s: float) -> AheadPlaces:
-        """Where these records are. Raises UsageError: the set is not read ahead, or there are too many."""
-        if len(request.records) > MOST_RECORDS:
-            raise UsageError(f"{len(request.records)} records: at most {MOST_RECORDS} are allowed")
-        with self._lock:
-            reading = self._reading(request.identity)
-        return reading.want(connection, request.order, request.records, patience_s)
-
-    def took(self, request: TookAhead, connection: str) -> AheadOpened:
-        """These were copied. Raises UsageError: what was copied may be wrong."""
-        with self._lock:
-            reading = self._reading(request.identity)
-        reading.took(connection, request.records)
-        return AheadOpened(reading.number)
+            try:
+                return self._readings[identity]
+            except KeyError:
+                raise UsageError(f"no order of set {identity.hex()} is announced; announce one") from None
 
     def named(self, name: bytes) -> AheadReading | None:
         """What is read into the memory with this name, as of `memory_name`; None: it is gone. Waits for nobody."""
@@ -90,12 +64,6 @@ class AheadMemory:
         with self._lock:
             for identity in list(self._readings):
                 self._drop(identity)
-
-    def _reading(self, identity: bytes) -> AheadReading:
-        try:
-            return self._readings[identity]
-        except KeyError:
-            raise UsageError(f"no order of set {identity.hex()} is announced; announce one") from None
 
     def _drop(self, identity: bytes) -> None:
         reading = self._readings.pop(identity, None)

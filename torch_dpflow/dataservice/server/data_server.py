@@ -42,7 +42,6 @@ from torch_dpflow.dataservice.messages.server_messages import (
     AskTable,
     Beat,
     Enlist,
-    Enlisted,
     ListServers,
     Noted,
     ServerInfo,
@@ -50,7 +49,7 @@ from torch_dpflow.dataservice.messages.server_messages import (
     boot_id,
 )
 from torch_dpflow.dataservice.server.door import MOST_CONNECTIONS, StreamDoor
-from torch_dpflow.dataservice.server.head import LEASE_S, PoolHead
+from torch_dpflow.dataservice.server.head import PoolHead
 from torch_dpflow.dataservice.server.holdings import ANSWER_S, MOST_SETS, Holdings
 from torch_dpflow.dataservice.server.membership import PoolMember
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
@@ -216,11 +215,11 @@ class DataServer:
             channel.close()
 
     def _leave(self, client: _PoolClient) -> None:
-        if client.member is not None:
+        if client.member is not None and isinstance(self._pool, PoolHead):
             self._pool.gone(*client.member)
         self._holdings.leave(client.name)
         if client.reads:
-            self._pool.leave()
+            self._pool.count_readers()
 
     def _answer_safely(
         self, request: PoolRequest, client: _PoolClient, given: list[int]
@@ -241,7 +240,7 @@ class DataServer:
             case ReadSet(identity):
                 client.reads = True
                 self._holdings.read(identity, client.name)
-                self._pool.read(identity)
+                self._pool.count_readers()
                 return Noted(), []
             case OpenSet(identity, first):
                 return self._holdings.open(identity, max(0, first)) if client.maps else (SetOpened(0, 0), [])
@@ -250,13 +249,15 @@ class DataServer:
             case PushStripe(identity, stripe):
                 return self._holdings.push(identity, stripe, given), []
             case AnnounceOrder(identity=identity):
-                return self._holdings.ahead.announce(self._holdings.get(identity), client.name, request), []
-            case OpenAhead():
-                return self._holdings.ahead.open(request)
-            case WantAhead():
-                return self._holdings.ahead.want(request, client.name, ANSWER_S), []
-            case TookAhead():
-                return self._holdings.ahead.took(request, client.name), []
+                self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
+                return Noted(), []
+            case OpenAhead(identity):
+                return self._holdings.ahead.of(identity).open()
+            case WantAhead(identity, order, records):
+                return self._holdings.ahead.of(identity).want(client.name, order, records, ANSWER_S), []
+            case TookAhead(identity, records):
+                self._holdings.ahead.of(identity).took(client.name, records)
+                return Noted(), []
             case UnloadSet(identity):
                 return self._pool.unload(identity), []
             case ListSets(first):
@@ -267,6 +268,8 @@ class DataServer:
                 return self._answer_member(request, client), []
 
     def _answer_member(self, request: SetPart | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
+        if not isinstance(self._pool, PoolHead):
+            raise UsageError(f"this server is a member itself; join its head, at {self._pool.head}")
         match request:
             case SetPart():
                 if len(client.reports) >= MOST_SETS:
@@ -276,7 +279,7 @@ class DataServer:
             case Enlist(server):
                 generation = self._pool.enlist(server, client.reports)
                 client.member, client.reports = (server.name, generation), []
-                return Enlisted(LEASE_S)
+                return Noted()
             case Beat():
                 if client.member is None:
                     raise UsageError("a server has to enlist before it beats")

@@ -68,7 +68,7 @@ class HeldSet:
         self._taken = bytearray(records.records)
         #: Those that have memory, or are about to.
         self._stripes: set[int] = set()
-        self._wanted = WantedRecords(records.records)
+        self._wanted = WantedRecords()
         #: Records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
         #: Fills whose memory is not there yet.
@@ -211,7 +211,8 @@ class HeldSet:
         if self._states[record] != HERE:
             return IN_STORAGE
         stripe, number = divmod(record, self.records.per_stripe)
-        return self._region_of[stripe].view(stripe, number)
+        found = self._region_of[stripe].read(stripe, number, copy=False)
+        return found if isinstance(found, memoryview) else IN_STORAGE
 
     def close(self, why: int | None = None) -> None:
         """Give it up, and tell readers why. Without a reason they go on with what they have mapped."""

@@ -12,10 +12,18 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from torch_dpflow.dataservice.lanes.regions import IDLE, UNLOADED
-from torch_dpflow.dataservice.messages.protocol import CountReads, PoolRefusal, PreloadSet, SetInfo, SetList
+from torch_dpflow.dataservice.messages.protocol import (
+    MOST_BYTES,
+    CountReads,
+    PoolRefusal,
+    PreloadSet,
+    SetInfo,
+    SetList,
+)
 from torch_dpflow.dataservice.messages.server_messages import (
     MOST_STRIPES,
     Beat,
@@ -32,7 +40,6 @@ from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
 from torch_dpflow.dataservice.server.known_set import KnownSet, check_pushed_set, cut_in, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
-from torch_dpflow.dataservice.server.set_progress import set_list, with_progress
 from torch_dpflow.dataservice.server.set_versions import droppable, find_base
 from torch_dpflow.dataservice.server.threads import start_thread
 from torch_dpflow.dataservice.sources.set_names import open_source
@@ -115,16 +122,12 @@ class PoolHead:
                 owners=np.array(table.owners[first : first + MOST_STRIPES], dtype="<i2").tobytes(),
             )
 
-    def read(self, identity: bytes) -> None:
-        """Somebody has begun to read a set here."""
-        with self._changed:
-            self._count_readers(identity)
-
-    def leave(self) -> None:
-        """Somebody reads sets here no longer."""
+    def count_readers(self) -> None:
+        """Somebody has begun to read a set here, or reads sets no longer."""
         with self._changed:
             for identity in self._sets:
-                self._count_readers(identity)
+                readers = self._holdings.readers(identity)
+                self._keeper.read_by(identity, self._server.name, readers, self._clock())
 
     def count(self, reads: CountReads) -> None:
         """A reader has read so many more samples."""
@@ -322,15 +325,17 @@ class PoolHead:
         self._members.forget(self._keeper.lives)
         self._changed.notify_all()
 
-    def _count_readers(self, identity: bytes) -> None:
-        self._keeper.read_by(identity, self._server.name, self._holdings.readers(identity), self._clock())
-
     def _infos(self) -> dict[str, ServerInfo]:
         return self._members.infos(self._server, self._keeper.servers())
 
     def _list(self, first: int) -> SetList:
-        shown = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
-        return set_list([self._info(known) for known in shown], first, self._keeper.servers().values())
+        """The sets from this number on, as many as one message has room for."""
+        known = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
+        sets = [self._info(one) for one in known]
+        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
+        count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
+        capacity, free = (sum(of) for of in zip(*self._keeper.servers().values()))
+        return SetList([*sets[first : first + count]], free, capacity, len(sets))
 
     def _info(self, known: KnownSet) -> SetInfo:
         held = known.held
@@ -339,4 +344,4 @@ class PoolHead:
         identity = known.request.identity
         table = self._keeper.table(identity)
         states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
-        return with_progress(known.placed_info(table), held, table.owned(), states, table.copies)
+        return known.progress(held, table, states)

@@ -111,15 +111,13 @@ class Holdings:
 
     def get(self, identity: bytes) -> HeldSet:
         """A set. Raises UsageError: it is not here."""
-        holding = self._sets.get(identity)
-        if holding is None or holding.held is None:
+        if (held := self._held(identity)) is None:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
-        return holding.held
+        return held
 
     def on_lanes(self, name: bytes) -> HeldSet | AheadReading | None:
         """What lanes call so: a set, or what is read ahead of one. None: it was given up."""
-        holding = self._sets.get(name)
-        return self.ahead.named(name) if holding is None else holding.held
+        return self._held(name) if name in self._sets else self.ahead.named(name)
 
     def all(self) -> list[HeldSet]:
         """Every set whose metadata is here."""
@@ -135,23 +133,20 @@ class Holdings:
 
     def open(self, identity: bytes, first: int) -> tuple[SetOpened, list[int]]:
         """Regions of a set from this one on; the caller closes the descriptors. Raises OSError: none is free."""
-        holding = self._sets.get(identity)
-        regions = [] if holding is None or holding.held is None else holding.held.regions
+        if (held := self._held(identity)) is None:
+            return SetOpened(0, 0), []
         fds: list[int] = []
         try:
-            fds.extend(os.dup(region.fd) for region in regions[first : first + MOST_REGIONS])
+            fds.extend(os.dup(region.fd) for region in held.regions[first : first + MOST_REGIONS])
         except OSError:
             for fd in fds:
                 os.close(fd)
             raise
-        shares = {} if holding is None or holding.held is None else holding.held.shares
-        return SetOpened(len(fds), len(regions), shares), fds
+        return SetOpened(len(fds), len(held.regions), held.shares), fds
 
     def want(self, identity: bytes, records: Sequence[int], patience_s: float) -> RecordStates:
         """The states of these records, which are read first. Raises UsageError: one does not exist."""
-        holding = self._sets.get(identity)
-        held = None if holding is None else holding.held
-        if held is None:
+        if (held := self._held(identity)) is None:
             return RecordStates(bytes([ELSEWHERE]) * len(records), [])
         if len(records) > MOST_RECORDS or not all(0 <= one < held.records.records for one in records):
             raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} that exist are allowed")
@@ -179,20 +174,16 @@ class Holdings:
     def reports(self) -> list[SetPart]:
         """What is in memory."""
         with self._lock:
-            held = [
-                (identity, one.is_explicit, one.held)
-                for identity, one in self._sets.items()
-                if one.held is not None
-            ]
+            held = [(one.is_explicit, one.held) for one in self._sets.values() if one.held is not None]
         return [
             SetPart(
                 source=one.source,
-                identity=identity,
+                identity=one.records.identity,
                 is_explicit=is_explicit,
                 cut=one.cut,
                 stripes=one.stripes,
             )
-            for identity, is_explicit, one in held
+            for is_explicit, one in held
         ]
 
     def states(self) -> list[SetState]:
@@ -218,6 +209,10 @@ class Holdings:
         )
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _held(self, identity: bytes) -> HeldSet | None:
+        holding = self._sets.get(identity)
+        return None if holding is None else holding.held
 
     def _open(self, order: SetPart, holding: _Holding) -> None:
         """Read its metadata, again and again where its storage does not answer; then hold it."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from torch_dpflow.dataservice.messages.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
-from torch_dpflow.dataservice.messages.server_messages import SetPart
+from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, SetPart, SetState
 from torch_dpflow.dataservice.planning.residents import ALL, cut_that_fits
 from torch_dpflow.dataservice.planning.sets import FileSet
 from torch_dpflow.dataservice.planning.stripe_table import StripeTable
 from torch_dpflow.dataservice.server.filling import HeldSet
+from torch_dpflow.dataservice.sources.set_names import samples_in
 from torch_dpflow.errors import UsageError
 
 #: What the index of a region has for each stripe and each record.
@@ -70,26 +72,35 @@ class KnownSet:
             identity=self.request.identity,
             ref=self.request.source.ref,
             url="not opened yet" if self.held is None else self.held.url,
-            records=0,
-            placed=0,
-            loaded=0,
-            failed=0,
-            reserved_bytes=0,
             is_explicit=self.is_explicit,
-            readers=0,
-            is_placed=False,
             hits=self.hits,
             misses=self.misses,
             pushed=self.pushed,
         )
 
-    def placed_info(self, table: StripeTable) -> SetInfo:
-        """What is known of one that has places, without its counts."""
+    def progress(self, held: HeldSet, table: StripeTable, states: Mapping[str, SetState]) -> SetInfo:
+        """How far it is over all of its servers, as people and clients are told.
+
+        states: what servers have said last, of their copies too; without those that have not heard of all of their
+            stripes yet.
+        """
+        records, samples = held.records, partial(samples_in, held.source)
+        placed = {name: held.placed_in(stripes) for name, stripes in table.owned().items()}
+        told = {name: states[name] for name in placed if name in states}
+        failed = [placed[name] if one.failed == ALL_FAILED else one.failed for name, one in told.items()]
+        loaded = [one.loaded - held.placed_in(table.copies.get(name, ())) for name, one in told.items()]
         return msgspec.structs.replace(
             self.info(),
+            records=samples(records.records),
+            placed=samples(sum(placed.values())),
+            loaded=samples(sum(max(0, one) for one in loaded)),
+            failed=samples(sum(failed)),
             reserved_bytes=table.placed_bytes,
             readers=table.readers,
-            is_placed=table.is_settled,
+            is_placed=table.is_settled
+            and len(told) == len(placed)
+            and all(one.is_placed for one in told.values()),
+            error=next((one.error for one in told.values() if one.error), ""),
         )
 
     def is_forgotten(self, now: float) -> bool:

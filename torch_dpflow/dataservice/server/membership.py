@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -25,18 +24,15 @@ from torch_dpflow.dataservice.messages.server_messages import (
     AskTable,
     Beat,
     Enlist,
-    Enlisted,
     ListServers,
     Orders,
     ServerInfo,
     ServerList,
-    SetPart,
     SetState,
     TablePart,
 )
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
 from torch_dpflow.dataservice.server.known_set import KnownSet
-from torch_dpflow.dataservice.server.set_progress import with_progress
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 
@@ -102,7 +98,7 @@ class PoolMember:
 
     def __init__(self, server: ServerInfo, head: PoolAddress, holdings: Holdings) -> None:
         self._server = server
-        self._head = head
+        self.head = head
         self._holdings = holdings
         self._stop = threading.Event()
         #: What readers ask, and what commands do, which may wait longer: nobody waits behind one of these but another.
@@ -152,24 +148,8 @@ class PoolMember:
         """Tell the head how much was read, if it is there."""
         self._reading.tell(reads)
 
-    def read(self, identity: bytes) -> None:
-        """Somebody has begun to read a set here; the next beat tells."""
-
-    def leave(self) -> None:
-        """Somebody reads sets here no longer; the next beat tells."""
-
-    def enlist(self, server: ServerInfo, reports: Iterable[SetPart]) -> int:
-        """Raises UsageError: only the head takes members."""
-        raise UsageError(
-            f"this server is a member itself; have {server.directory} join its head, at {self._head}"
-        )
-
-    def beat(self, name: str, generation: int, beat: Beat) -> Orders:
-        """Raises UsageError: it has no members."""
-        raise UsageError("this server has no members")
-
-    def gone(self, name: str, generation: int) -> None:
-        """It has no members."""
+    def count_readers(self) -> None:
+        """Somebody has begun to read a set here, or reads sets no longer; the next beat tells."""
 
     # -- its life --------------------------------------------------------------------------------------------
 
@@ -178,14 +158,14 @@ class PoolMember:
         is_lost = False
         while not self._stop.is_set():
             try:
-                with PoolConnection(self._head, silence_s=_SILENCE_S) as connection:
+                with PoolConnection(self.head, silence_s=_SILENCE_S) as connection:
                     self._enlist(connection)
-                    SERVICE.info("joined the pool at %s", self._head)
+                    SERVICE.info("joined the pool at %s", self.head)
                     is_lost = False
                     self._serve(connection)
             except DPFlowError as error:
                 if not is_lost:
-                    SERVICE.warning("the head of the pool at %s is lost: %s", self._head, error)
+                    SERVICE.warning("the head of the pool at %s is lost: %s", self.head, error)
                 is_lost = True
                 self._stop.wait(_RETRY_S)
 
@@ -201,7 +181,7 @@ class PoolMember:
         for report in self._holdings.reports():
             for part in report.split() if report.stripes else ():
                 connection.ask(part)
-        connection.get(Enlist(self._server), Enlisted)
+        connection.ask(Enlist(self._server))
 
     def _serve(self, connection: PoolConnection) -> None:
         told, obeyed = dict[bytes, SetState](), 0
@@ -225,14 +205,8 @@ class PoolMember:
             held = self._holdings.get(request.identity)
         except UsageError:
             return None
-        name, state = self._server.name, self._holdings.state(request.identity)
-        info = msgspec.structs.replace(
-            KnownSet(request, is_explicit=False, whole=False, held=held).info(),
-            reserved_bytes=sum(held.records.stripe_bytes(one) for one in held.stripes),
-            readers=state.readers,
-            is_placed=True,
-        )
-        return with_progress(info, held, {name: held.stripes}, {name: state}, {})
+        info = KnownSet(request, is_explicit=False, whole=False, held=held).info()
+        return msgspec.structs.replace(info, records=held.records.records, is_placed=held.is_placed)
 
     def _own_table(self, identity: bytes, first: int) -> TablePart:
         held = self._holdings.get(identity)

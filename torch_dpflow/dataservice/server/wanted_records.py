@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 
 class WantedRecords:
     """Those of a set that are to be read before others, each once, in the order in which they were asked for."""
 
-    def __init__(self, records: int) -> None:
-        self._queue: deque[int] = deque()
-        self._is_queued = bytearray(records)
+    def __init__(self) -> None:
+        self._queue: OrderedDict[int, None] = OrderedDict()
         #: Who is told when a record is there, or could not be read.
         self._watchers: dict[int, list[Callable[[bool], None]]] = {}
 
@@ -20,16 +19,11 @@ class WantedRecords:
 
     def add(self, record: int) -> None:
         """Have a record read, if it is not to be read already."""
-        if not self._is_queued[record]:
-            self._is_queued[record] = True
-            self._queue.append(record)
+        self._queue.setdefault(record)
 
     def take(self, most: int) -> list[int]:
         """The next ones, at most so many, which are wanted no longer."""
-        taken = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
-        for record in taken:
-            self._is_queued[record] = False
-        return taken
+        return [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
 
     def watch(self, record: int, told: Callable[[bool], None]) -> None:
         """Have somebody told, once, whether a record is there."""
