@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -82,8 +83,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _shared_memory() -> Iterator[str]:
-    mine = str(os.getpid())
-    yield from (name for name in _listing("/dev/shm") if mine in name)
+    # The digits of a pid alone may be in other processes' names by chance.
+    mine = re.compile(rf"(?<![0-9]){os.getpid()}(?![0-9])")
+    yield from (name for name in _listing("/dev/shm") if mine.search(name))
     if b"\nRssShmem:\t       0 kB" in Path("/proc/self/status").read_bytes():
         return  # as in most tests, each of which looks twice: the kernel takes milliseconds to list all mappings
     for line in Path("/proc/self/maps").read_text().splitlines():

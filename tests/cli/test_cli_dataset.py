@@ -270,6 +270,24 @@ def test_control_c_while_modules_are_imported_is_one_line(module: str) -> None:
     assert (run.returncode, run.stderr) == (130, "Aborted!\n")
 
 
+INTERRUPTED_IN = """
+import signal, sys
+def interrupt(frame, event, argument):
+    if frame.f_code.co_name == last:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+last = sys.argv.pop(1)
+sys.setprofile(interrupt)
+from torch_dpflow.cli import main
+main()
+"""
+
+
+def test_control_c_while_arguments_are_read_has_the_same_status() -> None:
+    run = run_interpreter(INTERRUPTED_IN, "parse_args", "dataset", "list", "--store", "none")
+    assert (run.returncode, run.stderr) == (130, "Aborted!\n")
+
+
 def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[..., None]) -> None:
     (tmp_path / "slowly.py").write_text(SLOWLY)
     program = "import os, sys; os.chdir(sys.argv.pop(1)); from torch_dpflow.cli import main; main()"

@@ -6,6 +6,8 @@ import errno
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -72,12 +74,17 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][2]) for name in sorted(COMMANDS)])
 
+    def make_context(self, *given: Any, **options: Any) -> click.Context:
+        with _ended_by_control_c():
+            return super().make_context(*given, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
+        with _ended_by_control_c():  # also while a command's module is imported
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # also while a command's module is imported
-            click.echo("Aborted!", err=True)
-            sys.exit(INTERRUPTED)
         except DPFlowError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
@@ -89,6 +96,16 @@ class LazyGroup(click.Group):
             raise click.ClickException(
                 f"{error.strerror}: free space, or send the output elsewhere"
             ) from error
+
+
+@contextmanager
+def _ended_by_control_c() -> Iterator[None]:
+    """Without it click ends the command with status 1, as if it had failed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("Aborted!", err=True)
+        sys.exit(INTERRUPTED)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
