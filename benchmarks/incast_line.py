@@ -27,6 +27,7 @@ from benchmarks.pool_sides import process
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
 
 SERVERS, BATCH, RECORD_BYTES, RECORDS, PORT = 32, 64, 16_000, 512, 7400
@@ -140,7 +141,7 @@ def _read(side: str, batches: int, seed: int, keys: str, identity: bytes) -> lis
             indices = chance.permutation(RECORDS)[:BATCH].tolist()
             owners = [ADDRESSES[index % SERVERS] for index in indices]
             begun = time.perf_counter()
-            found = reader.read(identity, owners, indices, [RECORD_BYTES] * BATCH)
+            found = reader.read(identity, owners, [WantedRecord(one, RECORD_BYTES) for one in indices])
             seconds.append(time.perf_counter() - begun)
             assert None not in found
     return seconds[1:]

@@ -33,6 +33,7 @@ from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.dataservice.lanes.rails import RAILS_VARIABLE
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
@@ -111,9 +112,8 @@ def run_servers(batches: int, rounds: int) -> Comparison:
             for number in range(batches + 1):
                 indices = chance.permutation(len(stored))[:256].tolist()
                 begun = time.perf_counter()
-                found = reader.read(
-                    identity, [owners[one % count] for one in indices], indices, [RECORD_BYTES] * 256
-                )
+                wanted = [WantedRecord(one, RECORD_BYTES) for one in indices]
+                found = reader.read(identity, [owners[one % count] for one in indices], wanted)
                 seconds += (time.perf_counter() - begun) * bool(number)
                 assert None not in found
             rate = batches * 256 / seconds

@@ -27,6 +27,7 @@ import zmq
 from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
@@ -96,7 +97,7 @@ def lanes(
 
     def read(copy: bool, indices: Sequence[int]) -> object:
         told = [owners[one % SERVERS] for one in indices]
-        return reader.read(identity, told, indices, [RECORD_BYTES] * len(indices), copy=copy)
+        return reader.read(identity, told, [WantedRecord(one, RECORD_BYTES) for one in indices], copy=copy)
 
     return PoolSide(partial(read, True), servers), PoolSide(partial(read, False), servers)
 

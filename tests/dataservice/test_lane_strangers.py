@@ -26,6 +26,7 @@ from torch_dpflow.dataservice.lanes.wire import (
     CONTROL,
     ENTRY_BYTES,
     LANE,
+    WHOLE,
     RecordRequest,
     hello,
     purpose_of,
@@ -62,8 +63,12 @@ def tcp_server(folder: Path, *, trust_network: bool) -> Iterator[tuple[PoolAddre
 def malformed(chance: random.Random) -> bytes:
     """A request that something is wrong with, or bytes of any kind."""
     count = chance.choice([0, 1, 2, 40, MOST_RECORDS, MOST_RECORDS + 1, 1 << 31])
-    records = [chance.choice([-1, 0, COUNT, 1 << 62]) for _ in range(min(count, 40))]
-    frame = bytearray(RecordRequest(chance.randbytes(16), records).pack())
+    numbers = [-1, 0, 1, COUNT, 1 << 62]
+    parts = [
+        (chance.choice(numbers), chance.choice(numbers), chance.choice(numbers))
+        for _ in range(min(count, 40))
+    ]
+    frame = bytearray(RecordRequest(chance.randbytes(16), parts).pack())
     frame[4:8] = struct.pack("<I", count)
     for _ in range(chance.randrange(4)):
         frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
@@ -78,11 +83,11 @@ def test_frames_of_any_bytes_are_taken_or_refused(frames: int) -> None:
         buffer += malformed(chance)
         try:
             while (request := take_request(buffer)) is not None:
-                assert 1 <= len(request.records) <= MOST_RECORDS
+                assert 1 <= len(request.parts) <= MOST_RECORDS
         except MessageError:
             refused += 1
             buffer.clear()
-        assert len(buffer) <= 8 * MOST_RECORDS + 200
+        assert len(buffer) <= 24 * MOST_RECORDS + 200
         content = chance.randbytes(ANSWER_BYTES)
         with suppress(MessageError):
             read_header(content)
@@ -112,7 +117,7 @@ def test_who_proves_nothing_gets_nothing(stored: StoredDataset, tmp_path: Path, 
     chance = random.Random(2)
     with tcp_server(tmp_path, trust_network=trust_network) as (address, _):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
-        request = RecordRequest(identity_of(stored), [0, 1]).pack()
+        request = RecordRequest(identity_of(stored), [(0, 0, WHOLE), (1, 0, WHOLE)]).pack()
         with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             for sent in (
@@ -138,7 +143,7 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
         with context.wrap_socket(plain) as stranger:
             told = b""
             with suppress(ssl.SSLError, ConnectionError):  # it is left at whatever it does next
-                stranger.sendall(hello(LANE) + RecordRequest(identity_of(stored), [0]).pack())
+                stranger.sendall(hello(LANE) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
                 told = stranger.recv(100)
             assert told == b""
 
@@ -221,7 +226,7 @@ def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_
         thread = threading.Thread(target=lanes.run)
         thread.start()
         early.settimeout(PATIENCE_S)
-        early.sendall(RecordRequest(identity, [0]).pack())
+        early.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
         assert read_header(receive_exactly(early, ANSWER_BYTES))[1:] == (1, identity)
         lanes.close()
         lanes.adopt(the_other)
@@ -231,7 +236,9 @@ def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_
 
 
 def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:
-    request = RecordRequest(identity_of(stored), [*range(COUNT)] * (MOST_RECORDS // COUNT)).pack()
+    request = RecordRequest(
+        identity_of(stored), [(one, 0, WHOLE) for one in range(COUNT)] * (MOST_RECORDS // COUNT)
+    ).pack()
     with tcp_server(tmp_path, trust_network=True) as (address, process):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
         lane = connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S)

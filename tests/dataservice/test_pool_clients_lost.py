@@ -18,7 +18,7 @@ from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.lanes.guards import connect_stream, guard_of, receive_exactly
 from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.wire import LANE, RecordRequest
+from torch_dpflow.dataservice.lanes.wire import LANE, WHOLE, RecordRequest
 from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import ChecksumError
@@ -91,7 +91,7 @@ def test_data_that_was_replaced_is_told_to_who_compares(stored: StoredDataset, t
 def receive_a_part(file: Path, address: str, identity: bytes, end: Connection) -> None:
     found = find_address(address, file)
     lane = connect_stream(found, guard_of(found, serves=False), LANE, PATIENCE_S)
-    lane.sendall(RecordRequest(identity, [0]).pack())
+    lane.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
     receive_exactly(lane, 100)
     end.send(None)
     signal.pause()

@@ -26,6 +26,7 @@ from torch_dpflow.dataservice.lanes.rails import (
     place_of_process,
     rails_to,
 )
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
@@ -213,8 +214,8 @@ def test_records_come_over_all_rails_and_over_the_other_when_one_is_cut(
         with closing(Counting(address)) as reader:
 
             def read() -> list[bytes | None]:
-                lengths = [len(one) for one in expected]
-                return reader.read(identity_of(stored), [both] * count, range(count), lengths)
+                wanted = [WantedRecord(number, len(one)) for number, one in enumerate(expected)]
+                return reader.read(identity_of(stored), [both] * count, wanted)
 
             assert read() == expected
             assert reader.asked == [set(serving.addresses)]

@@ -15,6 +15,7 @@ from torch_dpflow.dataservice.lanes import lane_reader
 from torch_dpflow.dataservice.lanes.guards import admit_stream, guard_of
 from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.lanes.wire import DATA, pack_answer, take_request
 from torch_dpflow.dataservice.planning.window import FixedWindow
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
@@ -59,7 +60,7 @@ class HaltingServer:
             while more := connection.recv(1 << 16):
                 incoming += more
                 while (request := take_request(incoming)) is not None:
-                    entries = [(record, RECORD_BYTES) for record in request.records]
+                    entries = [(record, RECORD_BYTES) for record, *_ in request.parts]
                     answer = pack_answer(DATA, IDENTITY, entries) + bytes(RECORD_BYTES * len(entries))
                     connection.sendall(answer[: len(answer) // 2])
                     if self._halt(len(entries)):
@@ -90,7 +91,7 @@ def test_a_server_lost_in_the_midst_of_a_record_leaves_the_window_free(
         closing(HaltingServer(keys, lambda _: next(halts))) as server,
         closing(LaneReader(server.address, 0.05, FixedWindow(RECORD_BYTES))) as reader,
     ):
-        wanted = [str(server.address)], [0], [RECORD_BYTES]
+        wanted = [str(server.address)], [WantedRecord(0, RECORD_BYTES)]
         assert reader.read(IDENTITY, *wanted) == [None]
         reader._silence_s = PATIENCE_S
         assert reader.read(IDENTITY, *wanted) == [bytes(RECORD_BYTES)]
@@ -116,6 +117,8 @@ def test_others_go_on_while_one_is_silent(keys: Path, trust_network: bool, copy:
         closing(LaneReader(quick.address, PATIENCE_S, FixedWindow(2 * RECORD_BYTES), waits=False)) as reader,
     ):
         owners = [str(slow.address), *[str(quick.address)] * left[0]]
-        found = reader.read(IDENTITY, owners, range(20), [RECORD_BYTES] * 20, copy=copy)
+        found = reader.read(
+            IDENTITY, owners, [WantedRecord(one, RECORD_BYTES) for one in range(20)], copy=copy
+        )
         assert found == [bytes(RECORD_BYTES)] * 20
         assert not reader.failed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from torch_dpflow.checks import check_seconds, check_type
 from torch_dpflow.dataservice.lanes.guards import check_keys
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.lanes.regions import PoolRegion
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.messages.protocol import ArraySource
 from torch_dpflow.dataservice.reader.reading import SetReading
 from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
@@ -29,6 +30,8 @@ from torch_dpflow.errors import DPFlowError, PeerLostError
 #: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 _Numbers: TypeAlias = npt.NDArray[np.int64]
+#: Lends memory of so many bytes; None: it has none.
+Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
 
 
 class PooledArray(Dataset[Rows]):
@@ -65,6 +68,7 @@ class PooledArray(Dataset[Rows]):
         name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
         self._reading = PerProcess(partial(SetReading, pool, plain, name, silence_s))
         self._storage = PerProcess(partial(ArrayReader, source, read_options))
+        self._lend: Lend = _lends_nothing
 
     def __len__(self) -> int:
         return self._rows.records
@@ -74,7 +78,11 @@ class PooledArray(Dataset[Rows]):
         return self.read_batch([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Rows]:
-        return [*self.read_batch(indices)]
+        return [*self._read(indices, self._lend)]
+
+    def fill_batches(self, lend: Lend) -> None:
+        """Have a loader's batches read into memory that it lends: its worker is told so, and sends it as it is."""
+        self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
         """These rows, in order, as one tensor: its shape is their number, then that of a row.
@@ -84,15 +92,7 @@ class PooledArray(Dataset[Rows]):
             PeerLostError: a row that was pushed from memory is in no server any more.
             StorageError: a row is not in memory, and cannot be read; ChecksumError: the file was replaced.
         """
-        numbers = self._numbers(indices)
-        out = np.empty((len(numbers), *self._rows.shape), self._rows.dtype)
-        missing = self._copy(numbers, out)
-        self._reading.get().count(len(numbers) - len(missing), len(missing))
-        if len(missing):
-            self._load(numbers, missing, out)
-        with suppress(TypeError, ValueError):
-            return torch.from_numpy(out)
-        return out
+        return self._read(indices, _lends_nothing)
 
     @property
     def hits(self) -> int:
@@ -109,6 +109,20 @@ class PooledArray(Dataset[Rows]):
         for opened in (self._reading.drop(), self._storage.drop()):
             if opened is not None:
                 opened.close()
+
+    def _read(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]], lend: Lend) -> Rows:
+        numbers, rows = self._numbers(indices), self._rows
+        memory = lend(len(numbers) * rows.record_bytes)
+        if memory is None:
+            memory = np.empty(len(numbers) * rows.record_bytes, np.uint8)
+        out = memory.view(rows.dtype).reshape(-1, *rows.shape)
+        missing = self._copy(numbers, out)
+        self._reading.get().count(len(numbers) - len(missing), len(missing))
+        if len(missing):
+            self._load(numbers, missing, out)
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(out)
+        return out
 
     def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:
         given = np.asarray(
@@ -134,19 +148,26 @@ class PooledArray(Dataset[Rows]):
             if own.any():
                 _gather(region.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
             is_there |= own
-        lacking = np.unique(block_of[~is_there])
-        ends = np.minimum((blocks[lacking] + 1) * rows.per_block, rows.records)
-        lengths = (ends - blocks[lacking] * rows.per_block) * rows.record_bytes
-        for at, content in zip(
-            lacking,
-            self._reading.get().fetch(blocks[lacking].tolist(), lengths.tolist()) if len(lacking) else (),
-        ):
-            if content is not None:
-                own = block_of == at
-                table = np.frombuffer(content, rows.dtype).reshape(-1, *rows.shape)
-                out[own] = table[numbers[own] % rows.per_block]
-                is_there |= own
+        if not is_there.all():
+            self._receive(numbers, is_there, out)
         return np.flatnonzero(~is_there)
+
+    def _receive(self, numbers: _Numbers, is_there: npt.NDArray[np.bool_], out: npt.NDArray[Any]) -> None:
+        """Receive the rows that are not there from other hosts, each where it stays."""
+        rows, content = self._rows, out.reshape(-1).view(np.uint8).data
+        size = rows.record_bytes
+        runs = _runs(np.flatnonzero(~is_there), numbers, rows.per_block)
+        wanted = [
+            WantedRecord(
+                row // rows.per_block,
+                count * size,
+                row % rows.per_block * size,
+                content[at * size :][: count * size],
+            )
+            for at, row, count in runs
+        ]
+        for (at, _, count), has_come in zip(runs, self._reading.get().fetch(wanted)):
+            is_there[at : at + count] = has_come
 
     @staticmethod
     def _merged(places: list[tuple[PoolRegion, _Numbers]]) -> list[tuple[PoolRegion, _Numbers]]:
@@ -175,6 +196,22 @@ class PooledArray(Dataset[Rows]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source.ref}, {len(self)} rows of {self._rows.dtype}{self._rows.shape})"
+
+
+def _lends_nothing(nbytes: int) -> None:
+    return None
+
+
+def _runs(positions: _Numbers, numbers: _Numbers, per_block: int) -> list[tuple[int, int, int]]:
+    """First position, first row and length of each run of rows that lie together, in a block and in the batch.
+
+    numbers: of the row at each position of the batch.
+    """
+    rows = numbers[positions]
+    goes_on = (np.diff(positions) == 1) & (np.diff(rows) == 1) & (rows[1:] % per_block != 0)
+    firsts = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    counts = np.diff(np.append(firsts, len(rows)))
+    return [*zip(positions[firsts].tolist(), rows[firsts].tolist(), counts.tolist())]
 
 
 def _gather(memory: Any, begins: _Numbers, positions: _Numbers, out: npt.NDArray[Any]) -> None:

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
@@ -71,6 +79,7 @@ def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensor_fn)
     monkeypatch.setattr(collate, "_arena", None)
+    monkeypatch.setattr(collate, "_filled", set())
     return install
 
 
@@ -230,3 +239,89 @@ def test_a_function_of_the_user_s_stays() -> None:
         assert default_collate(tensors(2)) == "theirs"
     finally:
         default_collate_fn_map[torch.Tensor] = collate_tensor_fn
+
+
+class Filling(Dataset[Any]):
+    """Rows of numbers, read into what it is lent."""
+
+    def __init__(self) -> None:
+        self.lend: Any = lambda nbytes: None
+
+    def fill_batches(self, lend: Any) -> None:
+        self.lend = lend
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        memory = self.lend(len(indices) * BIG)
+        rows = np.empty((len(indices), BIG), np.uint8) if memory is None else memory.reshape(-1, BIG)
+        rows[:] = np.array(indices)[:, None]
+        return [*torch.from_numpy(rows)]
+
+
+class Keeping(Filling):
+    """Might keep rows."""
+
+
+NUMBERS = [3, 1, 4, 1, 5]
+
+
+def test_rows_that_were_read_into_the_batch_are_not_copied(arena: Callable[[], Arena]) -> None:
+    ours, filling = arena(), Filling()
+    collate.let_fill(Subset(filling, range(8)), default_collate)
+    rows = filling.__getitems__(NUMBERS)
+    address = rows[0].data_ptr()
+    batch = default_collate(rows)
+    assert (batch.data_ptr(), batch._base) == (address, None)
+    again = default_collate(rows)
+    assert again.data_ptr() != address
+    del rows
+    found = decode(*encode([batch, again], arena=ours), reader=ArenaReader(os.getpid()))
+    expected = torch.tensor(NUMBERS, dtype=torch.uint8)[:, None].expand(-1, BIG)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+    assert ours.segments == 2
+
+
+def test_rows_in_another_order_or_form_are_stacked(arena: Callable[[], Arena]) -> None:
+    arena()
+    filling = Filling()
+    collate.let_fill(filling, default_collate)
+    changes: list[Callable[[list[torch.Tensor]], list[torch.Tensor]]] = [
+        lambda rows: rows[::-1],
+        lambda rows: rows[:1] * 5,
+        lambda rows: [row.view(2, -1) for row in rows[:-1]],
+        lambda rows: [row.view(torch.int8) for row in rows],
+        lambda rows: [row[:-1] for row in rows],
+        lambda rows: [rows[0], *(row.clone() for row in rows[1:])],
+        lambda rows: rows[1:],
+        lambda rows: rows[:1],
+    ]
+    for change in changes:
+        rows = change(filling.__getitems__(NUMBERS))
+        assert torch.equal(default_collate(rows), torch.stack(rows))
+
+
+def test_memory_is_lent_where_only_torch_s_collate_sees_the_rows(arena: Callable[[], Arena]) -> None:
+    arena()
+
+    def lends(dataset: Any, collate_fn: Callable[[Any], Any] = default_collate) -> bool:
+        filling.lend = nothing
+        collate.let_fill(dataset, collate_fn)
+        return filling.lend is not nothing
+
+    def nothing(nbytes: int) -> None:
+        return None
+
+    filling = Filling()
+    labels = TensorDataset(torch.arange(8))
+    assert lends(filling)
+    assert lends(Subset(Subset(filling, range(4)), range(2)))
+    assert lends(StackDataset(filling, labels))
+    assert lends(StackDataset(one=filling, other=Subset(labels, range(8))))
+    assert not lends(filling, _as_is)
+    assert not lends(StackDataset(filling, [*range(8)]))
+    assert not lends(StackDataset(filling, Keeping()))
+    filling = Keeping()
+    assert not lends(filling)

@@ -15,7 +15,7 @@ from torch_dpflow.backoff import Backoff
 from torch_dpflow.dataservice.lanes.guards import StreamGuard, guard_of
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.receive_memory import ReceiveMemory
-from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane
+from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane, WantedRecord
 from torch_dpflow.dataservice.lanes.wire import GONE, LATER
 from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
 from torch_dpflow.dataservice.planning.window import BatchWindow, FixedWindow, MeasuredWindow
@@ -73,24 +73,22 @@ class LaneReader:
         self,
         identity: bytes,
         owners: Sequence[str],
-        records: Sequence[int],
-        lengths: Sequence[int | None],
+        wanted: Sequence[WantedRecord],
         *,
         copy: bool = True,
     ) -> list[Content | None]:
-        """Records of one set; None for those that have to be read from storage.
+        """Records of one set, or parts of such; None for those that have to be read from storage.
 
         owners: the server of each, tcp://HOST:PORT.
-        lengths: of each; None: unknown.
         copy: False gives large ones as memoryviews that nobody can write to; their memory is used again when they are
-            gone.
+            gone. What has a room is a view of that; where it is None, some of the room may have been written to.
         """
         self.failed = set()
         lanes = [self._lane(owner) for owner in {*owners}]
         is_on_host = all(lane is not None and lane.is_on_host for lane in lanes)
         self._window = self._windows[is_on_host]
         together = _TOGETHER_ON_HOST_BYTES if is_on_host else 0
-        batch = _LaneBatch(identity, owners, records, lengths, together, copy=copy)
+        batch = _LaneBatch(identity, owners, wanted, together, copy=copy)
         try:
             while True:
                 self._ask(batch)
@@ -126,7 +124,7 @@ class LaneReader:
             asked: dict[str, list[AskedRecord]] = {}
             for place in batch.queues.take(sum(sizes[:granted])):
                 token = self._window.asked(batch.sizes[place], now)
-                one = AskedRecord(batch.records[place], batch.lengths[place], place, token)
+                one = AskedRecord(batch.wanted[place], place, token)
                 asked.setdefault(batch.owners[place], []).append(one)
             for owner, ones in asked.items():
                 lane = self._lanes[owner]
@@ -157,7 +155,7 @@ class LaneReader:
         elif one.token is not None:
             self._window.given_up(one.token)
         if content == LATER:
-            lane.later.setdefault(one.record, []).append(one._replace(token=None))
+            lane.later.setdefault(one.wanted.record, []).append(one._replace(token=None))
         elif not isinstance(content, int):
             batch.contents[one.place] = content
         elif content == GONE:
@@ -235,15 +233,13 @@ class _LaneBatch:
         self,
         identity: bytes,
         owners: Sequence[str],
-        records: Sequence[int],
-        lengths: Sequence[int | None],
+        wanted: Sequence[WantedRecord],
         together: int,
         *,
         copy: bool,
     ) -> None:
-        self.identity, self.owners, self.records, self.lengths = identity, owners, records, lengths
-        self.copy = copy
-        self.contents: list[Content | None] = [None] * len(records)
-        self.sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
+        self.identity, self.owners, self.wanted, self.copy = identity, owners, wanted, copy
+        self.contents: list[Content | None] = [None] * len(wanted)
+        self.sizes = [_GUESSED_BYTES if one.length is None else one.length for one in wanted]
         #: Places of those that are to be asked for.
         self.queues = LaneQueues(owners, self.sizes, together)

@@ -9,6 +9,7 @@ from torch_dpflow.dataservice.lanes.lane_reader import Content, LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.rail_knocks import RailKnocks
 from torch_dpflow.dataservice.lanes.rails import ServerRails
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 
 #: After how long without a byte another rail is tried, seconds: longer than Linux' least retransmission timer.
 _RAIL_SILENCE_S = 0.3
@@ -38,19 +39,16 @@ class RailedReader:
         self,
         identity: bytes,
         owners: Sequence[ServerRails],
-        records: Sequence[int],
-        lengths: Sequence[int | None],
+        wanted: Sequence[WantedRecord],
         *,
         copy: bool = True,
     ) -> list[Content | None]:
         """Records of one set; None for those that have to be read from storage. Arguments as of `LaneReader.read`."""
         if all(len(one.together) + len(one.spare) == 1 for one in owners):
-            return self._patient.read(
-                identity, [one.together[0] for one in owners], records, lengths, copy=copy
-            )
+            return self._patient.read(identity, [one.together[0] for one in owners], wanted, copy=copy)
         rails = {rail for one in {*owners} for rail in (*one.together, *one.spare)}
         failed = {*self._knocks.silent(), *filter(self._hasty.has_failed, rails)}
-        found = self._hasty.read(identity, self._deal(owners, lengths, failed), records, lengths, copy=copy)
+        found = self._hasty.read(identity, self._deal(owners, wanted, failed), wanted, copy=copy)
         failed = self._hasty.failed
         self._knocks.failed(failed)
         for _ in range(
@@ -62,9 +60,9 @@ class RailedReader:
                 if found[place] is None and not failed.isdisjoint((*one.together, *one.spare))
             ]
             if cut:
-                rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut], failed)
-                of, sizes = [records[place] for place in cut], [lengths[place] for place in cut]
-                for place, content in zip(cut, self._patient.read(identity, rest, of, sizes, copy=copy)):
+                left = [wanted[place] for place in cut]
+                rest = self._deal([owners[place] for place in cut], left, failed)
+                for place, content in zip(cut, self._patient.read(identity, rest, left, copy=copy)):
                     found[place] = content
                 failed = self._patient.failed
         return found
@@ -76,7 +74,7 @@ class RailedReader:
         self._knocks.close()
 
     def _deal(
-        self, owners: Sequence[ServerRails], lengths: Sequence[int | None], failed: Set[str]
+        self, owners: Sequence[ServerRails], wanted: Sequence[WantedRecord], failed: Set[str]
     ) -> list[str]:
         """An address for each record: of the rails that work, the one with the fewest bytes in this batch.
 
@@ -84,10 +82,10 @@ class RailedReader:
         """
         dealt = Counter[str]()
         chosen = list[str]()
-        for owner, length in zip(owners, lengths):
+        for owner, one in zip(owners, wanted):
             working, spare = (
-                [one for one in rails if one not in failed] for rails in (owner.together, owner.spare)
+                [rail for rail in rails if rail not in failed] for rails in (owner.together, owner.spare)
             )
             chosen.append(min(working or spare[:1] or owner.together, key=dealt.__getitem__))
-            dealt[chosen[-1]] += length or 1
+            dealt[chosen[-1]] += one.length or 1
         return chosen

@@ -19,6 +19,8 @@ from torch_dpflow.dataservice.lanes.wire import (
     ENTRY_BYTES,
     LANE,
     READY,
+    WHOLE,
+    RecordPart,
     RecordRequest,
     read_header,
     read_table,
@@ -36,12 +38,22 @@ T = TypeVar("T")
 Receiving: TypeAlias = Generator[None, None, T]
 
 
+class WantedRecord(NamedTuple):
+    """A record that a reader wants, or a part of it."""
+
+    record: int
+    #: Bytes of it, or of the part; None: only the server knows.
+    length: int | None = None
+    #: Where a part begins in the record, which has to be of that many bytes at least; None: it is the whole record.
+    begin: int | None = None
+    #: Where it is received, of that many bytes; None: in memory of its own.
+    room: memoryview | None = None
+
+
 class AskedRecord(NamedTuple):
     """A record that was asked for."""
 
-    record: int
-    #: Its bytes; None: only the server knows.
-    length: int | None
+    wanted: WantedRecord
     #: What the asker knows it by.
     place: int
     token: object
@@ -101,14 +113,15 @@ class StreamLane:
     def ask(self, identity: bytes, records: Sequence[AskedRecord]) -> None:
         """Ask for these. Raises OSError."""
         self.asked.extend((identity, one) for one in records)
-        self._socket.sendall(RecordRequest(identity, [one.record for one in records]).pack())
+        self._socket.sendall(RecordRequest(identity, [_part(one.wanted) for one in records]).pack())
 
     def take(self, *, copy: bool) -> list[tuple[AskedRecord, bytes | memoryview | int]]:
         """The next answer: each record, or why it does not come, as in `wire`; those that were LATER, with 0 or ABSENT.
 
         Nothing where that has not come as a whole, and this does not wait for it.
 
-        copy: False gives large records where they were received, as views that nobody can write to.
+        copy: False gives large records where they were received, as views that nobody can write to, as it is with those
+            that have a room.
 
         Raises:
             PeerLostError: the connection has ended, or nothing comes.
@@ -138,7 +151,8 @@ class StreamLane:
             named = zip(records, lengths)
             return [(one, state) for record, state in named for one in self.later.pop(record, ())]
         asked = self._check(identity, records, lengths)
-        contents = yield from self._contents(lengths, copy=copy)
+        rooms = [one.wanted.room for one in asked]
+        contents = yield from self._contents(rooms, lengths, copy=copy)
         for _ in asked:  # only now: if the lane fails before, they were asked for and did not come
             self.asked.popleft()
         return list(zip(asked, contents))
@@ -148,26 +162,33 @@ class StreamLane:
         if len(records) > len(self.asked):
             raise MessageError(f"{len(records)} records came where {len(self.asked)} were asked for")
         asked = [*islice(self.asked, len(records))]
-        for (wanted, one), record, length in zip(asked, records, lengths):
-            is_other = length >= 0 and one.length is not None and length != one.length
-            if wanted != identity or one.record != record or is_other:
+        for (of, (wanted, _, _)), record, length in zip(asked, records, lengths):
+            is_other = length >= 0 and wanted.length is not None and length != wanted.length
+            if of != identity or wanted.record != record or is_other:
                 raise MessageError(
-                    f"record {record} of set {identity.hex()} with {length} bytes came where record {one.record} of "
-                    f"{wanted.hex()} with {one.length} bytes was asked for"
+                    f"record {record} of set {identity.hex()} with {length} bytes came where record {wanted.record} of "
+                    f"{of.hex()} with {wanted.length} bytes was asked for"
                 )
         return [one for _, one in asked]
 
-    def _contents(self, lengths: list[int], *, copy: bool) -> Receiving[Sequence[bytes | memoryview | int]]:
-        total = sum(length for length in lengths if length > 0)
-        if len(lengths) < total < len(lengths) * _SMALL_BYTES:
-            return (yield from self._cut(lengths, total))
-        if copy:
-            contents = list[bytes | int]()
-            for length in lengths:
-                received = (yield from self._bytes(length)) if length > 0 else b""
-                contents.append(received if length >= 0 else length)
-            return contents
-        views = [self._memory.lend(length) for length in lengths if length > 0]
+    def _contents(
+        self, rooms: list[memoryview | None], lengths: list[int], *, copy: bool
+    ) -> Receiving[Sequence[bytes | memoryview | int]]:
+        if rooms.count(None) == len(rooms):
+            total = sum(length for length in lengths if length > 0)
+            if len(lengths) < total < len(lengths) * _SMALL_BYTES:
+                return (yield from self._cut(lengths, total))
+            if copy:
+                contents = list[bytes | int]()
+                for length in lengths:
+                    received = (yield from self._bytes(length)) if length > 0 else b""
+                    contents.append(received if length >= 0 else length)
+                return contents
+        views = [
+            self._memory.lend(length) if room is None else room
+            for room, length in zip(rooms, lengths)
+            if length > 0
+        ]
         yield from self._fill(views)
         filled = iter(views)
         return [
@@ -230,3 +251,9 @@ class StreamLane:
         if isinstance(self._socket, socket.socket):
             return self._socket.recvmsg_into(wanted, 0, wait)[0]
         return self._socket.recv_into(wanted[0], 0 if self._waits else wait)
+
+
+def _part(wanted: WantedRecord) -> RecordPart:
+    if wanted.begin is None or wanted.length is None:
+        return wanted.record, 0, WHOLE
+    return wanted.record, wanted.begin, wanted.length

@@ -1,20 +1,22 @@
 """Frames of a stream lane, each checked in one step. Pure.
 
     hello     magic, version, what the connection is for; both sides
-    request   header | number of each record
+    request   header | number of each record, and which part of it
     answer    header | number and length of each record | the bytes of those that have some, one behind the other
 
-A reader's requests name records of one set. A server answers each record once, in the order in which they were asked
-for, as many in one answer as its turn has room for. A record that is not in memory yet is answered LATER; once it is
-there, or never will be, it is named by an answer READY, and may be asked for again. An answer names its set and
-each record with its length, so a reader knows before it takes a byte that it gets what it has asked for.
+A reader's requests name records of one set, or parts of such. A server answers each once, in the order in which they
+were asked for, as many in one answer as its turn has room for. A record that is not in memory yet is answered LATER;
+once it is there, or never will be, it is named by an answer READY, and may be asked for again. An answer names its set
+and each record with the bytes that come of it, so a reader knows before it takes a byte that it gets what it has asked
+for.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
 from torch_dpflow.errors import MessageError
@@ -25,11 +27,14 @@ CONTROL, LANE = 1, 2
 LATER, ABSENT, GONE = -1, -2, -3
 #: What an answer is.
 DATA, READY = 1, 2
+#: A record of which a part is asked for: its number, where the part begins, and its bytes, or `WHOLE` of the record.
+RecordPart: TypeAlias = tuple[int, int, int]
+WHOLE = -1
 #: Most bytes of a record.
 LONGEST_RECORD = 1 << 40
 
 _HELLO = struct.Struct("<6sBB")
-_MAGIC, _VERSION = b"dpflow", 1
+_MAGIC, _VERSION = b"dpflow", 2
 HELLO_BYTES = _HELLO.size
 _REQUEST = struct.Struct("<4sI16s")
 _ASK = b"dpf?"
@@ -59,15 +64,16 @@ def purpose_of(content: bytes) -> int:
 
 
 class RecordRequest(NamedTuple):
-    """Records of one set that a reader has room for."""
+    """Records of one set that a reader has room for, or parts of such."""
 
     identity: bytes
-    records: Sequence[int]
+    parts: Sequence[RecordPart]
 
     def pack(self) -> bytes:
         """The frame."""
-        count = len(self.records)
-        return _REQUEST.pack(_ASK, count, self.identity) + struct.pack(f"<{count}q", *self.records)
+        count = len(self.parts)
+        table = struct.pack(f"<{3 * count}q", *chain.from_iterable(self.parts))
+        return _REQUEST.pack(_ASK, count, self.identity) + table
 
 
 def take_request(content: bytearray) -> RecordRequest | None:
@@ -77,12 +83,15 @@ def take_request(content: bytearray) -> RecordRequest | None:
     magic, count, identity = _REQUEST.unpack_from(content)
     if magic != _ASK or not 1 <= count <= MOST_RECORDS:
         raise MessageError(f"a request for {count} records; 1 to {MOST_RECORDS} are allowed")
-    end = _REQUEST.size + 8 * count
+    end = _REQUEST.size + 24 * count
     if len(content) < end:
         return None
-    records = struct.unpack_from(f"<{count}q", content, _REQUEST.size)
+    table = struct.unpack_from(f"<{3 * count}q", content, _REQUEST.size)
+    begins, lengths = table[1::3], table[2::3]
+    if min(begins) < 0 or min(lengths) < WHOLE:
+        raise MessageError(f"a request for {min(lengths)} bytes from byte {min(begins)} on")
     del content[:end]
-    return RecordRequest(identity, records)
+    return RecordRequest(identity, [*zip(table[::3], begins, lengths)])
 
 
 def pack_answer(kind: int, identity: bytes, entries: Sequence[tuple[int, int]]) -> bytes:

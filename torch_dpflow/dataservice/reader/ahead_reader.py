@@ -15,6 +15,7 @@ from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
 from torch_dpflow.dataservice.lanes.rails import ServerRails
 from torch_dpflow.dataservice.lanes.regions import map_sealed
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.messages.ahead_messages import (
     COMES,
     MOST_ANNOUNCED,
@@ -46,7 +47,7 @@ class FarMemory:
         """Those of these records that have come; what lies in the memory of this number."""
         filled = [one for one in there if one[2]]
         name, servers = memory_name(number), [self._server] * len(filled)
-        contents = self._lanes.read(name, servers, [one[1] for one in filled], [one[2] for one in filled])
+        contents = self._lanes.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
         self._lanes.gone.discard(name)
         empty = {record: b"" for record, _, length in there if not length}
         return empty | {

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
 from torch_dpflow.dataservice.lanes.rails import ServerRails, rails_to
 from torch_dpflow.dataservice.lanes.regions import UNLOADED, PoolRegion
+from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
 from torch_dpflow.dataservice.messages.server_messages import ServerInfo
 from torch_dpflow.dataservice.messages.set_source import AnySource
 from torch_dpflow.dataservice.reader.ahead_reader import AheadReader, FarMemory
@@ -107,7 +109,8 @@ class SetReading:
             for place in left:
                 found[place] = self._read(records[place], copy=copy)
             if self._lanes is not None and left:
-                self._read_afar(self._lanes, records, lengths or [None] * len(records), found, copy=copy)
+                wanted = [*map(WantedRecord, records, lengths or repeat(None))]
+                self._read_afar(self._lanes, wanted, found, copy=copy)
             if order is not None and None in found:
                 found = self._read_ahead(order, records, found)
             self.misses += found.count(None)
@@ -133,13 +136,13 @@ class SetReading:
                     found.append((place[0], begins))
         return found
 
-    def fetch(self, records: Sequence[int], lengths: Sequence[int]) -> list[Content | None]:
-        """Each record that a server of another host holds, and has looked up by `places`, as with `copy=False`."""
-        found: list[Content | None] = [None] * len(records)
+    def fetch(self, wanted: Sequence[WantedRecord]) -> list[bool]:
+        """Receive what servers of other hosts hold, and has been looked up by `places`; whether each has come."""
+        found: list[Content | None] = [None] * len(wanted)
         with self._lock:
             if self._lanes is not None and self._table is not None:
-                self._read_afar(self._lanes, records, lengths, found, copy=False)
-        return found
+                self._read_afar(self._lanes, wanted, found, copy=False)
+        return [content is not None for content in found]
 
     def count(self, hits: int, misses: int) -> None:
         """So many more samples were found in memory by `places`, and were not."""
@@ -210,24 +213,16 @@ class SetReading:
     def _read_afar(
         self,
         lanes: RailedReader,
-        records: Sequence[int],
-        lengths: Sequence[int | None],
+        wanted: Sequence[WantedRecord],
         found: list[Any],
         *,
         copy: bool,
     ) -> None:
         """Put what servers of other hosts hold into `found`."""
-        owners = map(self._server_of, records)
+        owners = (self._server_of(one.record) for one in wanted)
         afar = {place: owner for place, owner in enumerate(owners) if isinstance(owner, ServerRails)}
-        places = [*afar]
-        contents = lanes.read(
-            self._identity,
-            [*afar.values()],
-            [records[place] for place in places],
-            [lengths[place] for place in places],
-            copy=copy,
-        )
-        for place, content in zip(places, contents):
+        contents = lanes.read(self._identity, [*afar.values()], [wanted[place] for place in afar], copy=copy)
+        for place, content in zip(afar, contents):
             found[place] = content
         self._is_stale |= None in contents
         if self._identity in lanes.gone:

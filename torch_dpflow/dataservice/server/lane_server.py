@@ -19,6 +19,7 @@ from torch_dpflow.dataservice.lanes.wire import (
     GONE,
     LATER,
     READY,
+    WHOLE,
     RecordRequest,
     pack_answer,
     take_request,
@@ -118,7 +119,7 @@ class _Lane:
                 self.incoming += content
                 while (request := take_request(self.incoming)) is not None:
                     self.requests.append(request)
-                    self.asked += len(request.records)
+                    self.asked += len(request.parts)
                 # TLS has read more from the socket than it has handed out, so the socket may never be ready again.
                 if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
                     return
@@ -275,7 +276,7 @@ class LaneServer:
             return False
         request = lane.requests[0]
         self._answer(lane, request)
-        if lane.position == len(request.records):
+        if lane.position == len(request.parts):
             lane.requests.popleft()
             lane.position = 0
         return True
@@ -284,9 +285,11 @@ class LaneServer:
         identity, entries, contents, room = request.identity, list[tuple[int, int]](), deque[memoryview](), 0
         held = self._holdings.on_lanes(identity)
         watch = partial(self._watch, lane, identity)
-        for record in request.records[lane.position :]:
+        for record, begin, length in request.parts[lane.position :]:
             found = GONE if held is None else held.look(record, watch)
             if isinstance(found, memoryview):
+                if length != WHOLE:  # one beyond its end comes shorter, which the reader refuses
+                    found = found[begin : begin + length]
                 entries.append((record, len(found)))
                 if len(found):
                     contents.append(found)

@@ -178,6 +178,7 @@ class BatchWorker:
             self._arena = None
         elif self._arena is not None:
             collate.install(self._arena)
+            collate.let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
 
     def _load_oldest(self) -> None:
         assert self._source is not None

@@ -2,6 +2,9 @@
 
 A shared flow's batches are collated in the job, by `job/collate`.
 
+A dataset of rows may be lent the block for its batch (`let_fill`), so that rows lie where they are sent from, and are
+not stacked at all.
+
 torch's `default_collate_fn_map` is its public registry of collate functions. Ours differs from torch's only in where
 the result lies: whatever it does not handle, and whatever fails, goes to torch's function, so that results and errors
 are torch's.
@@ -13,13 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
 from torch_dpflow.remote.parcel.codec import LARGE_BYTES
-from torch_dpflow.remote.shm.arena import Arena
-from torch_dpflow.remote.shm.memory import storage_over, tensor_over
+from torch_dpflow.remote.shm.arena import Arena, Block
+from torch_dpflow.remote.shm.memory import Memory, storage_over, tensor_over
 from torch_dpflow.torch_private import collate_tensor_fn, default_collate_fn_map
 
 _arena: Arena | None = None
+#: Where blocks begin that were lent to datasets.
+_filled: set[int] = set()
 
 
 def install(arena: Arena) -> None:
@@ -30,6 +36,40 @@ def install(arena: Arena) -> None:
         default_collate_fn_map[torch.Tensor] = _collate_tensors
 
 
+def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+    """Lend datasets that have `fill_batches` the memory of their batches, after `install`.
+
+    Only where nobody but torch's default collate gets to see the rows: whoever kept one would see it change with the
+    batch.
+    """
+    if collate_fn is default_collate:
+        for one in _fillers(dataset) or ():
+            one.fill_batches(lend)
+
+
+def lend(nbytes: int) -> Memory | None:
+    """Memory of a block of the arena; None: there is none, or it is not worth one."""
+    block = _lend(nbytes)
+    if block is None:
+        return None
+    _filled.add(block.address)
+    return block.memory
+
+
+def _fillers(dataset: Any) -> list[Any] | None:
+    """Those in a dataset that fill their batches; None: somebody else may see the rows."""
+    if type(dataset) is Subset:
+        return _fillers(dataset.dataset)
+    if type(dataset) is TensorDataset:
+        return []
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        found = [_fillers(one) for one in parts]
+        return None if None in found else [one for own in found for one in own or ()]
+    # Of this very class: one that inherits it may keep rows.
+    return [dataset] if "fill_batches" in vars(type(dataset)) else None
+
+
 def _collate_tensors(
     batch: tuple[torch.Tensor, ...] | list[torch.Tensor],
     *,
@@ -37,6 +77,8 @@ def _collate_tensors(
 ) -> Any:
     first = batch[0]
     if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
+        if _filled and (filled := _as_they_lie(batch)) is not None:
+            return filled
         # In a worker torch's function stacks with `out=` as well. Unequal shapes, dtypes that do not fit and tensors
         # that require grad fail here as they do there, and then torch's function raises its own error.
         try:
@@ -57,8 +99,32 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
     shape = (count, *first.shape)
     nbytes = first.numel() * first.itemsize * count
-    block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
+    block = _lend(nbytes)
     if block is None:
         # Not in torch's shared memory, whose file would be made in vain: encoding copies small buffers anyway.
         return torch.empty(shape, dtype=first.dtype, device="cpu")
     return tensor_over(storage_over(block.memory), first.dtype, shape)
+
+
+def _lend(nbytes: int) -> Block | None:
+    block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
+    if block is not None:
+        _filled.discard(block.address)  # what it was lent for before has failed
+    return block
+
+
+def _as_they_lie(batch: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | None:
+    """The block that these rows fill in this order, as their batch; None: they do not."""
+    first, start = batch[0], batch[0].data_ptr()
+    if start not in _filled or _arena is None:
+        return None
+    _filled.discard(start)
+    form = first.dtype, first.shape, first.stride()
+    for number, row in enumerate(batch):
+        is_next = row.data_ptr() == start + number * first.nbytes
+        if not is_next or (row.dtype, row.shape, row.stride()) != form:
+            return None
+    block = _arena.block_at(start, len(batch) * first.nbytes)
+    if block is None or not first.is_contiguous():
+        return None
+    return tensor_over(storage_over(block.memory), first.dtype, (len(batch), *first.shape))
