@@ -42,7 +42,7 @@ def shown(cluster: TestCluster, flow: str) -> dict[str, Any]:
 def test_a_life_from_creation_to_deletion(
     cluster: TestCluster, join: Callable[..., SharedJob], flow: str
 ) -> None:
-    job = join(flow, Numbers(20), batch_size=5, idle_s=5.0)
+    job = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
     wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the job at the coordinator")
     text = run(cluster, "flow", "show", flow)
     assert f"{flow}@1: 20 samples, read by 1 job" in text
@@ -50,14 +50,11 @@ def test_a_life_from_creation_to_deletion(
     wait(lambda: len(cluster.processes(f"{flow}@1/")) == 4, what="a router, a shard and two workers")
     pids = [view.pid for view in cluster.processes(f"{flow}@1/")]
     job.close()
-    wait(lambda: shown(cluster, flow)["state"] == "ready", what="the job's end at the coordinator")
-    assert 0 < shown(cluster, flow)["idle_in_s"] <= 5.0
-    assert "its services end in" in run(cluster, "flow", "show", flow)
     wait(lambda: shown(cluster, flow)["state"] == "idle", what="the end of patience")
     wait(lambda: all(map(has_ended, pids)), what="the end of the services")
     assert shown(cluster, flow)["part"] is None
     assert "»idle«" in run(cluster, "flow", "show", flow)
-    again = join(flow, Numbers(20), batch_size=5, idle_s=5.0)
+    again = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
     assert len(list(again.traverse(0))) == 4
     wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the second job at the coordinator")
     again.close()
@@ -72,6 +69,16 @@ def test_a_life_from_creation_to_deletion(
     run(cluster, "flow", "delete", flow)
     refused = CliRunner().invoke(root, ["flow", "show", flow, "--address", cluster.address])
     assert (refused.exit_code, "is not registered" in refused.output) == (1, True)
+
+
+def test_a_flow_that_nobody_reads_tells_when_its_services_end(
+    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    join(flow, Numbers(20), batch_size=5, idle_s=900.0).close()
+    wait(lambda: shown(cluster, flow)["state"] == "ready", what="the job's end at the coordinator")
+    assert 0 < shown(cluster, flow)["idle_in_s"] <= 900.0
+    assert "its services end in" in run(cluster, "flow", "show", flow)
+    run(cluster, "flow", "delete", flow)
 
 
 def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_runs(
