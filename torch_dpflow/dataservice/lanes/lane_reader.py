@@ -26,10 +26,10 @@ from torch_dpflow.log import DATASETS
 Content: TypeAlias = bytes | memoryview
 #: Records that the window is asked about at a time.
 _LOOKED_AT = 64
-#: What one server of this host is asked for before the next, bytes: all that it sends in a turn.
-_TOGETHER_ON_HOST_BYTES = 1 << 20
+#: What one server of this host is asked for before the next, bytes: what it sends in two turns.
+_TOGETHER_ON_HOST_BYTES = 2 << 20
 #: What may be under way where all servers are of this host, bytes: enough that few answers carry much.
-_ON_HOST_BYTES = 4 << 20
+_ON_HOST_BYTES = 8 << 20
 #: What a record is taken for whose length only the server knows, bytes.
 _GUESSED_BYTES = 64 << 10
 #: Between attempts to reach a server, seconds.
@@ -42,7 +42,7 @@ class LaneReader:
     Args:
         pool: one of its servers; the others have the same keys.
         silence_s: after how long without a byte that is due a server is left, seconds.
-        window: how much may be asked for that has not come; None: what this reader measures, or 4 MiB where all servers
+        window: how much may be asked for that has not come; None: what this reader measures, or 8 MiB where all servers
             are of this host.
         waits: for a whole answer of one server, once it has begun to come; else records of others are taken meanwhile,
             and one server that falls silent holds nothing up but what it was asked for.

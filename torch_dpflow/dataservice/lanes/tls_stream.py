@@ -52,7 +52,24 @@ class TLSStream:
         return self._fed(lambda: self._tls.read(count))
 
     def recv_into(self, view: memoryview, flags: int = 0) -> int:
-        return self._fed(lambda: cast(int, self._tls.read(len(view), view)), flags)
+        """As of a socket; fills all of this where it may wait (no MSG_DONTWAIT) and the connection does not end."""
+        read, size, at = self._tls.read, len(view), 0
+        try:
+            while at < size:
+                if not self.has_bytes:  # `ssl` takes longer to say so than to look
+                    self._feed(flags)
+                try:
+                    came = cast(int, read(size - at, view[at:]))
+                except ssl.SSLWantReadError:
+                    self._feed(flags)
+                    continue
+                if not came:
+                    break
+                at += came
+        except BlockingIOError:
+            if not at or not flags & socket.MSG_DONTWAIT:
+                raise
+        return at
 
     def settimeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
@@ -63,18 +80,22 @@ class TLSStream:
     def close(self) -> None:
         self._socket.close()
 
-    def _fed(self, act: Callable[[], T], flags: int = 0) -> T:
+    def _fed(self, act: Callable[[], T]) -> T:
         """What this gives, once enough has come for it; as for an end of the connection where that has ended."""
         while True:
             try:
                 return act()
             except ssl.SSLWantReadError:
-                self._flush()
-                came = self._socket.recv_into(self._piece, 0, flags)
-                if came:
-                    self._incoming.write(self._piece[:came])
-                else:
-                    self._incoming.write_eof()
+                self._feed()
+
+    def _feed(self, flags: int = 0) -> None:
+        """Take what has come, or wait for it."""
+        self._flush()
+        came = self._socket.recv_into(self._piece, 0, flags)
+        if came:
+            self._incoming.write(self._piece[:came])
+        else:
+            self._incoming.write_eof()
 
     def _flush(self) -> None:
         if self._outgoing.pending:
