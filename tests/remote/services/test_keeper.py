@@ -111,7 +111,8 @@ def test_members_live_through_the_keepers_death_and_the_next_one_tells_of_their_
     assert (ended.name, ended.end.killed_for) == (second, "a test")
     assert has_ended(pids[second])
     keeping.down(number=signal.SIGTERM)
-    wait(lambda: has_ended(int(third.ref)), what="the end of all, with their cluster")
+    assert keeping.process.returncode == 0
+    assert has_ended(int(third.ref))
 
 
 def test_what_an_earlier_keeper_has_started_is_not_started_twice(keeping: Keeping) -> None:
@@ -174,7 +175,8 @@ def test_shards_are_told_why_a_platform_cannot_be_used(keeping: Keeping) -> None
     keeping.up(broken=True)
     with pytest.raises(RemoteCallError, match=r"^the key has no teeth: give another one$"):
         keeping.attach()
-    keeping.down()
+    keeping.down(number=signal.SIGTERM)
+    assert keeping.process.returncode == 0
     keeping.up()
     platform = keeping.attach()
     pids = started(platform, keeping, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -269,6 +270,24 @@ def test_members_leave_when_their_shard_is_killed_and_its_successor_has_others(
     assert sorted(read + keys(batches)) == list(range(400))
     wait(lambda: working(cluster, flow), what="other members")
     assert not before.keys() & working(cluster, flow).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["shard", "keeper"])
+def test_a_shard_and_a_keeper_that_are_told_to_end_leave_no_member(
+    cluster: CommandedCluster, join: Join, flow: str, part: str
+) -> None:
+    job = join(flow, Numbers(400), batch_size=8, workers=1)
+    batches = job.traverse(0)
+    read = keys([next(batches)])
+    wait(lambda: working(cluster, flow), what="a member")
+    before = working(cluster, flow)
+    id = "keeper" if part == "keeper" else f"{flow}@1/shard"
+    pid = cluster.kill(id, signal.SIGTERM)
+    wait(lambda: cluster.process(id).pid not in (0, pid), what="its successor")
+    assert cluster.process(id).ended == f"pid {pid} exited with code 0"
+    wait(lambda: all(map(has_ended, before.values())), what="the end of its members")
+    assert sorted(read + keys(batches)) == list(range(400))
 
 
 @pytest.mark.slow
