@@ -129,6 +129,8 @@ def up(
     from torch_dpflow.remote.shm.headroom import check_memory
     from torch_dpflow.remote.wire.coordinator import ClusterLimits
 
+    if memory is not None and given["listen"] is None:  # else nodes of other hosts may have a part of it
+        check_memory("--memory", memory)
     if given["pool_memory"] is not None:
         check_memory("--pool-memory", given["pool_memory"])
         _pool_directory(given["pool_memory"])  # which may be none

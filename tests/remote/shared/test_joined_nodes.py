@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,9 @@ def pids(cluster: TestCluster, flow: str) -> dict[str, int]:
 
 
 def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
+    options = replace(OPTIONS, memory_bytes=1 << 46)
     with open_job(
-        flow, SlowNumbers(240, 0.01), address=cluster.address, batch_size=4, workers=2, options=OPTIONS
+        flow, SlowNumbers(240, 0.01), address=cluster.address, batch_size=4, workers=2, options=options
     ) as job:
         batches = job.traverse(0)
         seen = keys(islice(batches, 2))
@@ -88,6 +90,7 @@ def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str,
             printed = CliRunner().invoke(root, ["status", "--address", cluster.address]).output
             assert "standing" in printed
             assert node.stop() == 0, node
+            assert str(node).count("may keep 70,368,744,177,664 bytes of samples, and this node has") == 1
             assert not nodes_of(cluster)
         assert sorted(seen + keys(batches)) == [*range(240)]
         assert "given up" not in cluster.log.read_text()
@@ -228,6 +231,10 @@ def file_of(folder: Path, **changes: Any) -> str:
     [
         ({"server_secret": None}, "holds no server_secret"),
         ({"address": "ipc:///x"}, "can be reached on its own host only; start it by `dpflow up --listen"),
+        (
+            {"sends_code": True},
+            "workers run on a platform and call its own host, so it has no nodes; start it by",
+        ),
         ({"address": "tcp://127.0.0.1:0"}, "no cluster's address"),
         ({"address": "tcp://127.0.0.1:99999"}, "is not tcp://ADDRESS:PORT"),
         ({"address": "tcp://[::1:7600"}, "is not tcp://ADDRESS:PORT"),

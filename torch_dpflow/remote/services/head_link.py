@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
+
+import msgspec
 
 from torch_dpflow._version import __version__
 from torch_dpflow.backoff import Backoff
@@ -19,8 +21,10 @@ from torch_dpflow.remote.access.node_proof import node_proof
 from torch_dpflow.remote.process.fit import versions_here
 from torch_dpflow.remote.process.spec import ClusterPlace
 from torch_dpflow.remote.services.node import Node
+from torch_dpflow.remote.shm.headroom import Headroom
 from torch_dpflow.remote.wire.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
-from torch_dpflow.remote.wire.node import Desire, Running
+from torch_dpflow.remote.wire.node import Desire, Launch, Running
+from torch_dpflow.remote.wire.shard import ShardSettings
 
 #: How long a coordinator may take to answer one call, and a node waits for one that does not answer: before it joins,
 #: and once it has; seconds.
@@ -116,6 +120,8 @@ class HeadLink:
         self._silent_s, self._counted_at = 0.0, time.monotonic()
         self._seen = 0
         self._applied: Desire | None = None
+        #: What its shards may keep, bytes.
+        self._told_of = 0
         #: Whether the node is to leave, and since when it does, seconds.
         self.leaves, self._leaves_since = False, 0.0
         self._closes = False
@@ -186,8 +192,21 @@ class HeadLink:
     def _apply(self, orders: NodeOrders) -> None:
         desire = Desire(orders.launches, orders.elsewhere)
         if desire != self._applied:
+            self._tell_of_memory(_share(orders.launches))
             self._local.call("desire", desire)
             self._applied = desire
+
+    def _tell_of_memory(self, share: int) -> None:
+        """Say once of each share that this host does not have so much."""
+        total = Headroom().total()
+        if share > total and share != self._told_of:
+            SERVICE.warning(
+                "shards here may keep %s bytes of samples, and this node has %s: a cluster's memory is divided evenly "
+                "among its nodes; give it less (`dpflow up --memory`, memory_bytes= of jobs), or have more nodes",
+                f"{share:,}",
+                f"{total:,}",
+            )
+        self._told_of = share
 
     def _end_when_drained(self, orders: NodeOrders, running: Running) -> None:
         if not self._leaves_since:
@@ -235,3 +254,9 @@ class HeadLink:
     def _end(self, why: str) -> None:
         self.failure = f"node {self._joining.name!r} has ended: {why}"
         self._node.stop()
+
+
+def _share(launches: Sequence[Launch]) -> int:
+    """What shards among these may keep of samples together, bytes."""
+    shards = [one.settings for one in launches if one.role == "shard"]
+    return sum(msgspec.msgpack.decode(one, type=ShardSettings).memory_bytes for one in shards)

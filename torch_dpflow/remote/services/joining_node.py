@@ -179,6 +179,11 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
 
 def _keys_of(path: str) -> ConnectionFile:
     keys = read_connection_file(path)
+    if keys.sends_code:
+        raise OptionError(
+            f"--join {path!r}: that cluster's workers run on a platform and call its own host, so it has no nodes; "
+            "start it by `dpflow up --listen tcp://ADDRESS:PORT` without --platform"
+        )
     if not keys.address.startswith("tcp://"):
         raise OptionError(
             f"--join {path!r}: that cluster can be reached on its own host only; start it by `dpflow up --listen "
