@@ -283,6 +283,27 @@ main()
 """
 
 
+IGNORED = """
+import importlib.abc, signal, sys, time
+class Dying:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch_dpflow.cli.dataset":
+            Dying()
+            time.sleep(600)
+sys.meta_path.insert(0, Interrupting())
+from torch_dpflow.cli import main
+main()
+"""
+
+
+def test_control_c_that_python_ignores_ends_a_command_too() -> None:
+    run = run_interpreter(IGNORED, "dataset", "list")
+    assert (run.returncode, run.stderr) == (130, "Aborted!\n")
+
+
 def test_control_c_while_arguments_are_read_has_the_same_status() -> None:
     run = run_interpreter(INTERRUPTED_IN, "parse_args", "dataset", "list", "--store", "none")
     assert (run.returncode, run.stderr) == (130, "Aborted!\n")

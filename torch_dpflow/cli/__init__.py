@@ -1,6 +1,7 @@
 """The command line, `dpflow`: parses arguments and prints, nothing else."""
 
 import sys
+from typing import Any
 
 from torch_dpflow.cli.exit_status import INTERRUPTED
 
@@ -8,6 +9,10 @@ from torch_dpflow.cli.exit_status import INTERRUPTED
 def main() -> None:
     """The entry point of `dpflow`."""
     try:
+        import signal
+
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        sys.unraisablehook = _hear_again
         from torch_dpflow.cli.main import root
     except ModuleNotFoundError as error:
         if error.name not in {"click", "rich"}:
@@ -16,4 +21,21 @@ def main() -> None:
     except KeyboardInterrupt:
         print("Aborted!", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    root.main(prog_name="dpflow")
+    try:
+        root.main(prog_name="dpflow")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        sys.unraisablehook = sys.__unraisablehook__
+
+
+def _hear_again(ignored: Any) -> None:
+    """Raise Control-C once more, soon, where Python has ignored it.
+
+    It ignores what is raised in a finalizer or in a callback of a weak reference, as imports have one for each module.
+    """
+    if ignored.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(ignored)
+        return
+    import signal
+
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
