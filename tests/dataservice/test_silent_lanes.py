@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from torch_dpflow.dataservice.lanes.guards import admit_stream, guard_of
 from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.lanes.wire import DATA, pack_answer, take_request
+from torch_dpflow.dataservice.lanes.wire import DATA, LONGEST_RECORD, pack_answer, take_request
 from torch_dpflow.dataservice.planning.window import FixedWindow
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
@@ -27,13 +27,21 @@ class HaltingServer:
     """Answers requests with records of zeros, and halts in the midst of each answer.
 
     halt: what it does there, told how many records were asked for; nothing more comes if this gives True.
+    says: how many bytes it says that each record has.
     """
 
-    def __init__(self, keys: Path, halt: Callable[[int], bool], *, trust_network: bool = True) -> None:
+    def __init__(
+        self,
+        keys: Path,
+        halt: Callable[[int], bool],
+        *,
+        trust_network: bool = True,
+        says: int = RECORD_BYTES,
+    ) -> None:
         self._listening = socket.create_server(
             ("127.0.0.2", 0)
         )  # not the address of the reader, so a line lies between
-        self._halt = halt
+        self._halt, self._says = halt, says
         host, port = self._listening.getsockname()
         self.address = find_address(f"tcp://{host}:{port}", keys, trust_network=trust_network)
         self._threads = [threading.Thread(target=self._accept)]
@@ -56,11 +64,11 @@ class HaltingServer:
 
     def _answer(self, connection: socket.socket) -> None:
         incoming = bytearray()
-        with connection:
+        with connection, suppress(ConnectionError):  # what it has sent may be left unread
             while more := connection.recv(1 << 16):
                 incoming += more
                 while (request := take_request(incoming)) is not None:
-                    entries = [(record, RECORD_BYTES) for record, *_ in request.parts]
+                    entries = [(record, self._says) for record, *_ in request.parts]
                     answer = pack_answer(DATA, IDENTITY, entries) + bytes(RECORD_BYTES * len(entries))
                     connection.sendall(answer[: len(answer) // 2])
                     if self._halt(len(entries)):
@@ -95,6 +103,17 @@ def test_a_server_lost_in_the_midst_of_a_record_leaves_the_window_free(
         assert reader.read(IDENTITY, *wanted) == [None]
         reader._silence_s = PATIENCE_S
         assert reader.read(IDENTITY, *wanted) == [bytes(RECORD_BYTES)]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_record_that_no_memory_holds_is_left(keys: Path, copy: bool) -> None:
+    with (
+        closing(HaltingServer(keys, lambda _: True, says=LONGEST_RECORD)) as server,
+        closing(LaneReader(server.address, PATIENCE_S)) as reader,
+    ):
+        place = str(server.address)
+        assert reader.read(IDENTITY, [place], [WantedRecord(0)], copy=copy) == [None]
+        assert reader.failed == {place}
 
 
 @pytest.mark.parametrize("trust_network", [True, False])

@@ -26,6 +26,7 @@ from torch_dpflow.dataservice.lanes.wire import (
     read_table,
 )
 from torch_dpflow.errors import MessageError, PeerLostError
+from torch_dpflow.remote.shm.headroom import Headroom
 
 #: Records of less than this many bytes in the mean are received together, and cut apart.
 _SMALL_BYTES = 16 << 10
@@ -33,6 +34,8 @@ _SMALL_BYTES = 16 << 10
 _PIECE_BYTES = 1 << 20
 #: Most pieces of memory that one call receives into (IOV_MAX).
 _MOST_VIEWS = 1024
+#: What a server may say that records have whose length only it knows, bytes; more only as far as that is free.
+_BELIEVED_BYTES = 64 << 20
 T = TypeVar("T")
 #: Receives something; where it does not wait, each step goes on with what has come, up to the result.
 Receiving: TypeAlias = Generator[None, None, T]
@@ -162,6 +165,11 @@ class StreamLane:
         if len(records) > len(self.asked):
             raise MessageError(f"{len(records)} records came where {len(self.asked)} were asked for")
         asked = [*islice(self.asked, len(records))]
+        untold = sum(
+            length for (_, one), length in zip(asked, lengths) if one.wanted.length is None and length > 0
+        )
+        if untold > _BELIEVED_BYTES and untold > (free := Headroom().available()):
+            raise MessageError(f"records of {untold:,} bytes are to come, and {free:,} are free")
         for (of, (wanted, _, _)), record, length in zip(asked, records, lengths):
             is_other = length >= 0 and wanted.length is not None and length != wanted.length
             if of != identity or wanted.record != record or is_other:
