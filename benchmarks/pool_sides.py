@@ -276,16 +276,26 @@ def memcached_servers(stack: ExitStack, count: int) -> PoolSide:
     return PoolSide(read, servers)
 
 
-def ray_objects(stack: ExitStack, count: int) -> PoolSide:
-    """Ray's object store on this host: an object for each record, `ray.get` of a batch of them."""
+def ray_objects(stack: ExitStack, count: int) -> tuple[PoolSide, PoolSide]:
+    """Ray's object store on this host: an object for each record, `ray.get` of a batch of them.
+
+    `bytes` come as copies; arrays, the second side, as views of the store.
+    """
     import ray
 
     before = {one.pid for one in psutil.process_iter()}
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
     stack.callback(ray.shutdown)
-    refs = [ray.put(content_of(index)) for index in range(count)]
+    copied = [ray.put(content_of(index)) for index in range(count)]
+    viewed = [ray.put(np.frombuffer(content_of(index), np.uint8)) for index in range(count)]
     servers = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
-    return PoolSide(lambda indices: ray.get([refs[index] for index in indices]), servers)
+
+    def view(indices: Sequence[int]) -> list[memoryview]:
+        return [memoryview(one) for one in ray.get([viewed[index] for index in indices])]
+
+    return PoolSide(lambda indices: ray.get([copied[index] for index in indices]), servers), PoolSide(
+        view, servers
+    )
 
 
 def missing(side: str) -> str:

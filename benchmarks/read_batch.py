@@ -10,13 +10,14 @@ process, with 10 ms to each answer.
 The part `lanes` reads the same records from four servers of this host over tcp: by our lanes, in plain and with TLS, by
 bare sockets, by our own calls (`remote.rpc`) with parcels, by ZeroMQ with CURVE, from Redis and memcached, by
 Mooncake's transfer engine, and from Ray's object store; and from one server whose memory is mapped. Each hands out
-`bytes`, or, "not copied", views of memory that is used again once they are gone (`copy=False`). Processor time there is
-that of reader and servers together. What is not installed is left out.
+`bytes`, or, "not copied", views: of what is mapped, of Ray's store, or of memory that is used again once they are gone
+(`copy=False`). Processor time there is that of reader and servers together. What is not installed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import os
 import sys
@@ -60,6 +61,8 @@ from torch_dpflow.datasets.reader import DatasetReader
 
 BATCH = 256
 LATENCY_S = 0.010
+#: For how long a side reads in each round, seconds: a server's processor time is counted in 10 ms.
+LEAST_S = 0.5
 METRICS = [
     Metric(name="records_per_s", label="records/s", spec=",.0f"),
     Metric(name="cpu_us", label="processor time a record, µs", higher_is_better=False, spec=",.1f"),
@@ -74,6 +77,7 @@ AGAINST = {
     "memcached": ("tcp in plain", "tcp in plain, not copied", "mapped"),
     "Mooncake": ("tcp in plain",),
     "Ray": ("mapped",),
+    "Ray, not copied": ("mapped, not copied",),
     "bare copies": ("mapped",),
 }
 
@@ -112,16 +116,17 @@ def bare_copies(count: int) -> Read:
     return lambda indices: [memory[one * RECORD_BYTES : (one + 1) * RECORD_BYTES] for one in indices]
 
 
-def measure(side: PoolSide, count: int, batches: int, numbers: Iterator[int]) -> Figures:
-    """Read some random batches, a first one before the clock."""
+def measure(side: PoolSide, count: int, least_s: float, numbers: Iterator[int]) -> Figures:
+    """Read random batches for so long, a first one before the clock."""
     chance = np.random.default_rng(next(numbers))
-    drawn = [chance.permutation(count)[:BATCH].tolist() for _ in range(batches + 1)]
-    side.read(drawn[0])
-    begun, cpu = time.perf_counter(), _cpu_s(side)
-    for indices in drawn[1:]:
-        side.read(indices)
-    seconds, used = time.perf_counter() - begun, _cpu_s(side) - cpu
-    records = batches * len(drawn[0])
+    drawn = itertools.cycle([chance.permutation(count)[:BATCH].tolist() for _ in range(16)])
+    side.read(next(drawn))
+    begun, cpu, records, seconds = time.perf_counter(), _cpu_s(side), 0, 0.0
+    while not records or seconds < least_s:
+        side.read(next(drawn))
+        records += BATCH
+        seconds = time.perf_counter() - begun
+    used = _cpu_s(side) - cpu
     return {"records_per_s": records / seconds, "cpu_us": used / records * 1e6}
 
 
@@ -130,18 +135,18 @@ def _cpu_s(side: PoolSide) -> float:
     return time.process_time() + sum(sum(server.cpu_times()[:2]) for server in side.servers)
 
 
-def compare(workload: str, sides: dict[str, PoolSide], count: int, batches: int, rounds: int) -> Comparison:
+def compare(workload: str, sides: dict[str, PoolSide], count: int, least_s: float, rounds: int) -> Comparison:
     """The sides, in turns, each with batches of its own."""
     numbers = iter(range(1 << 30))
     return alternate(
         "read_batch",
         workload,
-        {name: partial(measure, side, count, batches, numbers) for name, side in sides.items()},
+        {name: partial(measure, side, count, least_s, numbers) for name, side in sides.items()},
         rounds=rounds,
     )
 
 
-def run(part: str, count: int, batches: int, rounds: int) -> Comparison:
+def run(part: str, count: int, least_s: float, rounds: int) -> Comparison:
     """One workload: the dataset's own way first."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -169,44 +174,40 @@ def run(part: str, count: int, batches: int, rounds: int) -> Comparison:
             "bare copies": bare_copies(count),
         }
         sides = {name: PoolSide(read, []) for name, read in reads.items()}
-        return compare(name, sides, count, batches, rounds)
+        return compare(name, sides, count, least_s, rounds)
 
 
-def run_lanes(count: int, batches: int, rounds: int) -> list[Comparison]:
+def run_lanes(count: int, least_s: float, rounds: int) -> list[Comparison]:
     """Every way to the memory of other processes, in turns, and each of ours beside what it is compared with."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stored = publish_records(DatasetStore.create(str(folder / "datasets")), count)
         plain, plain_kept = lanes(stack, stored, folder / "plain", trust_network=True)
         tls, tls_kept = lanes(stack, stored, folder / "tls", trust_network=False)
+        mapped, mapped_kept = _mapped(stack, stored, folder / "pool")
         raw, raw_kept = raw_sockets(stack, count)
         sides = {
             "tcp in plain": plain,
             "tcp in plain, not copied": plain_kept,
             "tcp with TLS": tls,
             "tcp with TLS, not copied": tls_kept,
-            "mapped": _mapped(stack, stored, folder / "pool"),
+            "mapped": mapped,
+            "mapped, not copied": mapped_kept,
             "bare copies": PoolSide(bare_copies(count), []),
             "bare sockets": raw,
             "bare sockets, memory kept": raw_kept,
             "calls with parcels": rpc(stack, count),
             "ZeroMQ with CURVE": curve(stack, count),
         }
-        for name, make in {
-            "Redis": redis_servers,
-            "memcached": memcached_servers,
-            "Mooncake": mooncake,
-            "Ray": ray_objects,
-        }.items():
-            if what := missing(name):
-                print(f"{name} takes no part: {what} is missing", file=sys.stderr)
-            else:
-                sides[name] = make(stack, count)
+        peers = {"Redis": redis_servers, "memcached": memcached_servers, "Mooncake": mooncake}
+        sides |= {name: make(stack, count) for name, make in peers.items() if _takes_part(name)}
+        if _takes_part("Ray"):
+            sides["Ray"], sides["Ray, not copied"] = ray_objects(stack, count)
         indices = [*range(0, count, max(1, count // 16))]
         for name, side in sides.items():
             if name != "bare copies":
                 assert side.read(indices) == [content_of(index) for index in indices], name
-        rounds_of = compare(f"{SERVERS} servers", sides, count, batches, rounds).rounds
+        rounds_of = compare(f"{SERVERS} servers", sides, count, least_s, rounds).rounds
     return [
         Comparison(
             benchmark="read_batch",
@@ -219,12 +220,19 @@ def run_lanes(count: int, batches: int, rounds: int) -> list[Comparison]:
     ]
 
 
-def _mapped(stack: ExitStack, stored: StoredDataset, folder: Path) -> PoolSide:
+def _takes_part(name: str) -> bool:
+    if what := missing(name):
+        print(f"{name} takes no part: {what} is missing", file=sys.stderr)
+    return not what
+
+
+def _mapped(stack: ExitStack, stored: StoredDataset, folder: Path) -> tuple[PoolSide, PoolSide]:
     server = stack.enter_context(pool_server(folder, 2 * len(stored) * RECORD_BYTES))
     DataClient(folder).preload(stored)
     address = PoolAddress(directory=folder)
     reading = SetReading(address, source_of(stored, None), identity_of(stored), silence_s=60.0)
-    return PoolSide(stack.enter_context(closing(reading)).read, [server])
+    stack.enter_context(closing(reading))
+    return PoolSide(reading.read, [server]), PoolSide(partial(reading.read, copy=False), [server])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,13 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = BATCH if arguments.quick else arguments.samples
     if count < BATCH:
         parser.error(f"--samples {count}: at least {BATCH} are needed")
-    batches, rounds = (1, 1) if arguments.quick else (4, arguments.rounds)
+    least_s, rounds = (0.0, 1) if arguments.quick else (LEAST_S, arguments.rounds)
     comparisons = list[Comparison]()
     for part in arguments.part or ["files", "objects", "lanes"]:
         if part == "lanes":
-            comparisons += run_lanes(count, batches, rounds)
+            comparisons += run_lanes(count, least_s, rounds)
         else:
-            comparisons.append(run(part, count, batches, rounds))
+            comparisons.append(run(part, count, least_s, rounds))
     publish(comparisons, METRICS, arguments)
     return 0
 
