@@ -157,6 +157,8 @@ def test_datasets_are_named_as_before(files: Path, client: DataClient) -> None:
     publish(DatasetStore.create(str(files / "datasets")), Numbered(40))
     assert "40 of 40" in run(files / "p", "preload", "core/numbers:v1", "--store", "datasets")
     assert "samples: 40" in run(files / "p", "show", "core/numbers")
+    assert "unloaded" in run(files / "p", "unload", client.sets()[0].identity.hex()[:8])
+    assert "runs at" in run(files / "p", "serve", "--memory", "1MiB", code=1)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.oss_server import Fault, OSSServer
 from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
-from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.messages.protocol import (
@@ -353,27 +351,6 @@ def test_readers_find_in_memory_what_came_after_its_storage_was_gone(pool: Path)
         client.unload(stored)
         stored.files.close()
         stored.files.filesystem._session.session.close()
-
-
-def test_commands(stored: StoredDataset, store: DatasetStore, pool: Path) -> None:
-    def run(*words: str, status: int = 0) -> str:
-        result = CliRunner().invoke(root, ["pool", *words, "--address", str(pool)])
-        assert result.exit_code == status, result.output
-        return result.output
-
-    said = run("preload", "core/numbers:v1:train", "--store", store.url)
-    assert f"core/numbers:v1:train: {COUNT} of {COUNT} samples" in said
-    assert "until unloaded" in run("list")
-    name = identity_of(stored).hex()[:8]
-    assert f"in memory: {COUNT} of {COUNT}" in run("show", name)
-    assert "unloaded" in run("unload", name)
-    assert f"Error: '{name}'" in run("show", name, status=1)  # other tests' sets may be there
-    nobody = CliRunner().invoke(root, ["pool", "list", "--address", str(pool / "none")])
-    assert nobody.exit_code == 1
-    assert "dpflow pool serve --memory" in nobody.output
-    again = CliRunner().invoke(root, ["pool", "serve", "--memory", "1MiB", "--address", str(pool)])
-    assert again.exit_code == 1
-    assert "runs at" in again.output
 
 
 def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:

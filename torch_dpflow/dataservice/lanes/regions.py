@@ -53,8 +53,6 @@ class PoolRegion:
         #: The stripes, and where in the index the records of each begin.
         self.stripes = dict(zip(*[iter(view[table:index].cast("q").tolist())] * 2))
         self._index = view[index : index + 16 * records].cast("q")
-        #: Bytes that it takes.
-        self.size = len(memory)
 
     def place(self, stripe: int, number: int) -> tuple[int, int]:
         """Offset and length of a stripe's record; the length may be `UNKNOWN`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 #: Most records in one message, and in all orders of a set: 2^27 take a GiB.
@@ -69,6 +71,10 @@ class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
     memory: int
     offsets: list[int]
     lengths: list[int]
+
+
+AheadRequest: TypeAlias = AnnounceOrder | OpenAhead | WantAhead | TookAhead
+AheadAnswer: TypeAlias = AheadOpened | AheadPlaces
 
 
 def memory_name(memory: int) -> bytes:

@@ -18,25 +18,8 @@ import msgspec
 
 from torch_dpflow import errors
 from torch_dpflow.checks import check_path, check_type
-from torch_dpflow.dataservice.messages.ahead_messages import (
-    AheadOpened,
-    AheadPlaces,
-    AnnounceOrder,
-    OpenAhead,
-    TookAhead,
-    WantAhead,
-)
-from torch_dpflow.dataservice.messages.server_messages import (
-    AskTable,
-    Beat,
-    Enlist,
-    ListServers,
-    Noted,
-    Orders,
-    ServerList,
-    SetPart,
-    TablePart,
-)
+from torch_dpflow.dataservice.messages.ahead_messages import AheadAnswer, AheadRequest
+from torch_dpflow.dataservice.messages.server_messages import ServerAnswer, ServerRequest
 from torch_dpflow.dataservice.messages.set_source import AnySource as AnySource
 from torch_dpflow.dataservice.messages.set_source import ArraySource as ArraySource
 from torch_dpflow.dataservice.messages.set_source import SetSource as SetSource
@@ -125,15 +108,8 @@ PoolRequest: TypeAlias = (
     | PushStripe
     | ListSets
     | UnloadSet
-    | AnnounceOrder
-    | OpenAhead
-    | WantAhead
-    | TookAhead
-    | AskTable
-    | ListServers
-    | SetPart
-    | Enlist
-    | Beat
+    | AheadRequest
+    | ServerRequest
 )
 
 
@@ -217,17 +193,7 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
 
 
 PoolAnswer: TypeAlias = (
-    SetInfo
-    | SetOpened
-    | RecordStates
-    | SetList
-    | PoolRefusal
-    | AheadOpened
-    | AheadPlaces
-    | TablePart
-    | ServerList
-    | Noted
-    | Orders
+    SetInfo | SetOpened | RecordStates | SetList | PoolRefusal | AheadAnswer | ServerAnswer
 )
 PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
 REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
@@ -251,12 +217,6 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
 
-def default_directory() -> Path:
-    """Where `dpflow pool serve` listens, and "auto" finds it."""
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(folder) / f"dpflow-pool-{os.getuid()}"
-
-
 def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
     """The directory of a pool: "auto" for what `DPFLOW_POOL` names, or else this user's on this host.
 
@@ -264,7 +224,8 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
     """
     check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
     if address == "auto":
-        address = os.environ.get(ADDRESS_VARIABLE) or default_directory()
+        folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+        address = os.environ.get(ADDRESS_VARIABLE) or Path(folder) / f"dpflow-pool-{os.getuid()}"
     if os.fspath(address) == "" or "://" in os.fspath(address):
         raise OptionError(
             f'address={os.fspath(address)!r} is no directory, which a server of this host has; give "auto" or the path '

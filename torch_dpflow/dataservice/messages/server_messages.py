@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -168,3 +169,7 @@ class ServerList(msgspec.Struct, frozen=True, tag=True):
     """The servers of the pool; the first is its head."""
 
     servers: list[ServerInfo]
+
+
+ServerRequest: TypeAlias = AskTable | ListServers | SetPart | Enlist | Beat
+ServerAnswer: TypeAlias = TablePart | ServerList | Noted | Orders

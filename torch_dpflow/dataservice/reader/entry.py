@@ -46,7 +46,8 @@ class PoolEntry:
         #: Where the server is that was asked last.
         self.asked = address
         self._silence_s = silence_s
-        self._connection: PoolConnection | None = None
+        #: To the server that is asked; None: there is none for now.
+        self.connection: PoolConnection | None = None
         #: Whether the latest that was asked has not answered in time.
         self.is_silent = False
         #: Other servers of this host.
@@ -60,10 +61,10 @@ class PoolEntry:
         Raises PeerLostError: no server answers; and what keeps the set from being held.
         """
         for address in [self._address, *self._others]:
-            if self._connection is None:
+            if self.connection is None:
                 self.asked = address
             try:
-                connection = self._connection = self._connection or PoolConnection(
+                connection = self.connection = self.connection or PoolConnection(
                     address, silence_s=self._silence_s
                 )
                 table = self._table(connection)
@@ -84,27 +85,22 @@ class PoolEntry:
 
     def is_unloaded(self) -> bool:
         """Whether the pool does not hold the set. Raises PeerLostError: the server that was given does not answer."""
-        if self._connection is None:
-            self._connection = PoolConnection(self._address, silence_s=self._silence_s)
-        return all(one.identity != self._identity for one in self._connection.contents().sets)
-
-    @property
-    def connection(self) -> PoolConnection | None:
-        """To the server that is asked; None: there is none for now."""
-        return self._connection
+        if self.connection is None:
+            self.connection = PoolConnection(self._address, silence_s=self._silence_s)
+        return all(one.identity != self._identity for one in self.connection.contents().sets)
 
     def tell(self, hits: int, misses: int, pause_s: float = _TELL_S) -> None:
         """Tell a server how many samples were read in all, for people, if the last time is so long ago."""
         now = time.monotonic()
-        if self._connection is None or now < self._told_at + pause_s:
+        if self.connection is None or now < self._told_at + pause_s:
             return
         before = self._told
-        if self._connection.tell(CountReads(self._identity, hits - before[0], misses - before[1])):
+        if self.connection.tell(CountReads(self._identity, hits - before[0], misses - before[1])):
             self._told, self._told_at = (hits, misses), now
 
     def close(self) -> None:
         """End the connection; the pool then knows that this reader has ended."""
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
 
@@ -135,12 +131,12 @@ class PoolEntry:
     def _come_near(self, table: TablePart) -> None:
         """Ask the server over its socket, by which memory comes, where this process may map it."""
         asked = next((one for one in table.servers if one.name == table.asked), None)
-        if self._connection is None or self._connection.maps or asked is None or not asked.is_near:
+        if self.connection is None or self.connection.maps or asked is None or not asked.is_near:
             return
         try:
             near = PoolConnection(PoolAddress(directory=Path(asked.directory)), silence_s=self._silence_s)
             near.ask(ReadSet(self._identity))
         except DPFlowError:  # it answers over the network
             return
-        self._connection.close()
-        self._connection = near
+        self.connection.close()
+        self.connection = near

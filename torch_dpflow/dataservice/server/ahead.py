@@ -35,6 +35,7 @@ from torch_dpflow.dataservice.messages.protocol import IN_STORAGE, MOST_RECORDS
 from torch_dpflow.dataservice.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.dataservice.planning.spaces import BlockSpace
 from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder, Keys
+from torch_dpflow.dataservice.server.threads import start_thread
 from torch_dpflow.dataservice.sources.set_names import RecordReader
 from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
@@ -241,10 +242,8 @@ class AheadReading:
         self._machine.lead = max(1, self._machine.room - 1)
         for _ in range(FETCHERS - self._threads):
             try:
-                threading.Thread(target=self._fetch, name="dpflow-ahead", daemon=True).start()
-            except (
-                RuntimeError
-            ) as error:  # no thread is free: those that there are do it, or readers themselves
+                start_thread(self._fetch, "dpflow-ahead")
+            except PoolFullError as error:  # those that there are do it, or readers themselves
                 SERVICE.warning("reading ahead has %d threads: %s", self._threads, error)
                 break
             self._threads += 1

@@ -201,7 +201,10 @@ class DataServer:
                     if isinstance(request, CountReads):
                         self._pool.count(request)
                         continue
-                    answer, taken = self._answer_safely(request, client, given)
+                    try:
+                        answer, taken = self._answer(request, client, given)
+                    except DPFlowError as error:
+                        answer, taken = PoolRefusal.of(error), []
                     fds = [*given, *taken]
                     channel.send(answer, taken)
                 finally:
@@ -221,14 +224,6 @@ class DataServer:
         if client.reads:
             self._pool.count_readers()
 
-    def _answer_safely(
-        self, request: PoolRequest, client: _PoolClient, given: list[int]
-    ) -> tuple[PoolAnswer, list[int]]:
-        try:
-            return self._answer(request, client, given)
-        except DPFlowError as error:
-            return PoolRefusal.of(error), []
-
     def _answer(
         self, request: PoolRequest, client: _PoolClient, given: list[int]
     ) -> tuple[PoolAnswer, list[int]]:
@@ -247,7 +242,7 @@ class DataServer:
             case WantRecords(identity, records, patience_s):
                 return self._holdings.want(identity, records, patience_s), []
             case PushStripe(identity, stripe):
-                return self._holdings.push(identity, stripe, given), []
+                return self._holdings.get(identity).push(stripe, given), []
             case AnnounceOrder(identity=identity):
                 self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
                 return Noted(), []

@@ -152,10 +152,6 @@ class Holdings:
             raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} that exist are allowed")
         return held.want(records, min(patience_s, ANSWER_S))
 
-    def push(self, identity: bytes, stripe: int, fds: Sequence[int]) -> RecordStates:
-        """Take a stripe that a client has pushed. Raises UsageError: it is none of a set that is pushed."""
-        return self.get(identity).push(stripe, fds)
-
     def leave(self, reader: str) -> None:
         """A reader has ended."""
         self.ahead.leave(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -72,13 +73,8 @@ def _stored_base(opened: OpenedSource, holdings: Holdings) -> SharedStripes | No
 def _common(opened: OpenedSource, older: HeldSet) -> int:
     if opened.records.per_stripe != older.records.per_stripe:
         return 0
-    pairs = zip(opened.parts, older.parts)
-    equal = next((place for place, (one, its) in enumerate(pairs) if one != its), None)
-    return (
-        min(older.leading, len(opened.parts), len(older.parts))
-        if equal is None
-        else min(older.leading, equal)
-    )
+    equal = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(opened.parts, older.parts))
+    return min(older.leading, sum(1 for _ in equal))
 
 
 def droppable(sets: Mapping[bytes, KnownSet]) -> bytes | None:

@@ -6,6 +6,7 @@ import io
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
         head = reader.read(place, 0, min(size, _HEAD_BYTES))
     name, start = without_login(place), None
     if head.startswith(_HDF5):
-        with HDF5Dataset(place, storage_options, path) as data:
+        with closing(HDF5Dataset(place, storage_options, path)) as data:
             dtype, shape = data.dtype, data.shape
     elif path:
         raise OptionError(f"{name} is no HDF5 file; leave out path={path!r}")

@@ -56,12 +56,6 @@ class HDF5Dataset:
             if one is not None:
                 one.close()
 
-    def __enter__(self) -> HDF5Dataset:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _names(self, kind: type) -> list[str]:
         found: list[str] = []
         self._file.visititems(lambda name, one: found.append(name) if isinstance(one, kind) else None)
