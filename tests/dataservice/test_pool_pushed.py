@@ -253,7 +253,7 @@ def test_a_server_takes_sealed_memory_of_the_right_size_alone(tmp_path: Path, cl
             with pytest.raises(UsageError, match="is not 360 bytes of sealed memory"):
                 connection.ask(PushStripe(identity, 0), [fd])
         for stripe, fds in ((1, [sealed]), (-1, [sealed]), (0, [])):
-            with pytest.raises(UsageError, match="it has no place in this server"):
+            with pytest.raises(UsageError, match="it has no place here"):
                 connection.ask(PushStripe(identity, stripe), fds)
         claims = ArraySource(
             ref="lab/rows:v2", dtype="<f4", shape=[9, 5, 6], stamp="s", base=b"?" * 16, shared=1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch_dpflow.remote.parcel.fingerprint import fingerprint
 
 #: The bytes of a sample to an array.
 Transform: TypeAlias = Callable[[bytes], npt.ArrayLike]
+_Pixels: TypeAlias = npt.NDArray[Any]
 
 
 def push_decoded(
@@ -42,13 +44,14 @@ def push_decoded(
         PoolFullError, PeerLostError: as for `push`.
     """
     with closing(reader):
-        decoding = _Decoding(reader, transform)
+        like = np.asarray(transform(reader.read(0)[0]))
         # A transform that differs makes another set: its fingerprint is that of flows' stages.
-        name, like = f"{stored.ref} by {fingerprint(transform)}", decoding.like
+        name = f"{stored.ref} by {fingerprint(transform)}"
         shape = [len(stored), *like.shape]
         source = ArraySource(ref=name, dtype=like.dtype.str, shape=shape, stamp=identity_of(stored).hex())
         stripes = range(rank, array_set(source).stripes, world)
-        return push(address, source, decoding.rows, stripes=stripes, progress=progress)
+        rows_of = partial(_decoded, reader, transform, like)
+        return push(address, source, rows_of, stripes=stripes, progress=progress)
 
 
 def check_part(rank: int, world: int) -> None:
@@ -58,24 +61,18 @@ def check_part(rank: int, world: int) -> None:
         raise OptionError(f"rank={rank} of world={world}: give one below it")
 
 
-class _Decoding:
-    """Rows of decoded samples. Raises what reading and decoding the first sample does."""
-
-    def __init__(self, reader: SampleReader, transform: Transform) -> None:
-        self._reader, self._transform = reader, transform
-        self.like = np.asarray(transform(reader.read(0)[0]))
-
-    def rows(self, first: int, stop: int) -> npt.NDArray[Any]:
-        out = np.empty((stop - first, *self.like.shape), self.like.dtype)
-        for at, sample in enumerate(self._reader.read_each(range(first, stop))):
-            if isinstance(sample, DPFlowError):
-                raise sample
-            one = np.asarray(self._transform(sample[0]))
-            if (one.dtype, one.shape) != (self.like.dtype, self.like.shape):
-                raise OptionError(
-                    f"the transform gives {one.dtype}{one.shape} for sample {first + at} of {self._reader.stored.ref}, "
-                    f"and {self.like.dtype}{self.like.shape} for the first; have it crop, resize or pad to one "
-                    "shape, or preload without transform=, since samples as they are may have any length"
-                )
-            out[at] = one
-        return out
+def _decoded(reader: SampleReader, transform: Transform, like: _Pixels, first: int, stop: int) -> _Pixels:
+    """Rows of decoded samples, each of the form of `like`."""
+    out = np.empty((stop - first, *like.shape), like.dtype)
+    for at, sample in enumerate(reader.read_each(range(first, stop))):
+        if isinstance(sample, DPFlowError):
+            raise sample
+        one = np.asarray(transform(sample[0]))
+        if (one.dtype, one.shape) != (like.dtype, like.shape):
+            raise OptionError(
+                f"the transform gives {one.dtype}{one.shape} for sample {first + at} of {reader.stored.ref}, "
+                f"and {like.dtype}{like.shape} for the first; have it crop, resize or pad to one "
+                "shape, or preload without transform=, since samples as they are may have any length"
+            )
+        out[at] = one
+    return out

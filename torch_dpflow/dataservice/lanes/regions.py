@@ -14,7 +14,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -181,20 +181,14 @@ def _start(stripes: int, records: int) -> int:
 
 
 def _write_index(memory: mmap.mmap, records: FileSet, stripes: Sequence[int], known: np.ndarray) -> None:
-    parts = list(_index_parts(records, stripes, known))
-    index = np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
-    firsts = np.cumsum([0, *(len(part) for part in parts)])[: len(stripes)]
-    _HEADER.pack_into(memory, 0, _MAGIC, records.identity, len(stripes), len(index))
-    table = np.column_stack([np.array(stripes, dtype=np.int64), firsts]).astype(np.int64)
-    content = table.tobytes() + index.astype(np.int64).tobytes()
-    memory[_HEADER.size : _HEADER.size + len(content)] = content
-
-
-def _index_parts(records: FileSet, stripes: Sequence[int], known: np.ndarray) -> Iterator[np.ndarray]:
-    count = sum(len(records.records_of(stripe)) for stripe in stripes)
-    base = _start(len(stripes), count)
+    counts = [len(records.records_of(stripe)) for stripe in stripes]
+    begin, index = _start(len(stripes), sum(counts)), list[np.ndarray]()
     for stripe in stripes:
         own = records.records_of(stripe)
         lengths = np.where(known[own.start : own.stop], records.lengths[own.start : own.stop], UNKNOWN)
-        yield np.column_stack([base + records.offsets(stripe), lengths])
-        base += records.stripe_bytes(stripe)
+        index.append(np.column_stack([begin + records.offsets(stripe), lengths]))
+        begin += records.stripe_bytes(stripe)
+    table = np.column_stack([stripes, np.cumsum([0, *counts])[:-1]])
+    _HEADER.pack_into(memory, 0, _MAGIC, records.identity, len(stripes), sum(counts))
+    content = b"".join(part.astype(np.int64).tobytes() for part in (table, *index))
+    memory[_HEADER.size : _HEADER.size + len(content)] = content

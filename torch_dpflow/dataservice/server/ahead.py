@@ -27,11 +27,10 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     LONGEST_ORDER,
     MOST_COMING,
     MOST_ORDERS,
-    AheadOpened,
     AheadPlaces,
     AnnounceOrder,
 )
-from torch_dpflow.dataservice.messages.protocol import IN_STORAGE, MOST_RECORDS
+from torch_dpflow.dataservice.messages.protocol import IN_STORAGE
 from torch_dpflow.dataservice.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.dataservice.planning.spaces import BlockSpace
 from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder, Keys
@@ -112,20 +111,8 @@ class AheadReading:
                     grows = part.extends or not part.total
                     self._begin(part.order, AnnouncedOrder(connection, spread, keys, grows=grows))
 
-    def open(self) -> tuple[AheadOpened, list[int]]:
-        """The memory, whose descriptor the caller closes. Raises UsageError: it was given up."""
-        with self._changed:
-            if self._is_closed:
-                raise UsageError("the set is given up, or its orders have ended; announce one")
-            return AheadOpened(self.number), [os.dup(self.fd)]
-
     def want(self, connection: str, name: str, records: Sequence[int], patience_s: float) -> AheadPlaces:
-        """Where these are, once none is on its way, or after so many seconds, or when there is no room for all.
-
-        Raises UsageError: there are too many.
-        """
-        if len(records) > MOST_RECORDS:
-            raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} are allowed")
+        """Where these are, once none is on its way, or after so many seconds, or when there is no room for all."""
         deadline = time.monotonic() + patience_s
         with self._changed:
             order = self._known(name, records)

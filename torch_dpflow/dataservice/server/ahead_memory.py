@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
+from collections.abc import Sequence
 
-from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder, memory_name
+from torch_dpflow.dataservice.messages.ahead_messages import AheadOpened, AnnounceOrder, memory_name
+from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
 from torch_dpflow.dataservice.server.ahead import AheadReading
 from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.errors import UsageError
@@ -21,7 +24,7 @@ class AheadMemory:
     def __init__(self, memory_bytes: int) -> None:
         self._left = memory_bytes
         self._numbers = itertools.count(secrets.randbits(62))  # no name of a set
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._readings: dict[bytes, AheadReading] = {}
 
     def announce(self, held: HeldSet, connection: str, part: AnnounceOrder) -> None:
@@ -34,8 +37,16 @@ class AheadMemory:
                 self._left -= reading.memory_bytes
             reading.announce(connection, part)
 
-    def of(self, identity: bytes) -> AheadReading:
-        """What is read ahead of a set. Raises UsageError: nothing is."""
+    def open(self, identity: bytes) -> tuple[AheadOpened, list[int]]:
+        """The memory that a set is read ahead into, whose descriptor the caller closes. Raises as `of`."""
+        with self._lock:
+            reading = self.of(identity)
+            return AheadOpened(reading.number), [os.dup(reading.fd)]
+
+    def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
+        """What reads a set ahead, for somebody who asks for these. Raises UsageError: nothing does; too many."""
+        if len(records) > MOST_RECORDS:
+            raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} are allowed")
         with self._lock:
             try:
                 return self._readings[identity]

@@ -247,9 +247,10 @@ class DataServer:
                 self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
                 return Noted(), []
             case OpenAhead(identity):
-                return self._holdings.ahead.of(identity).open()
+                return self._holdings.ahead.open(identity)
             case WantAhead(identity, order, records):
-                return self._holdings.ahead.of(identity).want(client.name, order, records, ANSWER_S), []
+                reading = self._holdings.ahead.of(identity, records)
+                return reading.want(client.name, order, records, ANSWER_S), []
             case TookAhead(identity, records):
                 self._holdings.ahead.of(identity).took(client.name, records)
                 return Noted(), []

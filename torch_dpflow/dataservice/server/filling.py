@@ -141,9 +141,7 @@ class HeldSet:
         Raises UsageError: it has no place, or the memory is not that of its rows.
         """
         if self._reader is not None or stripe not in self._region_of or len(fds) != 1:
-            raise UsageError(
-                f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place in this server"
-            )
+            raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
         own, region = self.records.records_of(stripe), self._region_of[stripe]
         check_pushed(fds[0], int(self.records.lengths[own.start : own.stop].sum()))
         with self._changed:
