@@ -109,8 +109,8 @@ class DataClient:
             info = connection.preload(source, identity, whole=fit == "all", progress=progress)
         if info.failed and on_error == "raise":
             raise StorageError(
-                f"{info.failed} of {info.records} samples of {info.ref} are not in the pool: {info.error or 'their '}"
-                f"{'' if info.error else 'lengths are not known'}"
+                f"{info.failed} of {info.records} samples of {info.ref} are not in the pool: "
+                f"{info.error or 'their lengths are not known'}"
             )
         return info
 

@@ -96,7 +96,8 @@ class KeeperMachine:
 
     def leave(self, server: str, generation: int, now: float) -> list[KeeperInstruction]:
         """A server ends, or its end was seen."""
-        return self._replace(self._leases.handle(Leave(server, generation, now)), now)
+        self._lose(self._leases.handle(Leave(server, generation, now)), now)
+        return self._place_all()
 
     def expire(self, now: float) -> list[KeeperInstruction]:
         """Time has passed: servers that were silent are lost, sets that nobody reads go."""
@@ -106,7 +107,8 @@ class KeeperMachine:
                 out += self._drop(identity)
             if one.returns_until is not None and now >= one.returns_until:
                 one.returns_until = None
-        return out + self._replace(self._leases.handle(ExpireLeases(now)), now)
+        self._lose(self._leases.handle(ExpireLeases(now)), now)
+        return out + self._place_all()
 
     # -- sets ------------------------------------------------------------------------------------------------
 
@@ -281,10 +283,6 @@ class KeeperMachine:
                 for stripe in one.owned_by(lost):
                     one.owners[stripe] = None
                     one.generation += 1
-
-    def _replace(self, changes: Sequence[LeaseChange], now: float) -> list[KeeperInstruction]:
-        self._lose(changes, now)
-        return self._place_all()
 
     def _place_all(self) -> list[KeeperInstruction]:
         return [one for identity in self._sets for one in self._place(identity)]

@@ -7,7 +7,7 @@ once. One that takes nothing for `stall_s` goes on when it can, and no longer ke
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -27,24 +27,20 @@ class SendTurns(Generic[LaneT]):
     def __init__(self, *, most: int = 64, stall_s: float = 1.0) -> None:
         self._most = check_int("most", most, minimum=1)
         self._stall_s = check_seconds("stall_s", stall_s)
-        self._line: deque[LaneT] = deque()
-        #: Who stands in line.
-        self._waiting: set[LaneT] = set()
+        self._line: OrderedDict[LaneT, None] = OrderedDict()
         #: When each that is in the midst of a turn has sent something last.
         self._sending: dict[LaneT, float] = {}
 
     def add(self, lane: LaneT) -> None:
         """It has something to send."""
-        if lane not in self._waiting and lane not in self._sending:
-            self._waiting.add(lane)
-            self._line.append(lane)
+        if lane not in self._sending:
+            self._line.setdefault(lane)
 
     def next(self, now: float) -> LaneT | None:
         """Who begins a turn; call `sent` or `done` for it. None: nobody may."""
         if not self._line or not self.has_room(now):
             return None
-        lane = self._line.popleft()
-        self._waiting.discard(lane)
+        lane, _ = self._line.popitem(last=False)
         self._sending[lane] = now
         return lane
 
@@ -62,9 +58,7 @@ class SendTurns(Generic[LaneT]):
     def drop(self, lane: LaneT) -> None:
         """It has gone."""
         self._sending.pop(lane, None)
-        if lane in self._waiting:
-            self._waiting.discard(lane)
-            self._line.remove(lane)
+        self._line.pop(lane, None)
 
     def __len__(self) -> int:
         """How many stand in line."""
@@ -78,5 +72,4 @@ class SendTurns(Generic[LaneT]):
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""
-        assert len(self._line) == len(self._waiting) == len({*self._line})
-        assert not self._waiting & self._sending.keys()
+        assert not self._line.keys() & self._sending.keys()
