@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -114,6 +115,25 @@ def test_a_record_that_no_memory_holds_is_left(keys: Path, copy: bool) -> None:
         place = str(server.address)
         assert reader.read(IDENTITY, [place], [WantedRecord(0)], copy=copy) == [None]
         assert reader.failed == {place}
+
+
+@pytest.mark.parametrize("trust_network", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_server_is_silent_from_its_last_byte_on(keys: Path, trust_network: bool, waits: bool) -> None:
+    """However long an answer takes to come: else one of a slow line would be left at its end."""
+    halted = list[float]()
+
+    def halt(records: int) -> bool:
+        halted.append(time.monotonic())
+        return False
+
+    with (
+        closing(HaltingServer(keys, halt, trust_network=trust_network)) as server,
+        closing(LaneReader(server.address, PATIENCE_S, FixedWindow(RECORD_BYTES), waits=waits)) as reader,
+    ):
+        owner = str(server.address)
+        assert reader.read(IDENTITY, [owner], [WantedRecord(0, RECORD_BYTES)]) == [bytes(RECORD_BYTES)]
+        assert reader._lanes[owner].heard_at > halted[0]
 
 
 @pytest.mark.parametrize("trust_network", [True, False])

@@ -128,10 +128,11 @@ class LaneReader:
                 asked.setdefault(batch.owners[place], []).append(one)
             for owner, ones in asked.items():
                 lane = self._lanes[owner]
-                if not lane.asked:
-                    lane.heard_at = now
+                is_first = not lane.asked
                 try:
                     lane.ask(batch.identity, ones)
+                    if is_first:
+                        lane.heard_at = time.monotonic()
                 except OSError as error:
                     self._lose(batch, owner, error)
 
@@ -139,7 +140,9 @@ class LaneReader:
         """Take an answer of each lane that has one; leave those that have been silent for too long."""
         for owner, lane in self._having(busy, batch):
             try:
-                for one, content in lane.take(copy=batch.copy):
+                taken = lane.take(copy=batch.copy)
+                lane.heard_at = time.monotonic()  # some may have come long after the first
+                for one, content in taken:
                     self._settle(batch, lane, one, content)
             except (OSError, DPFlowError) as error:
                 self._lose(batch, owner, error)
