@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from tests.dataservice.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
@@ -121,6 +122,39 @@ def test_loaders_and_processes_get_the_same_rows(tmp_path: Path, client: DataCli
         wait(lambda: [one.loaded for one in client.sets()] == [5000], what="the implicit set")
         with closing(pickle.loads(pickle.dumps(rows))) as other:
             assert torch.equal(other.read_batch([7]), torch.from_numpy(ROWS[7:8]))
+
+
+class KeepsRows(Dataset[Any]):
+    def __init__(self, array: Dataset[Any]) -> None:
+        self.array, self.kept = array, dict[int, Any]()
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        new = [one for one in indices if one not in self.kept]
+        self.kept.update(zip(new, self.array.__getitems__(new) if new else []))  # type: ignore[attr-defined]
+        return [self.kept[one] for one in indices]
+
+
+def keep_rows(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.dataset = KeepsRows(info.dataset.dataset)
+
+
+def test_rows_that_a_worker_has_come_to_keep_stay_as_they_were(tmp_path: Path) -> None:
+    rows = np.arange(32 * 4096, dtype=np.float32).reshape(32, 4096)
+    np.save(tmp_path / "rows.npy", rows)
+    array = PooledArray(open_array(tmp_path / "rows.npy"), tmp_path / "nobody")
+    loader = DPFlowDataLoader(
+        Subset(array, range(32)),
+        batch_size=16,
+        num_workers=1,
+        persistent_workers=True,
+        worker_init_fn=keep_rows,
+    )
+    for _ in range(2):
+        for batch, expected in zip(loader, np.split(rows, 2)):
+            assert np.array_equal(batch, expected)
+            batch.zero_()
 
 
 def test_a_killed_server_costs_no_row(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ class BatchWorker:
             case WorkerWelcome(shared_memory=shared_memory):
                 self._share_memory(shared_memory)
                 self._begin(frames[0])
+                # Not before `worker_init_fn`, which may have wrapped what it lends to.
+                collate.let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
                 self._connection.send([encode(WorkerReady())])
             case WorkerRefused(reason=reason):
                 raise RefusedError(f"the shard refuses this worker: {reason}")
@@ -178,7 +180,6 @@ class BatchWorker:
             self._arena = None
         elif self._arena is not None:
             collate.install(self._arena)
-            collate.let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
 
     def _load_oldest(self) -> None:
         assert self._source is not None
