@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -114,6 +115,17 @@ def test_verifying_tells_each_row_that_differs(files: Path, client: DataClient) 
     pushed = client.push("lab/rows:v1", ROWS)
     with pytest.raises(OptionError, match="no storage to compare"):
         [*verify_pool(pushed, address)]
+
+
+def test_a_server_has_as_many_descriptors_as_its_system_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        with server(tmp_path / "p") as process:
+            own, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert own == max(soft - 1, min(65536, hard))
 
 
 def test_what_names_no_set_is_refused(files: Path, client: DataClient) -> None:

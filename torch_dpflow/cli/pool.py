@@ -26,7 +26,10 @@ from torch_dpflow.dataservice.server.data_server import DataServer
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.dataservice.verifying import PoolComparison, samples_of, verify_pool
 from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.descriptors import raise_limit
 
+#: What a server asks its system for: each reader of another host takes two descriptors or more, each region one.
+_WISHED_DESCRIPTORS = 65536
 _address = click.option(
     "--address",
     default="auto",
@@ -105,6 +108,7 @@ def serve(
     trust_network: bool,
 ) -> None:
     """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
+    raise_limit(_WISHED_DESCRIPTORS)
     ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
     memory_bytes = parse_bytes("--memory", memory)
     doors = [find_address(one, connection, trust_network=trust_network) for one in listen]
