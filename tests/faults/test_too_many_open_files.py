@@ -52,8 +52,13 @@ def read_with(left: int, loader_class: Any) -> tuple[list[int], list[str], int]:
                 seen.append(int(next(iterator)[0]))
             except DescriptorLimitError as error:
                 errors.append(str(error))
-    seen += [int(tensor[0]) for tensor in iterator]
-    return seen, errors, loader.stats().restarts
+    while True:  # what was on its way while there were so few may fail too
+        try:
+            seen.append(int(next(iterator)[0]))
+        except DescriptorLimitError as error:
+            errors.append(str(error))
+        except StopIteration:
+            return seen, errors, loader.stats().restarts
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -61,8 +66,8 @@ def test_a_batch_that_cannot_be_mapped_raises_and_its_worker_lives(OurLoader: An
     seen, errors, restarts = in_fork(read_with, left, OurLoader)
     assert "ulimit -n" in errors[0]
     assert restarts == 0
-    (lost,) = set(range(16)) - set(seen)  # of which the error told
-    assert seen == [number for number in range(16) if number != lost]
+    assert seen == sorted(set(seen))
+    assert len(seen) + len(errors) == 16  # each that is lost has its error
 
 
 def start_without(loader_class: Any) -> str:
