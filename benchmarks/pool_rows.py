@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from benchmarks.pool_sides import process
+from benchmarks.read_batch import pool_server
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.dataservice import DataClient, PooledArray
@@ -77,16 +78,7 @@ def run(workload: str, rounds: int, *, quick: bool) -> Comparison:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_connection_file(folder / "keys", generate_keys("", certificates=True))
-        command = [
-            sys.executable,
-            "-m",
-            "torch_dpflow.cli",
-            "pool",
-            "serve",
-            "--memory",
-            f"{2 * rows.nbytes}B",
-        ]
-        stack.enter_context(process([*command, "--address", str(folder / "near")]))
+        stack.enter_context(pool_server(folder / "near", 2 * rows.nbytes))
         mapped = PooledArray(DataClient(folder / "near").push("benchmarks/rows:1", rows), folder / "near")
         plain = serve(stack, folder, rows, trust_network=True)
         sealed = serve(stack, folder, rows, trust_network=False)
