@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -287,6 +289,22 @@ def test_writers_outlive_whoever_removes_empty_directories(tmp_path: Path) -> No
     finally:
         over.set()
         remover.join()
+
+
+def test_a_directory_that_is_always_removed_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, make = itertools.count(), os.makedirs
+
+    def make_and_lose(path: str, exist_ok: bool) -> None:
+        make(path, exist_ok=exist_ok)
+        os.rmdir(path)  # as another process would
+
+    monkeypatch.setattr("torch_dpflow.datasets.files.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(os, "makedirs", make_and_lose)
+    with pytest.raises(StorageError, match=r"/a/b: another process removed this directory for 30 s"):
+        Files(tmp_path).write("a/b/file", b"whole")
+    assert next(clock) > 30
 
 
 class _Interrupted(MemoryFileSystem):

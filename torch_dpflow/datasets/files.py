@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple
@@ -286,8 +287,10 @@ class Files:
 
 
 _UNFINISHED = ".unfinished"
-#: How often a directory is made before a file is written into it.
-_MAKINGS = 100
+#: How long a writer makes a directory again that other processes remove while it is empty, seconds.
+_REMOVED_TIMEOUT_S = 30.0
+#: How often a directory that exists may refuse a new entry as missing: one made again meanwhile does so once or twice.
+_MAX_REFUSALS = 100
 
 
 def _trimmed(url: str) -> str:
@@ -329,20 +332,36 @@ def _written_beside(path: str, data: bytes) -> str:
 
 
 def _opened_new(path: str) -> IO[bytes]:
-    """A new file to write, in a directory that is made for it."""
-    for more in reversed(range(_MAKINGS)):
+    """Make the directory of a new file and open the file for writing.
+
+    Another process may remove the directory while it is empty (`remove_empty`). The number of such removals depends on
+    the speed of the disk, so they are limited by time, not by count.
+
+    Raises:
+        StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.
+        NotADirectoryError: there is a file where a directory should be.
+        FileNotFoundError: a directory that exists refuses new entries, as those of /proc do.
+    """
+    folder = os.path.dirname(path)
+    deadline, refusals = time.monotonic() + _REMOVED_TIMEOUT_S, 0
+    while True:
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             return open(path, "xb")
-        except (FileExistsError, FileNotFoundError) as error:
-            blocked = isinstance(error, FileExistsError) and os.path.lexists(error.filename)
-            if blocked and not os.path.isdir(error.filename):
+        except FileExistsError as error:
+            if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
                 raise NotADirectoryError(
                     f"{error.filename} is a file, where a directory should be"
                 ) from error
-            if not more:
-                raise  # else somebody who removes empty directories came in between
-    raise AssertionError
+        except FileNotFoundError as error:
+            refusals = refusals + 1 if os.path.isdir(os.path.dirname(error.filename)) else 0
+            if refusals >= _MAX_REFUSALS:
+                raise
+        if time.monotonic() >= deadline:
+            raise StorageError(
+                f"{folder}: another process removed this directory for {_REMOVED_TIMEOUT_S:g} s each time it was made; "
+                "stop that process, then write again"
+            )
 
 
 def _link_into_place(beside: str, path: str) -> None:
