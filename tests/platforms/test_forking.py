@@ -123,7 +123,7 @@ def test_it_has_none_of_the_descriptors_that_it_is_not_to_have() -> None:
         def run(order: bytes) -> int:
             has = [
                 os.readlink(f"/proc/self/fd/{fd}")
-                for fd in range(64)
+                for fd in os.listdir("/proc/self/fd")
                 if os.path.lexists(f"/proc/self/fd/{fd}")
             ]
             return 9 if listener in has else 8  # its number may be another's by now
