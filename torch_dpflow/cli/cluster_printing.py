@@ -13,8 +13,8 @@ from torch_dpflow.remote.control.flow_registry import FlowState
 from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, ShardFigures
 from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.joined_node import NodeView
+from torch_dpflow.remote.wire.member_view import MemberView
 from torch_dpflow.remote.wire.node import ProcessView
-from torch_dpflow.remote.wire.shard import MemberView
 
 #: Column headings for a shard, and for all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")

@@ -18,7 +18,7 @@ from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.platforms.names import MemberName, prefix_of
 from torch_dpflow.platforms.registry import resolve
 from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.shard import MemberView
+from torch_dpflow.remote.wire.member_view import MemberView
 
 if TYPE_CHECKING:
     from torch_dpflow.platforms.members import Adapter, Ref

@@ -53,7 +53,7 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job that reads lists of cacheable samples. Raises as `torch_dpflow.remote.job.client.open_job`."""
+        """Join as a job that reads lists of cacheable samples. Raises as `remote.job.client.open_job`."""
         return open_job(
             FlowDefinition(name=self.name, dataset=self.dataset, version=self.version, workers=self.workers),
             JobReading(collate_fn=list, cacheable_only=True),

@@ -30,7 +30,7 @@ from torch_dpflow.remote.observe.cluster_figures import JobRow
 from torch_dpflow.remote.observe.http_address import listen_at
 from torch_dpflow.remote.observe.page_access import TOKEN_FILE, PagePlace, check_page
 from torch_dpflow.remote.observe.page_figures import RUNNING, Observation, ProcessRow
-from torch_dpflow.remote.wire.shard import MemberView
+from torch_dpflow.remote.wire.member_view import MemberView
 
 #: Names the address, for loaders whose options have none.
 VARIABLE = "DPFLOW_WATCH"

@@ -6,7 +6,7 @@
 
 def run(order: bytes) -> int:
     """Work as this order says, in the main thread of a process; returns the exit code. See `member.run`."""
-    from torch_dpflow.member.member import run as work  # not before the order is out of the environment
+    from torch_dpflow.member.member import run as work  # once the order is out of the environment
 
     return work(order)
 
@@ -15,16 +15,18 @@ def warm() -> None:
     """Import what takes seconds: for a process that forks its members."""
     import gc
     from contextlib import suppress
+    from importlib import import_module
 
     import numpy.random  # noqa: F401 - by numpy itself not before it is used
     import torch
 
-    import torch_dpflow.member.member
     import torch_dpflow.remote.worker.member_worker  # noqa: F401
     from torch_dpflow.errors import MessageError
+    from torch_dpflow.member.member import SAMPLES
     from torch_dpflow.remote.process.fit import versions_here
     from torch_dpflow.remote.wire.order import ORDER_VERSION, decode_order
 
+    import_module(SAMPLES)
     versions_here()
     # What the first call of each looks up stays: types of an order, the sources of the lines that a seed is set by.
     with suppress(MessageError):

@@ -1,4 +1,4 @@
-"""The handler of a function of AWS Lambda whose invocations are members: `torch_dpflow.member.aws_lambda.handler`.
+"""The handler of a function of AWS Lambda whose invocations are members.
 
 An invocation's member is a fork of the runtime's process, which imports torch once. Its end is the answer.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib import import_module
 from typing import Any
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.member.forking import Fork, age_s
-from torch_dpflow.member.member import run
+from torch_dpflow.member.member import SAMPLES, run
 from torch_dpflow.platforms.base import End
 from torch_dpflow.remote.worker import member_worker  # noqa: F401  (torch, before the first fork)
+
+import_module(SAMPLES)  # as torch: before the first fork
 
 #: How long before Lambda would end an invocation its member is ended, so that there is an answer, seconds.
 MARGIN_S = 2.0

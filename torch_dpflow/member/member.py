@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import sys
 import traceback
+from importlib import import_module
 
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import MessageError
@@ -13,6 +14,9 @@ from torch_dpflow.remote.process.code_bundle import install_bundle
 from torch_dpflow.remote.process.fit import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.transport import is_loopback
 from torch_dpflow.remote.wire.order import Order, decode_order
+
+#: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
+SAMPLES = "torch_dpflow.remote.worker.member_samples"
 
 
 def run(order: bytes) -> int:
@@ -62,7 +66,7 @@ def _work(order: Order, line: Line) -> None:
     if order.role == "sample-worker":
         connection, near = line.connect(), is_loopback(line.address)
         directory = "" if line.directory is None else line.directory.path
-        member_worker.load_samples(
+        import_module(SAMPLES).load_samples(
             packed, order.number, order.incarnation, connection, is_near=near, directory=directory
         )
         connection.close()

@@ -2,7 +2,8 @@
 
 A process of its own, because the member's torch wants the main thread and its signals, which Ray has in the actor's,
 and because user code may call os._exit or crash: the actor survives that, and tells the exit code and the last words.
-`python -m torch_dpflow.platforms.ray_member MODULE PID` is that child; it imports `MODULE` and calls its `run(order)`.
+`python -m torch_dpflow.platforms.ray_member MODULE PID` is that child; it imports `MODULE` and calls its
+`run(order)`.
 """
 
 from __future__ import annotations

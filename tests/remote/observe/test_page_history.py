@@ -19,8 +19,8 @@ from torch_dpflow.remote.observe.page_figures import (
     observation_of,
 )
 from torch_dpflow.remote.observe.page_history import MOST_POINTS, MOST_SERIES, PageHistory
+from torch_dpflow.remote.wire.member_view import MemberView
 from torch_dpflow.remote.wire.node import ProcessView
-from torch_dpflow.remote.wire.shard import MemberView
 
 SERIES = ("stall", "rate", "hit_rate", "decodes")
 

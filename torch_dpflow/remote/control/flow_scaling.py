@@ -17,8 +17,8 @@ from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds
 from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
 from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, WorkerSeconds
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.member_view import MemberView
 from torch_dpflow.remote.wire.node import ProcessView
-from torch_dpflow.remote.wire.shard import MemberView
 
 #: Of so many jobs of a flow the worker-seconds are kept.
 MOST_JOBS = 1024

@@ -1,7 +1,8 @@
 """The keeper of a cluster whose workers run on a platform: it alone has the platform's library and credentials.
 
 It starts, watches and ends members for all shards. What becomes of them is decided by each shard's fleet, which has
-their keys and hears them; so members live through the keeper's death. It saves nothing: see `control.kept_members`.
+their keys and hears them; so members live through the keeper's death. It saves nothing: see
+`control.kept_members`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ from torch_dpflow.remote.wire.headers import (
     encode,
     version_of,
 )
-from torch_dpflow.remote.wire.shard import MemberView
+from torch_dpflow.remote.wire.member_view import MemberView
 
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost, seconds.
 SUSPECT_S, LEASE_S = 2.5, 10.0

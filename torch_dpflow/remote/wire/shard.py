@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from torch_dpflow.remote.wire.body import MAX_SAMPLES, Body, SampleKeys
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
+from torch_dpflow.remote.wire.fields import Count
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.parcel_table import ParcelTable
 from torch_dpflow.remote.wire.router import JobId
@@ -63,22 +63,6 @@ class Served(Body):
     #: every answer, so that a job that ends before its first heartbeat has them too.
     served: Count = 0
     decodes: Count = 0
-
-
-class MemberView(Body):
-    """What a shard knows of one of its workers that a platform runs, for people."""
-
-    name: Name
-    #: Its place among the workers of the shard.
-    number: Count
-    #: As of `MemberState`.
-    state: Name
-    #: How long ago it was asked for, seconds.
-    age_s: Seconds
-    #: Its host and process; empty before it has called.
-    where: Text
-    #: How many samples the shard has had of it.
-    samples: Count = 0
 
 
 class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

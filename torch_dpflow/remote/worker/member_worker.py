@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch_dpflow.remote.transport import Connection, Frame
 from torch_dpflow.remote.wire.headers import Finished, PackedExchange, encode
 from torch_dpflow.remote.worker.batch_worker import BatchWorker, RefusedError
 from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.remote.worker.result_outbox import ResultOutbox
-from torch_dpflow.remote.worker.sample_worker import SampleWorker
 from torch_dpflow.remote.worker.sched_batch import use_sched_batch
 from torch_dpflow.torch_private import set_worker_signal_handlers
 
-__all__ = ["RefusedError", "load_samples", "open_spec", "work"]
+__all__ = ["RefusedError", "open_spec", "work"]
 
 
 def open_spec(packed: bytes) -> LoadSpec:
@@ -54,33 +51,5 @@ def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, 
     set_worker_signal_handlers()
     kind = BatchWorker if is_near else CompressingWorker
     worker = kind(spec, number, incarnation, connection)
-    use_sched_batch()  # not before: the threads of sockets have to answer quickly
-    worker.work()
-
-
-class MemberSampleWorker(SampleWorker):
-    """Says hello once: its other connection notices where that is lost, or the shard does not answer."""
-
-    hello_s = None
-    idle_s = None
-
-
-def load_samples(
-    packed: bytes, number: int, incarnation: int, connection: Connection, *, is_near: bool, directory: str
-) -> None:
-    """Load single samples until the shard says that it is enough.
-
-    packed: a `SampleAssignment`. is_near: as of `work`. directory: removed where it ends with its shard.
-    """
-    set_worker_signal_handlers()
-    outbox = ResultOutbox(connection, compress=None if is_near else compress)
-    worker = MemberSampleWorker(
-        connection,
-        number,
-        incarnation,
-        lambda digest, on_progress: io.BytesIO(packed),
-        outbox=outbox,
-        directory=directory,
-    )
     use_sched_batch()  # not before: the threads of sockets have to answer quickly
     worker.work()
