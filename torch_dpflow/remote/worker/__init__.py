@@ -1,1 +1,36 @@
-"""The bodies of worker processes: `batch_worker` for the private loader, `sample_worker` for shared flows."""
+"""What a platform runs beyond this host: a member, which calls whoever had it started and works for them.
+
+`run` is for platforms that call a function, `python -m torch_dpflow.member` for those that start a command.
+"""
+
+
+def run(order: bytes) -> int:
+    """Work as this order says, in the main thread of a process; returns the exit code. See `member.run`."""
+    from torch_dpflow.member.member import run as work  # once the order is out of the environment
+
+    return work(order)
+
+
+def warm() -> None:
+    """Import what takes seconds: for a process that forks its members."""
+    import gc
+    from contextlib import suppress
+    from importlib import import_module
+
+    import numpy.random  # noqa: F401 - by numpy itself not before it is used
+    import torch
+
+    import torch_dpflow.remote.worker.member_worker  # noqa: F401
+    from torch_dpflow.errors import MessageError
+    from torch_dpflow.member.member import SAMPLES
+    from torch_dpflow.remote.process.fit import versions_here
+    from torch_dpflow.remote.wire.order import ORDER_VERSION, decode_order
+
+    import_module(SAMPLES)
+    versions_here()
+    # What the first call of each looks up stays: types of an order, the sources of the lines that a seed is set by.
+    with suppress(MessageError):
+        decode_order(b'{"version": %d}' % ORDER_VERSION)
+    torch.manual_seed(0)
+    gc.collect()
+    gc.freeze()  # else each fork's collector writes to, and so copies, the pages of all that was imported

@@ -1,0 +1,1 @@
+"""The bodies of worker processes: `batch_worker` for the private loader, `sample_worker` for shared flows."""
