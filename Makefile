@@ -64,8 +64,8 @@ test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soak
 test-gpu: $(STAMP)  ## what takes a GPU with CUDA, and a build of torch for it; without one it says so
 	$(BIN)/python -m pytest -n 0 -rs tests/gpu
 
-cloud-test: $(STAMP)  ## against real clouds, with your credentials: tests/platforms/cloud/account.py
-	$(BIN)/python -m pytest -n 0 -m cloud --timeout 1200 tests/platforms/cloud
+cloud-test: $(STAMP)  ## against real clouds, with your credentials: tests/remote/launchers/cloud/account.py
+	$(BIN)/python -m pytest -n 0 -m cloud --timeout 1200 tests/remote/launchers/cloud
 
 release-check: $(STAMP)  ## build sdist and wheel, check them, install and test the wheel outside the clone
 	$(BIN)/python tools/release_check.py

@@ -1,6 +1,6 @@
 """Laws that set the number of a flow's workers, in one simulation: `python -m benchmarks.autoscale [--markdown]`.
 
-Simulated time: no figure depends on the machine. The model (`torch_dpflow.remote.control.scaling_model`) is crude: one
+Simulated time: no figure depends on the machine. The model (`torch_dpflow.cluster.control.scaling_model`) is crude: one
 job, no stragglers, no network. It ranks laws; it proves nothing about clouds.
 """
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.autoscale_laws import LAWS
-from torch_dpflow.remote.control.scaling_model import (
+from torch_dpflow.cluster.control.scaling_model import (
     FlowModel,
     Law,
     ScalingOutcome,

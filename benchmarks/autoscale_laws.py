@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds
-from torch_dpflow.remote.control.flow_counts import FlowCounts
-from torch_dpflow.remote.control.scaling_model import Law
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
+from torch_dpflow.cluster.control.flow_counts import FlowCounts
+from torch_dpflow.cluster.control.scaling_model import Law
 
 #: no law may have more
 MOST = 512
@@ -35,7 +35,7 @@ class Difference:
 
 
 def ours(first: int) -> Law:
-    """The law of `torch_dpflow.remote.control.autoscale`."""
+    """The law of `torch_dpflow.cluster.control.autoscale`."""
     law = Autoscaler(Bounds(most=MOST), first)
     return lambda counts, now: law.step(counts, now).workers
 

@@ -8,7 +8,7 @@ pool, 100 Mbit/s, 64 KiB of buffer at the switch, batches of 64 records of 16 kB
 Simulated time (`--simulate`, `benchmarks.incast_network`): the same line with 0.2 ms there and back, 1 to 128 servers,
 three sizes of records. No figure depends on the machine there; a round is another order of the records.
 
-Algorithm 1 is repaired (`torch_dpflow.dataservice.planning.window` says of what) and told the line's rate and
+Algorithm 1 is repaired (`torch_dpflow.pool.planning.window` says of what) and told the line's rate and
 latency; our window is told nothing. The paper states no figures.
 """
 
@@ -30,16 +30,16 @@ from benchmarks import incast_line
 from benchmarks.incast_network import PAYLOAD_BYTES, Line, Network
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from benchmarks.staged_window import StagedWindow, Unbounded
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
-from torch_dpflow.dataservice.planning.placement import place
-from torch_dpflow.dataservice.planning.sets import FileSet, identity
-from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
-from torch_dpflow.dataservice.sources.set_names import identity_of
+from tests.support.hosts import missing
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
-from torch_dpflow.testing.hosts import missing
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.planning.lane_queues import LaneQueues
+from torch_dpflow.pool.planning.placement import place
+from torch_dpflow.pool.planning.sets import FileSet, identity
+from torch_dpflow.pool.planning.window import BatchWindow, MeasuredWindow
+from torch_dpflow.pool.sources.set_names import identity_of
 
 BATCH = 64
 SERVERS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -31,11 +31,11 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.transport import connect, listen
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
-from torch_dpflow.remote.worker import collate
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.serialization.codec import decode, encode
+from torch_dpflow.ipc.transport import connect, listen
+from torch_dpflow.workers import collate
 
 #: Batches asked for ahead of need, as torch's loader does for one worker.
 PREFETCH = 2

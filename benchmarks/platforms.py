@@ -19,7 +19,7 @@ from benchmarks.loader import IMAGES, SPECIFICATION, LoaderRunError, warm_page_c
 from benchmarks.platforms_run import BATCH, SAMPLES, SIDES, SLEEPERS, SleepingLoader
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.natural_images import generate
-from torch_dpflow.testing.hosts import missing
+from tests.support.hosts import missing
 
 #: Round trips of the part `linear`, seconds.
 ROUND_TRIPS_S = {"rtt 0": 0.0, "rtt 20 ms": 0.020}

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from benchmarks.loader_workloads import JpegCrops
 from benchmarks.meter import Read, time_epochs
 from benchmarks.report import Figures
+from tests.support.hosts import Hosts, OnHosts
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.testing.hosts import Hosts, OnHosts
 
 BATCH, SAMPLES = 64, 2048
 #: Of each platform, its sides; the first is the baseline.

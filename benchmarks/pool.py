@@ -36,14 +36,14 @@ from benchmarks.oss_server import OSSServer
 from benchmarks.read_batch import RECORD_BYTES, Records
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.server_messages import ServerInfo
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.server_messages import ServerInfo
 
 BATCH, PER_STRIPE = 64, 20
 METRICS = [

@@ -28,16 +28,16 @@ import numpy as np
 from benchmarks.pool_sides import RECORD_BYTES, content_of, process
 from benchmarks.read_batch import publish_records
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from tests.support.hosts import FOLDER, Host, Hosts, missing
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.rails import RAILS_VARIABLE
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.sources.set_names import identity_of
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, StoredDataset
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
-from torch_dpflow.testing.hosts import FOLDER, Host, Hosts, missing
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.lanes.lane_reader import LaneReader
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.rails import RAILS_VARIABLE
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.sources.set_names import identity_of
 
 BITS_PER_S = 100e6
 SERVERS = (1, 2, 4, 8)

@@ -24,17 +24,17 @@ import numpy as np
 import psutil
 import zmq
 
-from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import StoredDataset
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.rpc import Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.rpc import Result, RpcClient, RpcServer
+from torch_dpflow.ipc.serialization.codec import decode, encode
+from torch_dpflow.ipc.transport import listen
+from torch_dpflow.pool.lanes.lane_reader import LaneReader
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.sources.set_names import identity_of, source_of
 
 RECORD_BYTES, SERVERS = 110_000, 4
 #: What a server that prints other lines too says before its address.

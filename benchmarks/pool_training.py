@@ -33,10 +33,10 @@ from benchmarks.read_batch import pool_server
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.natural_images import generate
 from torch_dpflow import DPFlowDataLoader, PooledDataset
-from torch_dpflow.dataservice import DataClient
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.pool import DataClient
 from torch_dpflow.vision import DecodeRandomResizedCrop, collate_channels_last
 
 BATCH, WORKERS, SIZE, LATENCY_S = 64, 2, 224, 0.010

@@ -8,7 +8,7 @@ record, which is the least that anybody can do. The object store is `benchmarks.
 process, with 10 ms to each answer.
 
 The part `lanes` reads the same records from four servers of this host over tcp: by our lanes, in plain and with TLS, by
-bare sockets, by our own calls (`remote.rpc`) with parcels, by ZeroMQ with CURVE, from Redis and memcached, by
+bare sockets, by our own calls (`ipc.rpc`) with parcels, by ZeroMQ with CURVE, from Redis and memcached, by
 Mooncake's transfer engine, and from Ray's object store; and from one server whose memory is mapped. Each hands out
 `bytes`, or, "not copied", views: of what is mapped, of Ray's store, or of memory that is used again once they are gone
 (`copy=False`). Processor time there is that of reader and servers together. What is not installed is left out.
@@ -51,13 +51,13 @@ from benchmarks.pool_sides import (
 )
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.reader.reading import SetReading
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.reader.reading import SetReading
+from torch_dpflow.pool.sources.set_names import identity_of, source_of
 
 BATCH = 256
 LATENCY_S = 0.010

@@ -16,16 +16,16 @@ from itertools import islice
 
 from benchmarks import report
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.remote.scheduler.events import (
+from torch_dpflow.workers.scheduler.events import (
     AddWorker,
     Assign,
     Exchanged,
     SchedulerInstruction,
     Submit,
 )
-from torch_dpflow.remote.scheduler.machine import Scheduler
-from torch_dpflow.remote.scheduler.tasks import Task
-from torch_dpflow.remote.scheduler.windows import Windows
+from torch_dpflow.workers.scheduler.machine import Scheduler
+from torch_dpflow.workers.scheduler.tasks import Task
+from torch_dpflow.workers.scheduler.windows import Windows
 
 METRICS = (
     report.Metric(name="us_per_task", label="processor time [µs/task]", higher_is_better=False, spec=".2f"),

@@ -7,7 +7,7 @@ process, read with two local workers each (private loaders), or all of them from
 namespaces of their own, behind one link of 1 Gbit/s. The workers of both sides and the trials share this machine's
 processors, so samples/s tell what sharing saves and not what more machines would bring; the processor time of the
 training host, that of all processes outside the namespaces, is the figure that answers. It takes root: see
-`torch_dpflow.testing.hosts`.
+`tests.support.hosts`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.report import Comparison, Metric, add_arguments, alternate, publ
 from benchmarks.sharing import ClusterSource, NoSource, Run, Scenario, Source, Told
 from examples.cluster import started
 from examples.natural_images import generate
-from torch_dpflow.testing.hosts import Host, Hosts, member_python, missing
+from tests.support.hosts import Host, Hosts, member_python, missing
 
 TRIALS, LOCAL_WORKERS, REMOTE_WORKERS = 4, 2, 8
 LOCAL, REMOTE = "4 private loaders, 2 local workers each", "shared flow, 8 remote workers"

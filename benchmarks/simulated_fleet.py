@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from torch_dpflow.remote.scheduler.events import (
+from torch_dpflow.workers.scheduler.events import (
     AddWorker,
     Assign,
     Deliver,
@@ -23,7 +23,7 @@ from torch_dpflow.remote.scheduler.events import (
     TaskId,
     WorkerId,
 )
-from torch_dpflow.remote.scheduler.machine import Scheduler
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: How long a finished result waits for company, at most, seconds.
 _LONGEST_HOLD_S = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_dpflow.checks import check_int, check_number
-from torch_dpflow.dataservice.planning.window import BatchWindow
+from torch_dpflow._core.checks import check_int, check_number
+from torch_dpflow.pool.planning.window import BatchWindow
 
 
 class Unbounded(BatchWindow):

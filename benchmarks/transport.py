@@ -183,7 +183,7 @@ def _cpu_s(process: int) -> float:
 
 
 def _keep_freed_memory() -> None:
-    """What `torch_dpflow.remote.transport` does where it is used."""
+    """What `torch_dpflow.ipc.transport` does where it is used."""
     bytes(31 << 20)
 
 

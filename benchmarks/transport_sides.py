@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
+from torch_dpflow.ipc.serialization.codec import decode, encode
+from torch_dpflow.ipc.transport import listen
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.wire.node import ProcessView
 
 #: By when a cluster that runs answers, and one that is started is up, seconds.
 ANSWER_S, START_S = 20.0, 60.0

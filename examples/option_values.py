@@ -3,8 +3,8 @@
 import math
 from argparse import ArgumentParser, ArgumentTypeError
 
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import DeadlineError, DPFlowError
-from torch_dpflow.remote.access.cluster_address import find_cluster
 
 #: numpy's generator takes no higher seed.
 HIGHEST_SEED = 2**32 - 1

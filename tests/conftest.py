@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from tests import huge_pages
 from tests.holdings import Holdings
 from tests.shared_cluster import PATIENCE_S, TestCluster
-from torch_dpflow.testing import hosts
+from tests.support import hosts
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
@@ -29,12 +29,12 @@ GRACE_S = 10.0
 FORKING = ("tests/contracts/", "tests/faults/", "tests/flows/")
 #: What waits for processes of its own for half of its time.
 WAITING = (
-    "tests/remote/shared/",
+    "tests/cluster/shared/",
     "tests/chaos/",
     "tests/packaging/",
     "tests/integration/",
-    "tests/remote/shard/",
-    "tests/platforms/",
+    "tests/cluster/shard/",
+    "tests/remote/launchers/",
     "tests/hosts/",
 )
 #: What computes, and fills the other half.

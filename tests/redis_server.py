@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import wait
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 
 
 class RedisServer:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.new_process import ROOT, interpreter
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.client import client
+from torch_dpflow.cluster.client.client import FlowDefinition, JobOptions, JobReading, SharedJob
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job import client
-from torch_dpflow.remote.job.client import FlowDefinition, JobOptions, JobReading, SharedJob
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 
 #: How long what must happen may take, seconds: as long as a test may, nearly. It is waited out only by tests that fail,
 #: and a machine with other work takes its time.
@@ -32,8 +32,8 @@ import os, sys
 if os.fork():
     os._exit(0)
 os.setsid()
-from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
-from torch_dpflow.remote.services.node import stopped_by_signals
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
+from torch_dpflow.cluster.services.node import stopped_by_signals
 cluster = LocalCluster(
     ClusterOptions(
         connection_file=sys.argv[1],

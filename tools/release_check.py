@@ -21,11 +21,11 @@ FOLDER = ROOT / "build" / "release"
 #: Of this package: how it meets users, what crosses between processes, what decides, and its command.
 TESTS = (
     "tests/contracts",
-    "tests/properties/test_parcel_properties.py",
-    "tests/properties/test_pool_properties.py",
-    "tests/remote/parcel",
+    "tests/ipc/serialization/test_parcel_properties.py",
+    "tests/cluster/cache/test_pool_properties.py",
+    "tests/ipc/serialization",
     "tests/cli/test_cluster_printing.py",
-    "tests/remote/shared/test_shared_epochs.py",
+    "tests/cluster/shared/test_shared_epochs.py",
 )
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow", "tqdm")
 #: Without anything but its requirements, from an empty directory.

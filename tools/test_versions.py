@@ -27,8 +27,8 @@ FOLDER = ROOT / "build" / "versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TESTS = (
     "tests/contracts",
-    "tests/remote/parcel/test_sample_parcel.py",
-    "tests/remote/parcel/test_plain_pickles.py",
+    "tests/ipc/serialization/test_sample_parcel.py",
+    "tests/ipc/serialization/test_plain_pickles.py",
 )
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")
 #: Python says so, from 3.12 on, wherever a process with threads forks; torch's loader does that as well.

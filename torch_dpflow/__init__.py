@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING
 
+from torch_dpflow._core.lazy import lazy_names
 from torch_dpflow._version import __version__
-from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.caches import ALSDCache
-    from torch_dpflow.dataservice import PooledDataset
+    from torch_dpflow.cluster.client.options import JobOptions
     from torch_dpflow.datasets import DatasetStore
     from torch_dpflow.errors import DPFlowError
     from torch_dpflow.flows import DataLoadFlow
     from torch_dpflow.loader.loader import DPFlowDataLoader
     from torch_dpflow.metrics import LoaderStats
     from torch_dpflow.options import LoaderOptions
-    from torch_dpflow.remote.job.options import JobOptions
+    from torch_dpflow.pool import PooledDataset
     from torch_dpflow.samplers import DynaGCSSampler
 
 __all__ = [
@@ -35,14 +35,14 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "caches": ["ALSDCache"],
-        "dataservice": ["PooledDataset"],
+        "pool": ["PooledDataset"],
         "datasets": ["DatasetStore"],
         "errors": ["DPFlowError"],
         "flows": ["DataLoadFlow"],
         "loader": ["DPFlowDataLoader"],
         "metrics": ["LoaderStats"],
         "options": ["LoaderOptions"],
-        "remote.job.options": ["JobOptions"],
+        "cluster.client.options": ["JobOptions"],
         "samplers": ["DynaGCSSampler"],
     },
 )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from torch_dpflow.checks import (
+from torch_dpflow._core.checks import (
     check_fields,
     check_int,
     check_number,

@@ -10,7 +10,7 @@ import pytest
 from tests.later import Later
 
 autoscale, laws = Later("benchmarks.autoscale"), Later("benchmarks.autoscale_laws")
-model = Later("torch_dpflow.remote.control.scaling_model")
+model = Later("torch_dpflow.cluster.control.scaling_model")
 
 SEEDS = (0, 1, 2)
 DOUBLES = (0, 1, 2)

@@ -13,7 +13,7 @@ from typing import Any
 from tests.chaos.reading import Reading
 from tests.new_process import ROOT, interpreter
 from tests.shared_cluster import TestCluster, wait
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 
 _NURSE = "import sys; from tests.chaos.reading import nurse; nurse(sys.stdin, sys.stdout)"
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.shared_cluster import TestCluster, wait
-from torch_dpflow.testing.hosts import Host, Hosts
+from tests.support.hosts import Host, Hosts
 
 pytestmark = pytest.mark.hosts
 

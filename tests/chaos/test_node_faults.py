@@ -12,8 +12,8 @@ import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.shared_cluster import TestCluster, wait
-from tests.workers import has_ended
-from torch_dpflow.remote.wire.node import ProcessView
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.messages.node import ProcessView
 
 
 def fork_server_of(cluster: TestCluster) -> int:

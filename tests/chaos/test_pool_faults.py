@@ -18,11 +18,11 @@ import pytest
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
-from torch_dpflow.dataservice import DataServer
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import DPFlowError
+from torch_dpflow.pool import DataServer
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT, SERVERS, JOBS = 400, 4, 4
 REF = "core/numbers:v1:train"
@@ -90,9 +90,7 @@ class Pool:
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    _CONTEXT.set_forkserver_preload(
-        ["torch_dpflow.dataservice.server.data_server", "torch_dpflow.loader", __name__]
-    )
+    _CONTEXT.set_forkserver_preload(["torch_dpflow.pool.server.data_server", "torch_dpflow.loader", __name__])
     found = Pool(tmp_path)
     yield found
     found.close()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.shared_cluster import TestCluster, wait
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 
 
 def begin(

@@ -17,7 +17,7 @@ from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.chaos.faults import Fault
 from tests.chaos.stalls import stalls_of, table
 from tests.shared_cluster import TestCluster, wait
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 
 KILLS = ("worker", "shard", "router", "coordinator", "fork server") * 4
 FREEZES = ("worker", "shard", "router", "coordinator")

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from tests.cluster_command import CommandedCluster
 from tests.new_process import interpreter
 from tests.shared_cluster import free_port
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 
 COMMANDS = [["status"], ["top"], ["down"], ["flow", "list"], ["flow", "show", "x"], ["flow", "delete", "x"]]
 COMMANDS.append(["flow", "scale", "x", "--shards", "2"])

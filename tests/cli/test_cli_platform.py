@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from torch_dpflow.cli.main import root
-from torch_dpflow.platforms.names import MemberName
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.names import MemberName
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 from torch_dpflow.testing.adapters import PROGRAM, caller, order_to
 from torch_dpflow.testing.processes import PATIENCE_S
 

@@ -11,9 +11,9 @@ import pytest
 
 from torch_dpflow.cli import cluster_calls
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.errors import OverloadedError
+from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
+from torch_dpflow.ipc.transport import listen
 
 
 @pytest.fixture

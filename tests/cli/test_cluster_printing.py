@@ -10,10 +10,10 @@ from contextlib import redirect_stdout
 import pytest
 
 from torch_dpflow.cli.cluster_printing import print_missing, print_processes, print_sharing, print_top
-from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, figures_of
-from torch_dpflow.remote.wire.coordinator import FlowView, Part
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.messages.coordinator import FlowView, Part
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, figures_of
 
 FLOW = "imagenet/train-with-a-name-that-says-all-of-it@17"
 PROCESS = ProcessView(

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from tests.loader_cases import Augmented, assert_same
-from tests.workers import kill, worker_pids
+from tests.worker_cases import kill, worker_pids
 
 SIZE = 13
 BATCHES = 5

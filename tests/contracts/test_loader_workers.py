@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
 from tests.new_process import in_fork
 from tests.shared_cluster import wait
-from tests.workers import worker_pids
+from tests.worker_cases import worker_pids
 from torch_dpflow.errors import StateError
 
 FORK = multiprocessing.get_context("fork")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.loader_cases import Indices, StatefulSampler, Stream
-from tests.workers import kill, worker_pids
+from tests.worker_cases import kill, worker_pids
 from torch_dpflow.errors import StateError
 
 SIZE = 20

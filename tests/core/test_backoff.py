@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
 
 
 def test_the_longest_pause_doubles_up_to_a_limit() -> None:

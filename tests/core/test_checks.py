@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_dpflow.checks import check_fields, check_flag, check_int, check_number, check_seconds
+from torch_dpflow._core.checks import check_fields, check_flag, check_int, check_number, check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 

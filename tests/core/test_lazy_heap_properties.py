@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torch_dpflow.lazy_heap import LazyHeap
+from torch_dpflow._core.lazy_heap import LazyHeap
 
 ITEMS = st.integers(0, 30)
 RANKS = st.integers(-5, 5)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.periodic import CallTiming, PeriodicCall
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.periodic import CallTiming, PeriodicCall
 
 PATIENCE_S = 60.0
 

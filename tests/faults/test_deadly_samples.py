@@ -18,7 +18,7 @@ import torch
 from tests.loader_cases import Deadly, Gated, Indices, Samples, Stream, patiently
 from tests.new_process import FORK, in_fork
 from tests.shared_datasets import Hanging
-from tests.workers import has_ended, kill, worker_pids
+from tests.worker_cases import has_ended, kill, worker_pids
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.loader.shard_events import Died

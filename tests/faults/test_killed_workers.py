@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.loader_cases import Augmented, Indices, Rows, StatefulStream, Stream, assert_same, seed_everything
-from tests.workers import kill, worker_pids
+from tests.worker_cases import kill, worker_pids
 from torch_dpflow.options import LoaderOptions
 
 KILL_EVERY = 50

@@ -14,7 +14,7 @@ import pytest
 from tests.holdings import Holdings
 from tests.loader_cases import Failing, Indices, Rows, Stream
 from tests.new_process import run_interpreter
-from tests.workers import has_ended, kill, worker_pids
+from tests.worker_cases import has_ended, kill, worker_pids
 
 
 def consume(loader: Any, batches: int | None = None) -> None:
@@ -125,7 +125,7 @@ def test_a_loader_is_collected_while_threadings_own_lock_is_held() -> None:
     program = """if True:
         import gc, threading
         from tests.loader_cases import Indices
-        from tests.workers import has_ended, worker_pids
+        from tests.worker_cases import has_ended, worker_pids
         from torch_dpflow import DPFlowDataLoader
 
         iterator = iter(DPFlowDataLoader(Indices(40), num_workers=2))

@@ -13,11 +13,11 @@ from typing import Any
 import zmq
 
 from tests.loader_cases import Indices
-from torch_dpflow.platforms.base import ProcessSpec
-from torch_dpflow.platforms.local import LocalPlatform
-from torch_dpflow.remote.wire.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.worker.batch_worker import WorkerSpec, exit_report_path, main
+from torch_dpflow.ipc.messages.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
 from torch_dpflow.testing.platforms import wakes
+from torch_dpflow.workers.base import ProcessSpec
+from torch_dpflow.workers.batch_worker import WorkerSpec, exit_report_path, main
+from torch_dpflow.workers.local import LocalPlatform
 
 SIZE = 400
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.loader_cases import Samples
 from tests.new_process import in_fork
-from tests.workers import kill, worker_pids
-from torch_dpflow import descriptors
+from tests.worker_cases import kill, worker_pids
+from torch_dpflow._core import descriptors
 from torch_dpflow.errors import DescriptorLimitError
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dataservice.pool_servers import inner_server
+from tests.pool.pool_servers import inner_server
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.dataservice import DataClient, PooledArray
+from torch_dpflow.pool import DataClient, PooledArray
 
 ROWS = np.random.default_rng(0).random((512, 1000), dtype=np.float32)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tests.shared_cluster import PATIENCE_S
-from torch_dpflow.testing.hosts import Host
+from tests.support.hosts import Host
 
 #: Sends back what it gets.
 ECHO = """

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tests.loader_cases import Augmented
+from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.platforms.members import AdoptingPlatform
-from torch_dpflow.remote.wire.order import Order, decode_order
-from torch_dpflow.testing.hosts import OnHosts
+from torch_dpflow.ipc.messages.order import Order, decode_order
+from torch_dpflow.remote.launchers.members import AdoptingPlatform
 
 #: In every sample, many times over.
 MARK = b"<a sample, as it was loaded>"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.hosts.links import echo
 from tests.shared_cluster import PATIENCE_S, wait
-from torch_dpflow.testing.hosts import Host, Hosts
+from tests.support.hosts import Host, Hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -102,7 +102,7 @@ def test_latency_is_added_to_all_that_passes_and_a_stream_stays_one_if_some_is_l
 
 def test_all_is_gone_with_an_owner_that_is_killed() -> None:
     code = (
-        "import subprocess, sys; from torch_dpflow.testing.hosts import Hosts\n"
+        "import subprocess, sys; from tests.support.hosts import Hosts\n"
         "hosts = [Hosts(1), Hosts(1, rtt_s=0.01)]\n"
         "for one in hosts: subprocess.Popen([*one[0].prefix, 'sleep', '1000'])\n"
         "print(*(one[0].name for one in hosts), flush=True)\n"

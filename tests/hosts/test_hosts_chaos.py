@@ -21,7 +21,7 @@ from tests.hosts.recorded_hosts import Marked, Recorded, shuffled
 from tests.hosts.through_faults import STALL_S, Gaps, longest, read_through, report_kills
 from tests.new_process import ROOT
 from tests.shared_cluster import wait
-from torch_dpflow.testing.hosts import Host, Hosts
+from tests.support.hosts import Host, Hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -95,7 +95,7 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
         for host in hosts:
             # Of a member that was killed; the next one there would remove it.
             assert len(list(host.folder.iterdir())) <= 1
-            sweep = "from torch_dpflow.directory import sweep; sweep()"
+            sweep = "from torch_dpflow._core.directory import sweep; sweep()"
             subprocess.run(
                 [*host.prefix, sys.executable, "-c", sweep], env={"PYTHONPATH": str(ROOT)}, check=True
             )

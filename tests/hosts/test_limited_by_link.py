@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
 from tests.shared_cluster import TestCluster, wait
+from tests.support.hosts import Hosts, OnHosts, member_python
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.cli.main import root
-from torch_dpflow.testing.hosts import Hosts, OnHosts, member_python
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.transport.link_time import LinkTime
-from torch_dpflow.testing.hosts import Hosts
+from tests.support.hosts import Hosts
+from torch_dpflow.ipc.transport.link_time import LinkTime
 
 #: Sends so many bytes from there, and looks, until all have come, for how long they were on their way.
 SENDER = """
 import select, socket, sys
-from torch_dpflow.remote.transport.link_time import LinkTime
+from torch_dpflow.ipc.transport.link_time import LinkTime
 
 address, port, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 link = LinkTime(port)

@@ -16,11 +16,11 @@ from tests.hosts.links import echo, sniffed
 from tests.hosts.recorded_hosts import MARK, Marked, Recorded, shuffled
 from tests.loader_cases import assert_same
 from tests.shared_cluster import PATIENCE_S, wait
+from tests.support.hosts import Hosts
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.remote.transport import TransportOptions, connect
-from torch_dpflow.remote.transport.keys import ClientKeys
-from torch_dpflow.remote.wire.order import Order, encode_order
-from torch_dpflow.testing.hosts import Hosts
+from torch_dpflow.ipc.messages.order import Order, encode_order
+from torch_dpflow.ipc.transport import TransportOptions, connect
+from torch_dpflow.ipc.transport.keys import ClientKeys
 
 pytestmark = pytest.mark.hosts
 
@@ -81,7 +81,7 @@ def an_order_is_refused_a_second_time_and_from_another_host(pair: Pair) -> None:
     order = pair.platform.orders[0]
     elsewhere = pair.hosts[order.number - 1]
     copy = subprocess.run(
-        [*elsewhere.prefix, sys.executable, "-m", "torch_dpflow.member"],
+        [*elsewhere.prefix, sys.executable, "-m", "torch_dpflow.remote.worker"],
         input=encode_order(order),
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.loader_cases import Augmented, Indices, Stream, assert_same
 from tests.new_process import run_interpreter
-from tests.workers import kill, worker_pids
+from tests.worker_cases import kill, worker_pids
 from torch_dpflow import JobOptions
 from torch_dpflow.options import LoaderOptions
 

@@ -65,7 +65,7 @@ SUITES = {
 WITH_EXTRAS = (
     "torch_dpflow.cli.",
     "torch_dpflow.datasets.importers.table_values",
-    "torch_dpflow.remote.observe.page_server",
+    "torch_dpflow.cluster.monitoring.page_server",
     "torch_dpflow.testing.",
     "torch_dpflow.vision",
 )
@@ -119,7 +119,7 @@ def test_the_wheel_holds_every_module_and_the_mark_of_its_types(built: Path) -> 
 
 def files(built: Path) -> set[str]:
     """Those of the live page, with the license of the library that draws its charts."""
-    folder = built / "torch_dpflow/remote/observe/page"
+    folder = built / "torch_dpflow/cluster/monitoring/page"
     found = {path.relative_to(built).as_posix() for path in folder.iterdir()}
     assert f"{folder.relative_to(built)}/uPlot.LICENSE" in found
     return found

@@ -69,4 +69,6 @@ def test_every_path_in_a_document_is_there(document: Path) -> None:
     "name", ["loader/nothing", "remote/shard/engin", "errors.NoSuchError", "caches/no*.py"]
 )
 def test_a_path_that_is_not_there_is_found(name: str) -> None:
-    assert wrong_names(f"See `{name}` and `shard/engine`, `errors.ErrorKind`, `a/path/of/others`.") == [name]
+    assert wrong_names(f"See `{name}` and `workers/engine`, `errors.ErrorKind`, `a/path/of/others`.") == [
+        name
+    ]

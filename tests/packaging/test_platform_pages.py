@@ -20,9 +20,9 @@ from tests.pages import (
     save_scripts,
     side_by_side,
 )
-from tests.platforms.function_doubles import function_double
-from tests.platforms.kube_server import kube_server
-from tests.platforms.local_ray import needs_ray, ray_of, start_node
+from tests.remote.launchers.function_doubles import function_double
+from tests.remote.launchers.kube_server import kube_server
+from tests.remote.launchers.local_ray import needs_ray, ray_of, start_node
 
 
 @pytest.fixture(autouse=True)

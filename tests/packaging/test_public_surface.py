@@ -55,10 +55,10 @@ LATER = (
     "torch_dpflow.datasets",
     "torch_dpflow.flows",
     "torch_dpflow.loader.flow_iterator",
-    "torch_dpflow.remote.job",
-    "torch_dpflow.remote.job.client",
-    "torch_dpflow.remote.wire.bodies",
-    "torch_dpflow.remote.job.epoch_reader",
+    "torch_dpflow.cluster.client",
+    "torch_dpflow.cluster.client.client",
+    "torch_dpflow.cluster.messages.bodies",
+    "torch_dpflow.cluster.client.epoch_reader",
     "torch_dpflow.samplers",
 )
 #: Names are imported when they are first asked for, so all are.

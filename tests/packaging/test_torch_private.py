@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.torch_private import ITERATOR_ATTRIBUTES, LOADER_ATTRIBUTES, TESTED
+from torch_dpflow._core.torch_private import ITERATOR_ATTRIBUTES, LOADER_ATTRIBUTES, TESTED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_dpflow"
 FENCE = PACKAGE / "torch_private.py"
@@ -50,14 +50,14 @@ from torch_dpflow.errors import UnsupportedTorchError
 told = []
 for place, name in json.loads(sys.argv[1]):
     thing = pkgutil.resolve_name(place)
-    sys.modules.pop("torch_dpflow.torch_private", None)
+    sys.modules.pop("torch_dpflow._core.torch_private", None)
     if name == "_untyped_storage":  # an attribute of instances
         kept, thing.__init__ = thing.__init__, lambda self, **_: None
     else:
         kept = thing.__dict__[name]
         delattr(thing, name)
     try:
-        importlib.import_module("torch_dpflow.torch_private").default_store()
+        importlib.import_module("torch_dpflow._core.torch_private").default_store()
         told.append("nothing is missing")
     except Exception as error:
         told.append([type(error).__name__, isinstance(error, ImportError), str(error)])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, publish
+from tests.pool.pool_servers import inner_server
 from tests.shared_cluster import PATIENCE_S
-from torch_dpflow.dataservice import DataClient
 from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.pool import DataClient
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch_dpflow.dataservice import DataServer
+from torch_dpflow.pool import DataServer
 
 
 class ServerProcess(subprocess.Popen[str]):

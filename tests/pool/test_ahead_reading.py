@@ -12,18 +12,18 @@ import pytest
 
 from tests.datasets.samples_source import Numbered, content, publish
 from tests.shared_cluster import PATIENCE_S, wait
-from torch_dpflow.dataservice.messages.ahead_messages import (
+from torch_dpflow.datasets import DatasetStore
+from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.errors import UsageError
+from torch_dpflow.pool.messages.ahead_messages import (
     LEFT,
     LONGEST_ORDER,
     AheadPlaces,
     AnnounceOrder,
 )
-from torch_dpflow.dataservice.server import ahead
-from torch_dpflow.dataservice.server.ahead import AheadReading
-from torch_dpflow.dataservice.sources.set_names import record_set
-from torch_dpflow.datasets import DatasetStore
-from torch_dpflow.datasets.sample_reader import SampleReader
-from torch_dpflow.errors import UsageError
+from torch_dpflow.pool.server import ahead
+from torch_dpflow.pool.server.ahead import AheadReading
+from torch_dpflow.pool.sources.set_names import record_set
 
 COUNT = 40
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.planning.keeper_machine import Drop, Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.planning.placement import NOBODY, place
 from torch_dpflow.errors import OptionError, PoolFullError, UsageError
+from torch_dpflow.pool.planning.keeper_machine import Drop, Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.pool.planning.placement import NOBODY, place
 
 LEASE_S, IDLE_S = 3.0, 10.0
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

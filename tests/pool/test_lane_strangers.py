@@ -14,14 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import numbers
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.lanes.guards import HELLO_BYTES, connect_stream, guard_of, receive_exactly
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
-from torch_dpflow.dataservice.lanes.wire import (
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.datasets import StoredDataset
+from torch_dpflow.errors import MessageError
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.lanes.guards import HELLO_BYTES, connect_stream, guard_of, receive_exactly
+from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.pool.lanes.wire import (
     ANSWER_BYTES,
     CONTROL,
     ENTRY_BYTES,
@@ -34,14 +37,11 @@ from torch_dpflow.dataservice.lanes.wire import (
     read_table,
     take_request,
 )
-from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
-from torch_dpflow.dataservice.server import door
-from torch_dpflow.dataservice.server.holdings import Holdings
-from torch_dpflow.dataservice.server.lane_server import LaneServer
-from torch_dpflow.dataservice.sources.set_names import identity_of
-from torch_dpflow.datasets import StoredDataset
-from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool.messages.protocol import MOST_RECORDS
+from torch_dpflow.pool.server import door
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.server.lane_server import LaneServer
+from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT = 40
 #: What a server's memory may vary by while strangers come and go, bytes.

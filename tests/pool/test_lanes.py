@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
-from torch_dpflow.testing.lanes import LaneContract
+from tests.support.lanes import LaneContract
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
 
 _KEYS = generate_keys("", certificates=True)
 

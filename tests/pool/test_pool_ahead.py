@@ -20,22 +20,22 @@ import torch
 from torch.utils.data import RandomSampler, Subset
 
 from benchmarks.oss_server import OSSServer, StoredObject
-from tests.dataservice.pool_servers import inner_server, server
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, TestCluster, wait
 from torch_dpflow import DPFlowDataLoader, JobOptions, PooledDataset
 from torch_dpflow.caches import ALSDCache
-from torch_dpflow.dataservice import DataClient, DataServer
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.wire import CONTROL, hello
-from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder
-from torch_dpflow.dataservice.messages.protocol import encode
-from torch_dpflow.dataservice.sources.set_names import identity_of
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.flows.staged import StagedDataset
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool import DataClient, DataServer
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.wire import CONTROL, hello
+from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder
+from torch_dpflow.pool.messages.protocol import encode
+from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT = 120
 CONTENTS = [np.random.default_rng(number).bytes(1000 - number % 7) for number in range(COUNT)]
@@ -166,9 +166,9 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
     address = pool.address if is_far else pool.directory
     order = f"identity={identity_of(stored)!r}, order=name, first=0, total=total, spread=8, records=bytes(8)"
     job = (
-        "from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection\n"
-        "from torch_dpflow.dataservice.lanes.pool_address import find_address\n"
-        "from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder\n"
+        "from torch_dpflow.pool.lanes.pool_connection import PoolConnection\n"
+        "from torch_dpflow.pool.lanes.pool_address import find_address\n"
+        "from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder\n"
         f"connection = PoolConnection(find_address({str(address)!r}, {str(keys)!r}))\n"
         f"for name, total in (('whole', 2), ('in part', 3)): connection.ask(AnnounceOrder({order}))\n"
         "print('announced', flush=True)\n"

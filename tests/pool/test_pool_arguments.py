@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, DataServer
-from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.pool import DataClient, DataServer
+from torch_dpflow.pool.lanes.pool_address import find_address
 
 
 @pytest.mark.parametrize(

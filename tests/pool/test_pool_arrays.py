@@ -18,13 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from tests.dataservice.pool_servers import inner_server, server
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.dataservice import ArraySource, DataClient, PooledArray, open_array
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.planning.sets import ArraySet
-from torch_dpflow.dataservice.sources.arrays import array_identity, array_set
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.errors import (
     ChecksumError,
     MissingExtraError,
@@ -33,7 +30,10 @@ from torch_dpflow.errors import (
     OptionTypeError,
     TruncatedObjectError,
 )
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool import ArraySource, DataClient, PooledArray, open_array
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.planning.sets import ArraySet
+from torch_dpflow.pool.sources.arrays import array_identity, array_set
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
 

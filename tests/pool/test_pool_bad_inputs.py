@@ -17,11 +17,6 @@ from click.testing import CliRunner
 from tests.datasets.samples_source import Numbered, numbers, publish
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, PooledArray, open_array
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import OpenSet, PushStripe, WantRecords
-from torch_dpflow.dataservice.messages.server_messages import AskTable, TablePart
-from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.importer_registry import make_importer
@@ -34,6 +29,11 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
+from torch_dpflow.pool import DataClient, PooledArray, open_array
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.protocol import OpenSet, PushStripe, WantRecords
+from torch_dpflow.pool.messages.server_messages import AskTable, TablePart
+from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT = 40
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.pool.pool_servers import inner_server
 from tests.shared_cluster import wait
 from torch_dpflow.cli.main import root
 from torch_dpflow.cli.pool_printing import read_rates
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.messages.protocol import SetList
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.errors import ObjectMissingError, OptionError
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.messages.protocol import SetList
 
 CLASSES, FILES = 3, 5
 

@@ -16,16 +16,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tests.dataservice.pool_servers import inner_server
+from tests.pool.pool_servers import inner_server
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, DataServer
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.errors import OptionError, PeerLostError
-from torch_dpflow.remote.access.connection_file import (
+from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     read_connection_file,
     write_connection_file,
 )
+from torch_dpflow.errors import OptionError, PeerLostError
+from torch_dpflow.pool import DataClient, DataServer
+from torch_dpflow.pool.lanes.pool_address import find_address
 
 USES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 NOW = datetime.datetime.now(datetime.timezone.utc)

@@ -9,20 +9,20 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import numbers, publish
 from tests.interruption import Interruption
 from tests.new_process import in_fork
+from tests.pool.pool_servers import inner_server
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.lanes.guards import connect_stream, guard_of, receive_exactly
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.wire import LANE, WHOLE, RecordRequest
-from torch_dpflow.dataservice.sources.set_names import identity_of
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import ChecksumError
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.lanes.guards import connect_stream, guard_of, receive_exactly
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.wire import LANE, WHOLE, RecordRequest
+from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT, LARGE = 40, 8 << 20
 

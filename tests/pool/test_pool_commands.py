@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, publish
+from tests.pool.pool_servers import inner_server, server
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, open_array
-from torch_dpflow.dataservice.sources.arrays import array_identity
-from torch_dpflow.dataservice.verifying import verify_pool
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import OptionError
+from torch_dpflow.pool import DataClient, open_array
+from torch_dpflow.pool.sources.arrays import array_identity
+from torch_dpflow.pool.verifying import verify_pool
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
 

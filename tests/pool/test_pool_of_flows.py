@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.pool.pool_servers import inner_server
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
+from torch_dpflow.pool import DataClient
 
 COUNT = 12
 

@@ -16,15 +16,18 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.oss_server import OSSServer
-from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.server_messages import (
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.pool import DataClient, DataServer, SetInfo
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.server_messages import (
     Beat,
     DropOrder,
     Enlist,
@@ -32,13 +35,10 @@ from torch_dpflow.dataservice.messages.server_messages import (
     ServerInfo,
     SetPart,
 )
-from torch_dpflow.dataservice.messages.set_source import SetSource
-from torch_dpflow.dataservice.planning.residents import ALL
-from torch_dpflow.dataservice.server.holdings import Holdings
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
-from torch_dpflow.datasets import DatasetStore, StoredDataset
-from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool.messages.set_source import SetSource
+from torch_dpflow.pool.planning.residents import ALL
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.sources.set_names import identity_of, source_of
 
 COUNT = 200
 #: How long readers wait for a server that is frozen, seconds: what they do not get, they read from storage.
@@ -235,7 +235,7 @@ def test_a_reader_that_asks_a_new_head_before_its_members_have_come_back_changes
 def test_a_preload_waits_for_members_of_a_head_that_was_killed(
     stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.dataservice.server.head.LEASE_S", 0.5)
+    monkeypatch.setattr("torch_dpflow.pool.server.head.LEASE_S", 0.5)
     (tmp_path / "p").mkdir(mode=0o700)
     (tmp_path / "p" / "members").write_text("host:/run/pool/1\n")  # they do not come
     with (
@@ -326,8 +326,8 @@ def test_a_member_that_begins_anew_at_its_address_is_empty(stored: StoredDataset
 
 def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends, which the check after each test awaits."""
-    monkeypatch.setattr("torch_dpflow.dataservice.server.holdings.FIRST_PAUSE_S", 1e6)
-    monkeypatch.setattr("torch_dpflow.dataservice.server.holdings.LONGEST_PAUSE_S", 1e6)
+    monkeypatch.setattr("torch_dpflow.pool.server.holdings.FIRST_PAUSE_S", 1e6)
+    monkeypatch.setattr("torch_dpflow.pool.server.holdings.LONGEST_PAUSE_S", 1e6)
     options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s"}
     source = SetSource(store="oss://bucket/datasets", options=options, ref="core/numbers:v1:train")
     holdings, identity = Holdings(0), bytes(16)

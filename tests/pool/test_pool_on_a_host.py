@@ -17,25 +17,10 @@ from typing import Any
 import pytest
 
 from benchmarks.oss_server import Fault, OSSServer
-from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
-from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import (
-    ELSEWHERE,
-    HERE,
-    PreloadSet,
-    RecordStates,
-    WantRecords,
-    find_directory,
-    socket_path,
-)
-from torch_dpflow.dataservice.messages.set_source import SetSource
-from torch_dpflow.dataservice.server.filling import HeldSet
-from torch_dpflow.dataservice.server.known_set import KnownSet
-from torch_dpflow.dataservice.sources.set_names import identity_of, open_source, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.storage import ReadOptions
@@ -46,6 +31,21 @@ from torch_dpflow.errors import (
     StorageError,
     UsageError,
 )
+from torch_dpflow.pool import DataClient, DataServer, SetInfo
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.protocol import (
+    ELSEWHERE,
+    HERE,
+    PreloadSet,
+    RecordStates,
+    WantRecords,
+    find_directory,
+    socket_path,
+)
+from torch_dpflow.pool.messages.set_source import SetSource
+from torch_dpflow.pool.server.filling import HeldSet
+from torch_dpflow.pool.server.known_set import KnownSet
+from torch_dpflow.pool.sources.set_names import identity_of, open_source, source_of
 
 COUNT = 40
 

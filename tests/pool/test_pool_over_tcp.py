@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import numbers, publish
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, DataServer
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, OptionTypeError, PeerLostError
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool import DataClient, DataServer
+from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
 
 COUNT = 40
 OURS, OTHERS, OLD = (

@@ -16,15 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.dataservice.pool_servers import inner_server, server
+from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.dataservice import ArraySource, DataClient, PooledArray
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import PushStripe
-from torch_dpflow.dataservice.planning import sets as layouts
-from torch_dpflow.dataservice.pushing import push, pushed_source
-from torch_dpflow.dataservice.sources.arrays import array_identity
 from torch_dpflow.errors import (
     DPFlowError,
     OptionError,
@@ -33,6 +27,12 @@ from torch_dpflow.errors import (
     PoolFullError,
     UsageError,
 )
+from torch_dpflow.pool import ArraySource, DataClient, PooledArray
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.protocol import PushStripe
+from torch_dpflow.pool.planning import sets as layouts
+from torch_dpflow.pool.pushing import push, pushed_source
+from torch_dpflow.pool.sources.arrays import array_identity
 
 NAME = "lab/rows:v1"
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.pool.pool_servers import inner_server
 from tests.shared_cluster import PATIENCE_S, wait
-from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.lanes import lane_reader, railed_reader
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
-from torch_dpflow.dataservice.lanes.rail_knocks import RailKnocks
-from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
-from torch_dpflow.dataservice.lanes.rails import (
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.datasets import DatasetStore
+from torch_dpflow.pool import DataClient
+from torch_dpflow.pool.lanes import lane_reader, railed_reader
+from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.pool.lanes.rail_knocks import RailKnocks
+from torch_dpflow.pool.lanes.railed_reader import RailedReader
+from torch_dpflow.pool.lanes.rails import (
     Place,
     ServerRails,
     choose_rails,
@@ -26,10 +28,8 @@ from torch_dpflow.dataservice.lanes.rails import (
     place_of_process,
     rails_to,
 )
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.sources.set_names import identity_of
-from torch_dpflow.datasets import DatasetStore
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.sources.set_names import identity_of
 
 KEYS = generate_keys("", certificates=True)
 

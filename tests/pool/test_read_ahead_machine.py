@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.node_lists import NodeLists, by_modulo
-from torch_dpflow.dataservice.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
-from torch_dpflow.dataservice.server.ahead import AnnouncedOrder
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Serve
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Serve
+from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
+from torch_dpflow.pool.server.ahead import AnnouncedOrder
 
 SIZE = 100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.planning.send_turns import SendTurns
+from torch_dpflow.pool.planning.send_turns import SendTurns
 
 STEPS = st.lists(
     st.tuples(

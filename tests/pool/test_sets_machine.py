@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.planning.sets import ALIGNMENT, ArraySet, FileSet, identity
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.pool.planning.sets import ALIGNMENT, ArraySet, FileSet, identity
 
 NAME = identity("files", {"dataset": "a"})
 

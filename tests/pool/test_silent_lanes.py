@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import PATIENCE_S
-from torch_dpflow.dataservice.lanes import lane_reader
-from torch_dpflow.dataservice.lanes.guards import admit_stream, guard_of
-from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
-from torch_dpflow.dataservice.lanes.pool_address import find_address
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.lanes.wire import DATA, LONGEST_RECORD, pack_answer, take_request
-from torch_dpflow.dataservice.planning.window import FixedWindow
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.pool.lanes import lane_reader
+from torch_dpflow.pool.lanes.guards import admit_stream, guard_of
+from torch_dpflow.pool.lanes.lane_reader import LaneReader
+from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.lanes.wire import DATA, LONGEST_RECORD, pack_answer, take_request
+from torch_dpflow.pool.planning.window import FixedWindow
 
 IDENTITY, RECORD_BYTES = bytes(16), 20_000
 

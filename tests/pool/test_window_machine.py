@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staged_window import StagedWindow, Unbounded
-from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
-from torch_dpflow.dataservice.planning.window import LEAST, MOST, BatchWindow, FixedWindow, MeasuredWindow
 from torch_dpflow.errors import OptionError
+from torch_dpflow.pool.planning.lane_queues import LaneQueues
+from torch_dpflow.pool.planning.window import LEAST, MOST, BatchWindow, FixedWindow, MeasuredWindow
 
 
 def run(window: BatchWindow, lengths: list[int], chance: random.Random) -> None:

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, AdoptingPlatform
-from torch_dpflow.platforms.names import MemberName
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform
+from torch_dpflow.remote.launchers.names import MemberName
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 
 #: Where a host's own temporary directory is, there: a place that every Linux has.
 FOLDER = "/mnt"
@@ -210,7 +210,7 @@ class Host:
 
     def _connect(self, rtt_s: float, loss: float) -> None:
         if rtt_s or loss:
-            relay = (sys.executable, "-m", "torch_dpflow.testing.relay")
+            relay = (sys.executable, "-m", "tests.support.relay")
             self._relay = self._start(*relay, self.name, f"{self.name}x", f"{rtt_s / 2}", f"{loss}")
             _run("ip", "link", "set", f"{self.name}x", "netns", f"{self._first}", "name", DEVICE)
         else:
@@ -335,7 +335,9 @@ class OnHosts:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}
         env = {**path, **self.env}
-        return HostsAdapter(self.prefixes, "torch_dpflow.member", env=env, starts_per_s=self.starts_per_s)
+        return HostsAdapter(
+            self.prefixes, "torch_dpflow.remote.worker", env=env, starts_per_s=self.starts_per_s
+        )
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         return Calls(self.adapter())

@@ -18,16 +18,16 @@ try:
     import pytest
 except ImportError as error:
     raise ImportError(
-        "torch_dpflow.testing.lanes needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
+        "tests.support.lanes needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
     ) from error
 
-from torch_dpflow.dataservice import DataServer
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.reader.reading import SetReading
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.pool import DataServer
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.reader.reading import SetReading
+from torch_dpflow.pool.sources.set_names import identity_of, source_of
 
 #: Time limit for whatever a test awaits, seconds.
 PATIENCE_S = 60.0

@@ -3,7 +3,7 @@
 For kernels without netem. At some tens of microseconds a packet, it is for what latency does and
 not for measuring throughput. It delays all that TCP does, connecting too, and needs no address of its own.
 
-    python -m torch_dpflow.testing.relay DEVICE OTHER SECONDS LOSS
+    python -m tests.support.relay DEVICE OTHER SECONDS LOSS
 
 makes two network devices, of which each gives out after SECONDS what the other is given, but for a share LOSS of the
 packets. It writes a line when they are there, reads lines with other SECONDS, and ends, with both, when its input does.

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.remote.parcel.codec import encode
-from torch_dpflow.remote.transport import Listener, connect, listen
-from torch_dpflow.remote.wire.headers import Exchange, Finished, decode
-from torch_dpflow.remote.wire.shard import SAMPLE
-from torch_dpflow.remote.worker.result_outbox import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
+from torch_dpflow.cluster.messages.shard import SAMPLE
+from torch_dpflow.ipc.messages.headers import Exchange, Finished, decode
+from torch_dpflow.ipc.serialization.codec import encode
+from torch_dpflow.ipc.transport import Listener, connect, listen
+from torch_dpflow.workers.result_outbox import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
 
 Message = tuple[list[int], int | None, int]
 

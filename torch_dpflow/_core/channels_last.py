@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_dpflow.torch_private import collate, default_collate_fn_map
+from torch_dpflow._core.torch_private import collate, default_collate_fn_map
 
 
 def collate_channels_last(samples: list[Any]) -> Any:

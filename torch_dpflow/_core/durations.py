@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torch_dpflow.checks import check_seconds, check_type
+from torch_dpflow._core.checks import check_seconds, check_type
 from torch_dpflow.errors import OptionError
 
 #: What to give.

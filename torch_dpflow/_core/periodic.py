@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import SERVICE
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.caches.lookahead_poller import LookaheadPoller, LookaheadSampler
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.store import CacheStatistics, SampleStore
-from torch_dpflow.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.checks import check_int, check_number
+from torch_dpflow._core.checks import check_int, check_number
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys, Lookahead
 

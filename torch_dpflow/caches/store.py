@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from torch_dpflow._core.single_flight import Flight, Flights, fail
 from torch_dpflow.caches.policy import Job, Policy
 from torch_dpflow.caches.sizing import duplicate, measure
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.single_flight import Flight, Flights, fail
 
 #: The one job that reads a store of its own.
 _JOB: Job = "owner"

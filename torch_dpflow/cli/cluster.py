@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from torch_dpflow._core.descriptors import soft_limit
 from torch_dpflow.cli.cluster_calls import (
     address_option,
     ask,
@@ -33,16 +34,15 @@ from torch_dpflow.cli.cluster_printing import (
     print_top,
 )
 from torch_dpflow.cli.dataset_options import Command
-from torch_dpflow.descriptors import soft_limit
+from torch_dpflow.cluster.messages.joined_node import NodeView
+from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, figures_of
+from torch_dpflow.cluster.security.cluster_address import ADDRESS_VARIABLE
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
-from torch_dpflow.remote.access.cluster_address import ADDRESS_VARIABLE
-from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, figures_of
-from torch_dpflow.remote.wire.joined_node import NodeView
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.rpc import RpcClient
-    from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
+    from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
+    from torch_dpflow.ipc.rpc import RpcClient
 
 
 def _up_options(command: Command) -> Command:
@@ -123,11 +123,11 @@ def up(
 
     It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
     """
-    from torch_dpflow.platforms.fork_server import end_fork_server
-    from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
-    from torch_dpflow.remote.services.node import stopped_by_signals
-    from torch_dpflow.remote.shm.headroom import check_memory
-    from torch_dpflow.remote.wire.coordinator import ClusterLimits
+    from torch_dpflow.cluster.messages.coordinator import ClusterLimits
+    from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
+    from torch_dpflow.cluster.services.node import stopped_by_signals
+    from torch_dpflow.ipc.memory.headroom import check_memory
+    from torch_dpflow.workers.fork_server import end_fork_server
 
     if memory is not None and given["listen"] is None:  # else nodes of other hosts may have a part of it
         check_memory("--memory", memory)
@@ -187,7 +187,7 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
 
 def _pool_directory(memory: int | None) -> str | None:
     """Where the server of the pool is that the cluster runs."""
-    from torch_dpflow.dataservice.messages.protocol import find_directory
+    from torch_dpflow.pool.messages.protocol import find_directory
 
     return None if memory is None else str(find_directory())
 
@@ -283,8 +283,8 @@ def keygen(
     With the extra `pool` it gets certificates too, for `dpflow pool serve --listen ... --connection PATH`; or with
     --authority, --server and --client those that you have.
     """
-    from torch_dpflow.remote.access.certificates import can_draw_certificates, read_certificates
-    from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+    from torch_dpflow.cluster.security.certificates import can_draw_certificates, read_certificates
+    from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 
     if path == Path():
         raise OptionError("PATH is empty or a directory; give the path of a file")

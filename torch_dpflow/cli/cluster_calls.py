@@ -9,14 +9,14 @@ from typing import Any
 import click
 import msgspec
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.checks import check_int
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.security.cluster_address import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.remote.access.cluster_address import NODE_SOCKET, find_cluster, keys_hint
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 
 #: How long a coordinator may take to answer, and to be ready for calls once it answers; and a node to answer, seconds.
 ANSWER_S, READY_S, NODE_S = 10.0, 3.0, 10.0

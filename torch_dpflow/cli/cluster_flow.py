@@ -6,9 +6,9 @@ import click
 
 from torch_dpflow.cli.cluster_calls import address_option, ask, ask_views, connect, json_option, to_json
 from torch_dpflow.cli.cluster_printing import print_flow, print_flows, print_scaled
+from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
+from torch_dpflow.cluster.monitoring.cluster_figures import figures_of
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.observe.cluster_figures import figures_of
-from torch_dpflow.remote.wire.coordinator import FlowView, Scale
 
 
 @click.group()

@@ -9,12 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_dpflow.cli.console import stdout_console
-from torch_dpflow.remote.control.flow_registry import FlowState
-from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, ShardFigures
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.joined_node import NodeView
-from torch_dpflow.remote.wire.member_view import MemberView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.control.flow_registry import FlowState
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.joined_node import NodeView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures
+from torch_dpflow.ipc.messages.member_view import MemberView
 
 #: Column headings for a shard, and for all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")

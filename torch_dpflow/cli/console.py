@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-from torch_dpflow.checks import CONTROL
+from torch_dpflow._core.checks import CONTROL
 
 #: Wider than any row, so that no line is broken; a row takes only what it needs.
 _UNBROKEN = 2000

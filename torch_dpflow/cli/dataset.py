@@ -24,8 +24,8 @@ from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers.importer_registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.datasets.spec import Dataset
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 

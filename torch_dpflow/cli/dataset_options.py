@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import OptionError
 
 Command = Callable[..., Any]

@@ -11,10 +11,10 @@ import msgspec
 
 from torch_dpflow.cli.cluster_calls import size_of
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.access.connection_file import ConnectionFile
+    from torch_dpflow.cluster.security.connection_file import ConnectionFile
 
 _CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -42,7 +42,7 @@ def _with_options(command: _F) -> _F:
 @_with_options
 def fc(image: str, dry_run: bool, removes: bool) -> None:
     """The function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
-    from torch_dpflow.platforms import fc_deploy
+    from torch_dpflow.remote.launchers import fc_deploy
 
     _say("fc", fc_deploy.deploy, fc_deploy.remove, image, dry_run, removes)
 
@@ -51,7 +51,7 @@ def fc(image: str, dry_run: bool, removes: bool) -> None:
 @_with_options
 def lambda_(image: str, dry_run: bool, removes: bool) -> None:
     """The function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
-    from torch_dpflow.platforms import lambda_deploy
+    from torch_dpflow.remote.launchers import lambda_deploy
 
     _say("lambda", lambda_deploy.deploy, lambda_deploy.remove, image, dry_run, removes)
 
@@ -114,8 +114,8 @@ def eci(
 
     Called again, it makes those that are missing or have ended, and removes those that are too many.
     """
-    from torch_dpflow.platforms import eci_nodes
-    from torch_dpflow.platforms.eci_control import ContainerGroups
+    from torch_dpflow.remote.launchers import eci_nodes
+    from torch_dpflow.remote.launchers.eci_control import ContainerGroups
 
     if removes and lists:
         raise OptionError("--remove and --list exclude each other; give one of them")
@@ -143,7 +143,7 @@ def eci(
 
 def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | None:
     """The cluster's file; None: there is its name alone."""
-    from torch_dpflow.remote.access.connection_file import read_connection_file
+    from torch_dpflow.cluster.security.connection_file import read_connection_file
 
     if join is not None:
         return read_connection_file(join)

@@ -33,10 +33,10 @@ RUN pip install --no-cache-dir --no-deps -r requirements.txt
 {copy}ENV PYTHONPATH=/opt/dpflow PYTHONUNBUFFERED=1
 # What is missing is missed here, and not by the first worker.
 RUN python -c "{check}"
-CMD ["python", "-m", "torch_dpflow.member"]
+CMD ["python", "-m", "torch_dpflow.remote.worker"]
 """
 #: What the image has to be able to do: what a worker does before it is sent anything.
-CHECK = "from torch_dpflow import member; member.warm()"
+CHECK = "from torch_dpflow.remote import worker as member; member.warm()"
 
 
 @dataclass

@@ -12,12 +12,12 @@ import msgspec
 
 from torch_dpflow.cli.cluster_calls import size_of
 from torch_dpflow.errors import MissingExtraError, OptionError
-from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch_dpflow.platforms.kubernetes_manifest import Head
+    from torch_dpflow.remote.launchers.kubernetes_manifest import Head
 
 _PLAIN = re.compile(r"v1|[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
 _F = TypeVar("_F", bound="Callable[..., None]")
@@ -102,11 +102,11 @@ def kubernetes(
     It has keys, unless --without-secrets is given: keep it as them. Pods of jobs need the label dpflow-cluster=NAME,
     the secret NAME-jobs as a volume, and its file as DPFLOW_ADDRESS.
     """
-    from torch_dpflow.platforms.kubernetes import Kubernetes
-    from torch_dpflow.platforms.kubernetes_manifest import Head
-    from torch_dpflow.platforms.kubernetes_nodes import NodePods
-    from torch_dpflow.remote.services.local_cluster import scaled_limits
-    from torch_dpflow.remote.wire.coordinator import ClusterLimits
+    from torch_dpflow.cluster.messages.coordinator import ClusterLimits
+    from torch_dpflow.cluster.services.local_cluster import scaled_limits
+    from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+    from torch_dpflow.remote.launchers.kubernetes_manifest import Head
+    from torch_dpflow.remote.launchers.kubernetes_nodes import NodePods
 
     settings = resolve("kubernetes")
     assert isinstance(settings, Kubernetes)
@@ -131,7 +131,7 @@ def kubernetes(
 
 
 def _written(head: Head, keys: str | None, without_secrets: bool) -> str:
-    from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
+    from torch_dpflow.cluster.security.connection_file import generate_keys, read_key_file
 
     if without_secrets and keys is None:
         return _yaml(head.objects())

@@ -13,7 +13,7 @@ from torch_dpflow.cli.cluster_calls import json_option, to_json
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.services.joining_node import JoiningNode
+    from torch_dpflow.cluster.services.joining_node import JoiningNode
 
 
 @click.command()
@@ -52,9 +52,9 @@ def node(
     Told to stop, it first waits until jobs have left its shards, for a minute at most; told twice, it ends at once. It
     ends by itself after a minute in which the cluster does not answer.
     """
-    from torch_dpflow.platforms.fork_server import end_fork_server
-    from torch_dpflow.remote.services.joining_node import JoiningNode, NodeOptions
-    from torch_dpflow.remote.services.node import stopped_by_signals
+    from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions
+    from torch_dpflow.cluster.services.node import stopped_by_signals
+    from torch_dpflow.workers.fork_server import end_fork_server
 
     sys.path.insert(0, os.getcwd())  # as `dpflow up` does
     joined = JoiningNode(

@@ -14,14 +14,14 @@ import msgspec
 
 from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect, json_option, to_json
 from torch_dpflow.cli.cluster_printing import print_costs, print_members
+from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
-from torch_dpflow.platforms.names import MemberName, prefix_of
-from torch_dpflow.platforms.registry import resolve
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.member_view import MemberView
+from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.remote.launchers.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
-    from torch_dpflow.platforms.members import Adapter, Ref
+    from torch_dpflow.remote.launchers.members import Adapter, Ref
 
 _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 

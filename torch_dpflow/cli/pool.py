@@ -12,21 +12,21 @@ from typing import Any
 
 import click
 
-from torch_dpflow.byte_sizes import parse_bytes
-from torch_dpflow.checks import check_seconds
+from torch_dpflow._core.byte_sizes import parse_bytes
+from torch_dpflow._core.checks import check_seconds
+from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow.cli.console import on_one_line, stdout_console
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table, updated_table
 from torch_dpflow.cli.pool_sets import HELD, find_held, opens_set
-from torch_dpflow.dataservice.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
-from torch_dpflow.dataservice.server.data_server import DataServer
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
-from torch_dpflow.dataservice.verifying import PoolComparison, samples_of, verify_pool
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.descriptors import raise_limit
+from torch_dpflow.pool.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
+from torch_dpflow.pool.server.data_server import DataServer
+from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.verifying import PoolComparison, samples_of, verify_pool
 
 #: What a server asks its system for: each reader of another host takes two descriptors or more, each region one.
 _WISHED_DESCRIPTORS = 65536

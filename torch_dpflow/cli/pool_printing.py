@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 
 from torch_dpflow.cli.console import cell
-from torch_dpflow.dataservice.messages.protocol import SetInfo, SetList
-from torch_dpflow.dataservice.messages.server_messages import ServerInfo
+from torch_dpflow.pool.messages.protocol import SetInfo, SetList
+from torch_dpflow.pool.messages.server_messages import ServerInfo
 
 
 def set_id(info: SetInfo) -> str:

@@ -10,11 +10,11 @@ import click
 from torch_dpflow.cli.console import on_one_line
 from torch_dpflow.cli.dataset_options import Command, storage_option, store_option
 from torch_dpflow.cli.pool_printing import set_id
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
-from torch_dpflow.dataservice.sources.arrays import array_ref, open_array
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
+from torch_dpflow.pool.sources.arrays import array_ref, open_array
 
 #: What may stand for a set in storage, and for one that is held.
 IN_STORAGE = "NAMESPACE/NAME[:VERSION[:VARIANT]]|FILE[:PATH]"

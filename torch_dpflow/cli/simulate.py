@@ -14,7 +14,7 @@ from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.errors import OptionError
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.control.scaling_model import FlowModel, ScalingOutcome
+    from torch_dpflow.cluster.control.scaling_model import FlowModel, ScalingOutcome
 
 #: Runs, of whose figures the medians are told.
 _SEEDS = 5
@@ -36,7 +36,7 @@ def _number(
 
 
 def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    from torch_dpflow.durations import parse_duration
+    from torch_dpflow._core.durations import parse_duration
 
     return parse_duration(str(parameter.opts[0]), text, maximum=86400.0)
 
@@ -99,7 +99,7 @@ def _model(
     duration: float,
     loads_per_sample: float,
 ) -> FlowModel:
-    from torch_dpflow.remote.control.scaling_model import FlowModel
+    from torch_dpflow.cluster.control.scaling_model import FlowModel
 
     if (jobs - 1) * apart >= duration:
         raise OptionError(
@@ -123,8 +123,8 @@ def _model(
 
 
 def _run(model: FlowModel, duration_s: float, seed: int) -> ScalingOutcome:
-    from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds
-    from torch_dpflow.remote.control.scaling_model import ScalingRun
+    from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
+    from torch_dpflow.cluster.control.scaling_model import ScalingRun
 
     law = Autoscaler(Bounds(most=_MOST_WORKERS), 2)
     return ScalingRun(model, lambda counts, now: law.step(counts, now).workers, seed).run(duration_s)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import get_args
 
-from torch_dpflow.checks import check_int, check_type
+from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
@@ -15,8 +15,8 @@ from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import packs_of
 from torch_dpflow.datasets.removal import remove_empty, tidy_up
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
-from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
 from torch_dpflow.errors import (
     DatasetError,

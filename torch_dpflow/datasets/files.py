@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from torch_dpflow.checks import check_path
+from torch_dpflow._core.checks import check_path
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
@@ -21,7 +21,7 @@ from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.per_process import PerProcess
-from torch_dpflow.datasets.urls import file_system_of, join_url, split_chain, split_login
+from torch_dpflow.datasets.storage.urls import file_system_of, join_url, split_chain, split_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, StorageError
 
 #: Options with which a put fails if the object exists, by protocol.

@@ -11,7 +11,7 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
-from torch_dpflow.datasets.urls import file_system_of, without_login
+from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
 #: Samples whose bytes are in memory at a time, and sizes that are requested at a time.

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 
+from torch_dpflow._core.single_flight import Flight, Flights, fail
 from torch_dpflow.datasets.spec import DatasetShardMeta, Variant
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.single_flight import Flight, Flights, fail
 
 #: Bytes of a decoded sample, besides the shard's bytes, to which it refers.
 _BYTES_PER_SAMPLE = 256

@@ -24,7 +24,7 @@ import msgspec
 
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN, sha256_of
 from torch_dpflow.datasets.names import ID_PATTERN, LABEL_PATTERN
-from torch_dpflow.datasets.urls import join_url
+from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError
 
 #: The format that this release writes, and the newest that it reads.

@@ -23,7 +23,7 @@ from torch_dpflow.datasets.spec import (
     encode_file,
 )
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.datasets.urls import join_url
+from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import AccessDeniedError, DamagedStoreError, DatasetNotFoundError
 
 _RECORD = "store.json"

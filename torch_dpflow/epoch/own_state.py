@@ -8,8 +8,8 @@ import inspect
 import pickle
 from typing import Any
 
+from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.errors import StateError
-from torch_dpflow.torch_private import ExceptionWrapper
 
 
 def has_state(part: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.own_state import Unsaved, opened
 from torch_dpflow.epoch.plan import (
     Plan,
@@ -32,7 +33,6 @@ from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.epoch.streams import ended
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
-from torch_dpflow.torch_private import DatasetKind
 
 #: How torch begins an epoch without workers, with new ones and with those that it kept.
 OPENING_ALONE: tuple[OpeningStep, ...] = ("order", "seed")

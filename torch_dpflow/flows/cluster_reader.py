@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 
-from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int
+from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int
+from torch_dpflow.cluster.client.fingerprint import fingerprint
+from torch_dpflow.cluster.client.options import JobOptions
+from torch_dpflow.cluster.shard.sample_source import TwoStageDataset
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.flows.cluster_samples import (
@@ -28,9 +31,6 @@ from torch_dpflow.flows.readers import LocalDataLoadFlowReader
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
-from torch_dpflow.remote.job.options import JobOptions
-from torch_dpflow.remote.parcel.fingerprint import fingerprint
-from torch_dpflow.remote.worker.sample_source import TwoStageDataset
 
 if TYPE_CHECKING:
     from torch_dpflow.loader import DPFlowDataLoader

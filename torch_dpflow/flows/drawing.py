@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_dpflow.checks import check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.flows.flow import DataLoadFlow
 
 

@@ -6,11 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int, check_type
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
-from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int, check_type
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
@@ -19,6 +17,8 @@ from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow, FlowSource
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
+from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.pool.pooled import PooledDataset
 
 
 class LocalDataLoadFlowReader:

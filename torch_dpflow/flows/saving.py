@@ -10,11 +10,11 @@ import cloudpickle
 import msgspec
 from msgspec.structs import replace
 
-from torch_dpflow.checks import check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.storage.credentials import kept_out
-from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow
 

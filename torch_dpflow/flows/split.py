@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_dpflow.checks import check_int, check_type
+from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.flows.read import DataLoadFlowRead
 

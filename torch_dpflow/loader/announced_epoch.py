@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.epoch.plan import Plan, settled_length
-from torch_dpflow.torch_private import DatasetKind
 
 #: Samples that a batch is taken to have where nothing says how many.
 _SAMPLES = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_dpflow.remote.shm.headroom import Headroom
+from torch_dpflow.ipc.memory.headroom import Headroom
 
 #: So many bytes of batches beyond torch's number are always allowed; more while they are less than this part of the
 #: available memory.

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
+from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
+from torch_dpflow.cluster.client.ready_batches import ReadyBatch
 from torch_dpflow.epoch.plan import generator_state
 from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
@@ -18,14 +21,11 @@ from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
-from torch_dpflow.remote.job.options import MAX_NAME, JobOptions
-from torch_dpflow.remote.job.ready_batches import ReadyBatch
-from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind
 
 if TYPE_CHECKING:
+    from torch_dpflow.cluster.client.epoch_reader import EpochReader
+    from torch_dpflow.cluster.client.shared_job import SharedJob
     from torch_dpflow.loader.flow_order import RoutedOrder
-    from torch_dpflow.remote.job.epoch_reader import EpochReader
-    from torch_dpflow.remote.job.shared_job import SharedJob
 
 #: Digits of the highest version.
 MAX_VERSION_DIGITS = 9
@@ -240,7 +240,7 @@ def job_of(
         resumed_seed: the seed of the run that is resumed; a job with another seed is opened anew.
 
     Raises:
-        as `torch_dpflow.remote.job.client.open_job`.
+        as `torch_dpflow.cluster.client.client.open_job`.
     """
     runtime: LoaderRuntime = loader._runtime
     jobs = runtime.jobs
@@ -268,8 +268,8 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
+    from torch_dpflow.cluster.client.client import FlowDefinition, JobReading, open_job
     from torch_dpflow.loader.flow_order import common_name
-    from torch_dpflow.remote.job.client import FlowDefinition, JobReading, open_job
 
     name, version = flow_version(loader.flow)
     options, replica = loader.job or JobOptions(), None if order is None else order.replica

@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
+from torch_dpflow._core.torch_private import default_store
+from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
 from torch_dpflow.errors import DeadlineError
-from torch_dpflow.remote.job.options import JobOptions, Replica, draw_name
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray
-from torch_dpflow.torch_private import default_store
 
 #: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
+from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
 from torch_dpflow.epoch.own_state import copied, has_state
 from torch_dpflow.epoch.plan import Plan, samples_in
 from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
@@ -20,7 +21,6 @@ from torch_dpflow.errors import WorkerError
 from torch_dpflow.loader.announced_epoch import EpochAnnouncement
 from torch_dpflow.loader.batch_planner import interrupted_draw
 from torch_dpflow.loader.iteration_start import begin
-from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
 
 
 class SingleProcessIterator(BaseDataLoaderIter):

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 
+from torch_dpflow._core.torch_private import DatasetKind, sharding_worker_init_fn
 from torch_dpflow.epoch.own_state import has_state
+from torch_dpflow.ipc.memory.headroom import of_machine
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.torch_private import DatasetKind, sharding_worker_init_fn
+from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 
 
 def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:

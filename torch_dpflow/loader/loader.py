@@ -27,10 +27,10 @@ from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
 
 if TYPE_CHECKING:
+    from torch_dpflow.cluster.client.options import JobOptions
     from torch_dpflow.loader.explanation import Explanation
     from torch_dpflow.loader.workload import Workload
-    from torch_dpflow.platforms.members import PlatformSpec
-    from torch_dpflow.remote.job.options import JobOptions
+    from torch_dpflow.remote.launchers.members import PlatformSpec
 
 T = TypeVar("T", covariant=True)
 
@@ -61,7 +61,7 @@ class DPFlowDataLoader(DataLoader[T]):
             names or that runs on this machine. None: "auto".
         job: what this job asks of the flow, a `JobOptions`; None for its defaults.
         platform: where workers run, if not on this host: "processes", or an object of
-            `torch_dpflow.platforms` with settings of its own.
+            `torch_dpflow.remote.launchers` with settings of its own.
 
     The others are torch's; see its documentation.
 
@@ -281,8 +281,8 @@ class DPFlowDataLoader(DataLoader[T]):
         if self.flow is None and self.address is None and self.job is None:
             return
         # Imported here: a fifth of this module's import, which loaders without a flow do without.
+        from torch_dpflow.cluster.client.options import JobOptions
         from torch_dpflow.loader.flow_iterator import check_shareable
-        from torch_dpflow.remote.job.options import JobOptions
 
         if self.job is not None and not isinstance(self.job, JobOptions):
             raise OptionTypeError(

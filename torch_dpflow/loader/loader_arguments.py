@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_dpflow.checks import check_path
+from torch_dpflow._core.checks import check_path
 from torch_dpflow.errors import OptionTypeError
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
+from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds
-from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
-from torch_dpflow.remote.scheduler.machine import Scheduler
-from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: How often the law is asked, seconds.
 STEP_S = 1.0

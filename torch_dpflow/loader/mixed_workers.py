@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_dpflow.ipc.transport import Listener
+from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
+from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQListener
 from torch_dpflow.loader.worker_processes import WorkerProcesses
-from torch_dpflow.platforms.base import Handle
-from torch_dpflow.remote.shard.remote_member import LINE, WORK, Shell
-from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
-from torch_dpflow.remote.transport import Listener
-from torch_dpflow.remote.transport.zeromq.joined import JoinedListener
-from torch_dpflow.remote.transport.zeromq.sockets import ZeroMQListener
+from torch_dpflow.remote.fleet.remote_member import LINE, WORK, Shell
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.workers.base import Handle
 
 
 def _is_member(peer: bytes) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_dpflow.torch_private import pin_memory
+from torch_dpflow._core.torch_private import pin_memory
 
 
 class Pin:

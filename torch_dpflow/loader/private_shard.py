@@ -19,23 +19,23 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch_dpflow import descriptors
-from torch_dpflow.awaited_thread import AwaitedThread
+from torch_dpflow._core import descriptors
+from torch_dpflow._core.awaited_thread import AwaitedThread
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
+from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.memory.running_task import RunningTaskReader
+from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHello
+from torch_dpflow.ipc.serialization.codec import decode
+from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.loader.worker_processes import WorkerProcesses
-from torch_dpflow.platforms.base import Handle
-from torch_dpflow.remote.parcel.codec import decode
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.scheduler.machine import Scheduler
-from torch_dpflow.remote.shard.engine import Shard
-from torch_dpflow.remote.shm.arena import ArenaReader
-from torch_dpflow.remote.shm.running_task import RunningTaskReader
-from torch_dpflow.remote.transport import Listener
-from torch_dpflow.remote.wire.headers import FAILURE, Finished, WorkerHello
-from torch_dpflow.remote.worker.batches import Begun, EpochSpec
-from torch_dpflow.torch_private import ExceptionWrapper
+from torch_dpflow.workers.base import Handle
+from torch_dpflow.workers.batches import Begun, EpochSpec
+from torch_dpflow.workers.engine import Shard
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
 #: only make more to steal.

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_dpflow.errors import OptionError
+from torch_dpflow.ipc.memory.headroom import of_machine
 from torch_dpflow.loader.loader_arguments import name_of
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.platforms.fork_server import local_platform
-from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.fork_server import local_platform
 
 if TYPE_CHECKING:
-    from torch_dpflow.platforms.members import PlatformSpec
-    from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
+    from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+    from torch_dpflow.remote.launchers.members import PlatformSpec
 
 
 #: The options of `LoaderOptions` that only workers elsewhere have.
@@ -47,7 +47,7 @@ def check_platform(loader: Any) -> None:
 
     Also MissingExtraError, if its library is not installed, and what `PlatformSpec.check_listen` raises.
     """
-    from torch_dpflow.platforms.registry import resolve
+    from torch_dpflow.remote.launchers.registry import resolve
 
     options = loader.options or LoaderOptions()
     platform = resolve(loader.platform)
@@ -83,7 +83,7 @@ def check_platform(loader: Any) -> None:
 
 def _listen_at(platform: PlatformSpec, options: LoaderOptions) -> str:
     """Where to listen, by options or else by settings; empty: the platform says. Raises as `check_listen`."""
-    from torch_dpflow.platforms.registry import network
+    from torch_dpflow.remote.launchers.registry import network
 
     listen, place = options.listen or "", ""
     if not listen:
@@ -130,11 +130,11 @@ def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> Worke
 
 
 def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> RemoteWorkers:
-    from torch_dpflow.platforms.registry import resolve
-    from torch_dpflow.remote.process.code_bundle import make_bundle
-    from torch_dpflow.remote.process.content_pack import pack_load_spec
-    from torch_dpflow.remote.shard.remote_content import RemoteContent
-    from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
+    from torch_dpflow.remote.fleet.remote_content import RemoteContent
+    from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+    from torch_dpflow.remote.launchers.registry import resolve
+    from torch_dpflow.remote.shipping.code_bundle import make_bundle
+    from torch_dpflow.remote.shipping.content_pack import pack_load_spec
 
     platform = resolve(loader.platform)
     sends = platform.sends_code or options.code != "auto"

@@ -10,7 +10,7 @@ from torch_dpflow.loader.workload import Workload
 from torch_dpflow.metrics import LoaderMeter
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.job.shared_job import SharedJob
+    from torch_dpflow.cluster.client.shared_job import SharedJob
 
 
 class IterationProgress(Protocol):

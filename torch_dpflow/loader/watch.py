@@ -22,15 +22,15 @@ from typing import IO, Any
 import msgspec
 from torch.utils.data import get_worker_info
 
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
+from torch_dpflow.cluster.monitoring.http_address import listen_at
+from torch_dpflow.cluster.monitoring.page_access import TOKEN_FILE, PagePlace, check_page
+from torch_dpflow.cluster.monitoring.page_figures import RUNNING, Observation, ProcessRow
+from torch_dpflow.ipc.messages.member_view import MemberView
 from torch_dpflow.loader.workload import Workload
 from torch_dpflow.log import LOADER
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.platforms.base import Handle
-from torch_dpflow.remote.observe.cluster_figures import JobRow
-from torch_dpflow.remote.observe.http_address import listen_at
-from torch_dpflow.remote.observe.page_access import TOKEN_FILE, PagePlace, check_page
-from torch_dpflow.remote.observe.page_figures import RUNNING, Observation, ProcessRow
-from torch_dpflow.remote.wire.member_view import MemberView
+from torch_dpflow.workers.base import Handle
 
 #: Names the address, for loaders whose options have none.
 VARIABLE = "DPFLOW_WATCH"
@@ -86,7 +86,7 @@ class _WatchedLoaders:
         with listen_at(place.host, place.port) as listener:
             number = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torch_dpflow.remote.observe.watch_page", str(number), title],
+                [sys.executable, "-m", "torch_dpflow.cluster.monitoring.watch_page", str(number), title],
                 stdin=subprocess.PIPE,
                 bufsize=0,  # a fork could send what it holds once more
                 stdout=subprocess.DEVNULL,

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from torch_dpflow._core.torch_private import BaseDataLoaderIter, ExceptionWrapper
 from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
 from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
+from torch_dpflow.ipc.memory.headroom import of_machine
+from torch_dpflow.ipc.messages.headers import END, FAILURE
 from torch_dpflow.loader.announced_epoch import EpochAnnouncement
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
 from torch_dpflow.loader.flight_growth import FlightGrowth
@@ -36,14 +39,11 @@ from torch_dpflow.loader.shard_events import (
 )
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.platforms.base import Handle
-from torch_dpflow.platforms.fork_server import local_platform
-from torch_dpflow.platforms.local import LocalHandle
-from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.wire.headers import END, FAILURE
-from torch_dpflow.remote.worker.batch_worker import POSITION_BITS, POSITION_MASK
-from torch_dpflow.remote.worker.batches import SHARED_FRACTION, Begun, EpochSpec
-from torch_dpflow.torch_private import BaseDataLoaderIter, ExceptionWrapper
+from torch_dpflow.workers.base import Handle
+from torch_dpflow.workers.batch_worker import POSITION_BITS, POSITION_MASK
+from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
+from torch_dpflow.workers.fork_server import local_platform
+from torch_dpflow.workers.local import LocalHandle
 
 
 class WorkerIterator(BaseDataLoaderIter):

@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike
-from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
-from torch_dpflow.dataservice.pushing import push
-from torch_dpflow.dataservice.sources.arrays import array_set
-from torch_dpflow.dataservice.sources.set_names import identity_of
+from torch_dpflow._core.checks import check_int
+from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DPFlowError, OptionError
-from torch_dpflow.remote.parcel.fingerprint import fingerprint
+from torch_dpflow.pool.lanes.pool_address import AddressLike
+from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
+from torch_dpflow.pool.pushing import push
+from torch_dpflow.pool.sources.arrays import array_set
+from torch_dpflow.pool.sources.set_names import identity_of
 
 #: The bytes of a sample to an array.
 Transform: TypeAlias = Callable[[bytes], npt.ArrayLike]

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from torch_dpflow.announcing import Order
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.reader.reading import SetReading
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.reader.reading import SetReading
+from torch_dpflow.pool.sources.set_names import identity_of, source_of
 
 
 class PoolSamples:

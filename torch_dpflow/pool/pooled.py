@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch_dpflow.checks import check_flag, check_seconds, check_type
-from torch_dpflow.dataservice.lanes.guards import check_keys
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.dataservice.pool_samples import PoolSamples
+from torch_dpflow._core.checks import check_flag, check_seconds, check_type
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.pool.lanes.guards import check_keys
+from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.pool.pool_samples import PoolSamples
 
 
 class PooledDataset(DatasetReader):

@@ -14,18 +14,18 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from torch_dpflow.checks import check_seconds, check_type
-from torch_dpflow.dataservice.lanes.guards import check_keys
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.dataservice.lanes.regions import PoolRegion
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.messages.protocol import ArraySource
-from torch_dpflow.dataservice.reader.reading import SetReading
-from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
-from torch_dpflow.dataservice.sources.set_names import source_of
+from torch_dpflow._core.checks import check_seconds, check_type
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import DPFlowError, PeerLostError
+from torch_dpflow.pool.lanes.guards import check_keys
+from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.pool.lanes.regions import PoolRegion
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.messages.protocol import ArraySource
+from torch_dpflow.pool.reader.reading import SetReading
+from torch_dpflow.pool.sources.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow.pool.sources.set_names import source_of
 
 #: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"

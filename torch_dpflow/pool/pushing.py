@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.lanes.regions import PUSH_SEALS
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow.datasets.names import DatasetRef, next_version
+from torch_dpflow.errors import OptionError, OptionTypeError, PoolFullError
+from torch_dpflow.pool.lanes.pool_address import AddressLike
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.lanes.regions import PUSH_SEALS
+from torch_dpflow.pool.messages.protocol import (
     ArraySource,
     PreloadSet,
     PushStripe,
@@ -24,9 +26,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     SetInfo,
     WantRecords,
 )
-from torch_dpflow.dataservice.sources.arrays import array_identity, array_set
-from torch_dpflow.datasets.names import DatasetRef, next_version
-from torch_dpflow.errors import OptionError, OptionTypeError, PoolFullError
+from torch_dpflow.pool.sources.arrays import array_identity, array_set
 
 _Array: TypeAlias = npt.NDArray[Any]
 #: The rows from one on, up to another (excluded), in C order.

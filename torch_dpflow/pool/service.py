@@ -8,12 +8,12 @@ import time
 
 import msgspec
 
-from torch_dpflow.dataservice.messages.protocol import find_directory
-from torch_dpflow.dataservice.server.data_server import DataServer
+from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
+from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.errors import OptionError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.process.heartbeat import HeartbeatSender
-from torch_dpflow.remote.process.spec import ServiceSpec
+from torch_dpflow.pool.messages.protocol import find_directory
+from torch_dpflow.pool.server.data_server import DataServer
 
 #: The time between two looks at the server, and between attempts to have its address, seconds.
 _LOOK_S, _RETRY_S = 0.5, 2.0

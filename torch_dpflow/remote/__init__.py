@@ -3,6 +3,6 @@
 ARCHITECTURE.md lists the rooms, lowest first.
 """
 
-from torch_dpflow.lazy import refuse_copy
+from torch_dpflow._core.lazy import refuse_copy
 
 refuse_copy(__name__)

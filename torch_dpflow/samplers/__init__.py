@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from torch_dpflow.lazy import lazy_names
+from torch_dpflow._core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.samplers.group import Draw, SamplingGroup

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torch_dpflow.checks import check_int, check_number
+from torch_dpflow._core.checks import check_int, check_number
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.indices import (

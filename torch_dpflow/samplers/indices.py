@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpflow.checks import check_number
+from torch_dpflow._core.checks import check_number
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 if TYPE_CHECKING:

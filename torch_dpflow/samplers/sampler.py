@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler, get_worker_info
 
-from torch_dpflow.checks import check_flag, check_int, check_number
+from torch_dpflow._core.checks import check_flag, check_int, check_number
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup

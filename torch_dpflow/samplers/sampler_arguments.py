@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import IndexArray, check_indices

@@ -1,6 +1,6 @@
 """Strategies by name."""
 
-from torch_dpflow.checks import check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.coordl import CoorDLGroup
 from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup

@@ -25,9 +25,9 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.errors import OptionError, PlatformError
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Accepted, Adapter, Ended, MemberPlatform, Outcome
-from torch_dpflow.platforms.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Accepted, Adapter, Ended, MemberPlatform, Outcome
+from torch_dpflow.remote.launchers.names import MemberName, prefix_of
 from torch_dpflow.testing.members import CODE, LAST_WORDS
 from torch_dpflow.testing.platforms import wakes
 from torch_dpflow.testing.processes import PATIENCE_S
@@ -48,7 +48,7 @@ def name_of(number: int) -> str:
 
 
 class AdapterContract:
-    """The contract of `torch_dpflow.platforms.members`, as tests, of an adapter by itself and under `Calls`."""
+    """The contract of `torch_dpflow.remote.launchers.members`, as tests, of an adapter by itself and under `Calls`."""
 
     #: How a process is started that starts members and is killed.
     starter: Any = multiprocessing.get_context("fork")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dpflow.member.aws_lambda import answer_of
+from torch_dpflow.remote.worker.aws_lambda import answer_of
 from torch_dpflow.testing.members import run
 
 

@@ -28,10 +28,9 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
-from torch_dpflow.platforms.members import MemberPlatform
-from torch_dpflow.remote.shm.arena import ArenaReader
-from torch_dpflow.remote.wire.headers import WorkerHello, decode
+from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.messages.headers import WorkerHello, decode
+from torch_dpflow.remote.launchers.members import MemberPlatform
 from torch_dpflow.testing.processes import (
     PATIENCE_S,
     answer,
@@ -43,10 +42,11 @@ from torch_dpflow.testing.processes import (
     start_and_stay,
     write_and_die,
 )
+from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
 
 
 class PlatformContract:
-    """The contract of `torch_dpflow.platforms.base`, as tests.
+    """The contract of `torch_dpflow.workers.base`, as tests.
 
     Where processes do not share this host's network and files a subclass leaves out the tests that need them.
     """

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_dpflow.platforms.base import Platform, ProcessSpec
+from torch_dpflow.workers.base import Platform, ProcessSpec
 
 #: Time limit for whatever a test awaits, seconds.
 PATIENCE_S = 150.0
@@ -47,8 +47,8 @@ def answer(address: tuple[str, int]) -> None:
 
 def lend(address: tuple[str, int]) -> None:
     """Send `address` a greeting with a probe of shared memory, and keep running."""
-    from torch_dpflow.remote.shm.arena import Arena
-    from torch_dpflow.remote.wire.headers import WorkerHello, encode
+    from torch_dpflow.ipc.memory.arena import Arena
+    from torch_dpflow.ipc.messages.headers import WorkerHello, encode
 
     arena = Arena(budget_bytes=1 << 20)
     call_at(address, encode(WorkerHello(0, 0, os.getpid(), arena.probe_ref())))

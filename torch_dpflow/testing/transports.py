@@ -27,14 +27,14 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.errors import MessageError, PeerLostError, StateError
-from torch_dpflow.remote.transport import Connection, Frame, Listener, TransportOptions, connect, listen
+from torch_dpflow.ipc.transport import Connection, Frame, Listener, TransportOptions, connect, listen
 
 #: Time limit for whatever a test awaits, seconds.
 PATIENCE_S = 60.0
 
 
 class TransportContract:
-    """The contract of `torch_dpflow.remote.transport.base`, as tests."""
+    """The contract of `torch_dpflow.ipc.transport.base`, as tests."""
 
     #: How the two sides are made; a subclass may add keys.
     listener_options = TransportOptions()

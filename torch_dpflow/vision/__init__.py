@@ -10,7 +10,7 @@ memory. torch's default collate sorts them into planes; `collate_channels_last` 
 Needs the extra `vision`. Nothing of torch_dpflow imports it unasked.
 """
 
-from torch_dpflow.channels_last import collate_channels_last
+from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.vision.crops import (
     DecodeCenterCrop,
     DecodeRandomResizedCrop,

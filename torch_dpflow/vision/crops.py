@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from torch_dpflow.checks import check_int, check_number, check_type
+from torch_dpflow._core.checks import check_int, check_number, check_type
+from torch_dpflow._core.torch_private import antialiased
 from torch_dpflow.errors import OptionError
-from torch_dpflow.torch_private import antialiased
 from torch_dpflow.vision.encoded import EncodedImage, Source, open_image, resized_part
 
 Interpolation = Literal["bilinear", "bicubic"]

@@ -13,12 +13,11 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_dpflow._core.torch_private import ExceptionWrapper, set_worker_signal_handlers
 from torch_dpflow.errors import NotPicklableError, WorkerError
-from torch_dpflow.remote.parcel.codec import encode as encode_parcel
-from torch_dpflow.remote.shm.arena import Arena
-from torch_dpflow.remote.shm.running_task import RunningTask
-from torch_dpflow.remote.transport import Connection, Frame, connect
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.running_task import RunningTask
+from torch_dpflow.ipc.messages.headers import (
     FAILURE,
     EpochBegin,
     Exchange,
@@ -33,12 +32,13 @@ from torch_dpflow.remote.wire.headers import (
     decode,
     encode,
 )
-from torch_dpflow.remote.worker import collate
-from torch_dpflow.remote.worker.batches import BatchSource, LoadedBatch, LoadSpec
-from torch_dpflow.remote.worker.deferred_pickle import DeferredPickle
-from torch_dpflow.remote.worker.fetching import unpicklable_failure
-from torch_dpflow.remote.worker.sched_batch import use_sched_batch
-from torch_dpflow.torch_private import ExceptionWrapper, set_worker_signal_handlers
+from torch_dpflow.ipc.serialization.codec import encode as encode_parcel
+from torch_dpflow.ipc.transport import Connection, Frame, connect
+from torch_dpflow.workers import collate
+from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec
+from torch_dpflow.workers.deferred_pickle import DeferredPickle
+from torch_dpflow.workers.fetching import unpicklable_failure
+from torch_dpflow.workers.sched_batch import use_sched_batch
 
 #: A task's number is its epoch's generation above these bits and its batch's position below them.
 POSITION_BITS = 40

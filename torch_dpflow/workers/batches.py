@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
+from torch_dpflow._core.torch_private import DatasetKind, generate_state, set_worker_info
 from torch_dpflow.epoch.own_state import Unsaved, opened, sealed
 from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, ended, return_dataset
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.wire.headers import BATCH, END, FAILURE
-from torch_dpflow.remote.worker.fetching import ThreadedFetcher, failure
-from torch_dpflow.remote.worker.kept_memory import keep_freed_memory
-from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_info
+from torch_dpflow.ipc.messages.headers import BATCH, END, FAILURE
+from torch_dpflow.workers.fetching import ThreadedFetcher, failure
+from torch_dpflow.workers.kept_memory import keep_freed_memory
 
 #: All workers of a loader together may share this part of a machine's memory: a quarter.
 SHARED_FRACTION = 4

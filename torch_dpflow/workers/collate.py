@@ -1,6 +1,6 @@
 """Collates in a worker of the private loader: torch's default collate stacks into shared memory, without a copy.
 
-A shared flow's batches are collated in the job, by `job/collate`.
+A shared flow's batches are collated in the job, by `cluster/client/collate`.
 
 A dataset of rows may be lent the block for its batch (`let_fill`), so that rows lie where they are sent from, and are
 not stacked at all.
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES
-from torch_dpflow.remote.shm.arena import Arena, Block
-from torch_dpflow.remote.shm.memory import Memory, storage_over, tensor_over
-from torch_dpflow.torch_private import collate_tensor_fn, default_collate_fn_map
+from torch_dpflow._core.torch_private import collate_tensor_fn, default_collate_fn_map
+from torch_dpflow.ipc.memory.arena import Arena, Block
+from torch_dpflow.ipc.memory.memory import Memory, storage_over, tensor_over
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 
 _arena: Arena | None = None
 #: Where blocks begin that were lent to datasets.

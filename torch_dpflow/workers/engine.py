@@ -13,28 +13,8 @@ from typing import Any, Protocol
 
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
-from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.scheduler.events import (
-    AddWorker,
-    Assign,
-    CancelTasks,
-    Deliver,
-    Discard,
-    Exchanged,
-    IdleWorkers,
-    KillWorker,
-    Lose,
-    Poison,
-    Revoke,
-    SchedulerInstruction,
-    SetWindow,
-    Submit,
-    Tick,
-)
-from torch_dpflow.remote.scheduler.machine import Scheduler
-from torch_dpflow.remote.transport import Frame, Listener
-from torch_dpflow.remote.wire.fields import MAX_TEXT
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
     EpochBegin,
     Exchange,
@@ -51,6 +31,26 @@ from torch_dpflow.remote.wire.headers import (
     encode,
     version_of,
 )
+from torch_dpflow.ipc.transport import Frame, Listener
+from torch_dpflow.log import TRANSPORT
+from torch_dpflow.workers.scheduler.events import (
+    AddWorker,
+    Assign,
+    CancelTasks,
+    Deliver,
+    Discard,
+    Exchanged,
+    IdleWorkers,
+    KillWorker,
+    Lose,
+    Poison,
+    Revoke,
+    SchedulerInstruction,
+    SetWindow,
+    Submit,
+    Tick,
+)
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: Most malformed messages that are logged, since a peer can send any number; all are counted.
 MALFORMED_LOGGED = 10
@@ -331,7 +331,7 @@ def _worker_of(peer: bytes) -> int:
 def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
     """Frames of which some are compressed, as they were."""
     # Here, because a loader whose workers are of this host does without it.
-    from torch_dpflow.remote.rpc.compression import decompress
+    from torch_dpflow.ipc.rpc.compression import decompress
 
     if len(sizes) != len(frames) or sum(sizes) > MAX_UNPACKED_BYTES:
         raise MessageError(f"{len(frames)} frames, of which {len(sizes)} hold {sum(sizes)} bytes compressed")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.torch_private import ExceptionWrapper
 
 
 class ThreadedFetcher:

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from torch_dpflow.remote.transport import Connection, Frame
-from torch_dpflow.remote.wire.headers import Exchange, Finished, PackedExchange, encode
+from torch_dpflow.ipc.messages.headers import Exchange, Finished, PackedExchange, encode
+from torch_dpflow.ipc.transport import Connection, Frame
 
 #: Most results of one message; most frames, and bytes in frames and shared memory, of a message of several results.
 MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 16, 128, 8 << 20

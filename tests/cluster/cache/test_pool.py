@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from torch_dpflow.caches import make_policy
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolObject, Serve
+from torch_dpflow.cluster.cache.pool import Pool
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolObject, Serve
-from torch_dpflow.remote.pool.pool import Pool
 
 
 def make_pool(*, policy: str | None = None, capacity: int = 1 << 20, **options: Any) -> Pool:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, Serve
-from torch_dpflow.remote.pool.pool import Pool
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, Serve
+from torch_dpflow.cluster.cache.pool import Pool
 
 SAMPLES = 24
 

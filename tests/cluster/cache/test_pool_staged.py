@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torch_dpflow.caches import make_policy
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, Serve
+from torch_dpflow.cluster.cache.staged import StagedPool
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, Serve
-from torch_dpflow.remote.pool.staged import StagedPool
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow.remote.parcel.codec import encode
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.rpc.incoming import Handler
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.coordinator import Access, ContentPiece
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.router import (
+from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.router import (
     DrawSamples,
     JobHeartbeat,
     JobId,
@@ -24,7 +20,11 @@ from torch_dpflow.remote.wire.router import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.wire.shard import SAMPLE, Ask, Served, ServedSample
+from torch_dpflow.cluster.messages.shard import SAMPLE, Ask, Served, ServedSample
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.ipc.rpc.incoming import Handler
+from torch_dpflow.ipc.serialization.codec import encode
+from torch_dpflow.ipc.transport import listen
 
 #: Samples of its flow.
 SIZE = 6

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from torch_dpflow.channels_last import collate_channels_last
-from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
-from torch_dpflow.remote.parcel.codec import decode
-from torch_dpflow.remote.parcel.fast_path import encode_sample
-from torch_dpflow.remote.shard.detached_parcel import detach
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
-from torch_dpflow.remote.wire.shard import SAMPLE
+from torch_dpflow._core.channels_last import collate_channels_last
+from torch_dpflow.cluster.client.collate import collate_parcels, collate_samples
+from torch_dpflow.cluster.messages.shard import SAMPLE
+from torch_dpflow.cluster.shard.detached_parcel import detach
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.serialization.codec import decode
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
 
 NUMBERS = st.tuples(st.integers(-(2**40), 2**40), st.floats(allow_nan=False), st.booleans())
 DTYPES = (torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.int64, torch.complex64)

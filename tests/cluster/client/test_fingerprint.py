@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.remote.parcel.fingerprint import fingerprint
+from torch_dpflow.cluster.client.fingerprint import fingerprint
 
 SCRIPT = """
 import abc
@@ -61,7 +61,7 @@ PROGRAM = """
 import sys
 import torch
 from torch.utils.data import TensorDataset
-from torch_dpflow.remote.parcel.fingerprint import fingerprint
+from torch_dpflow.cluster.client.fingerprint import fingerprint
 
 for script in sys.argv[2:]:
     own = {"__name__": sys.argv[1]}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from torch_dpflow.remote.job.collate import collate_function, collate_samples
+from torch_dpflow.cluster.client.collate import collate_function, collate_samples
 
 Pair = namedtuple("Pair", "image label")
 BIG = 40_000

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.shared_datasets import Numbers
+from torch_dpflow.cluster.client.description import FlowDefinition
+from torch_dpflow.cluster.client.flow_registration import describe, register, source_of
+from torch_dpflow.cluster.client.options import JobOptions
+from torch_dpflow.cluster.control.flow_registry import FlowRegistry
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.control.flow_registry import FlowRegistry
-from torch_dpflow.remote.job.description import FlowDefinition
-from torch_dpflow.remote.job.flow_registration import describe, register, source_of
-from torch_dpflow.remote.job.options import JobOptions
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.worker.sample_source import SampleAssignment
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.job.failing_service import SIZE, FailingService
+from tests.cluster.client.failing_service import SIZE, FailingService
+from torch_dpflow.cluster.client.client import JobOptions, SharedJob
+from torch_dpflow.cluster.client.description import JobDescription
+from torch_dpflow.cluster.client.flow_registration import register
+from torch_dpflow.cluster.client.outage_log import MOST_FAULTS, OutageLog
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.security.cluster_address import Cluster
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.job.client import JobOptions, SharedJob
-from torch_dpflow.remote.job.description import JobDescription
-from torch_dpflow.remote.job.flow_registration import register
-from torch_dpflow.remote.job.outage_log import MOST_FAULTS, OutageLog
-from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.wire.errors import OverloadedError, StaleRoutingError
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.ipc.messages.errors import OverloadedError, StaleRoutingError
+from torch_dpflow.ipc.transport import TransportOptions
 
 #: More fetches than a job with pauses makes while it beats this often, and far fewer than one without.
 MOST_FETCHES, HEARTBEATS = 100, 2
@@ -124,7 +124,7 @@ def test_who_registers_waits_for_a_coordinator_that_has_no_state_and_says_so(
     service: FailingService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in ("outage_log", "flow_registration"):
-        monkeypatch.setattr(f"torch_dpflow.remote.job.{module}.SILENCE_S", 0.05)
+        monkeypatch.setattr(f"torch_dpflow.cluster.client.{module}.SILENCE_S", 0.05)
     service.faults["register"], service.error = float("inf"), OverloadedError("the state store is away")
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
     for address, reason, line in (

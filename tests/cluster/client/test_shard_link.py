@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.job.route_map import RouteMap
-from torch_dpflow.remote.job.shard_link import EpochDraw, ShardLinks, Wanted
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
-from torch_dpflow.remote.transport import TransportOptions, listen
-from torch_dpflow.remote.wire.router import JobId, Route, RoutingTable
-from torch_dpflow.remote.wire.shard import Ask, Served
+from torch_dpflow.cluster.client.route_map import RouteMap
+from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks, Wanted
+from torch_dpflow.cluster.messages.router import JobId, Route, RoutingTable
+from torch_dpflow.cluster.messages.shard import Ask, Served
+from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.ipc.transport import TransportOptions, listen
 
 Heard = list[tuple[str, list[int], list[int], list[int]]]
 #: Keys that a shard owns.

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.control.autoscale import (
+from torch_dpflow.cluster.control.autoscale import (
     EMPTY_S,
     SATURATED_S,
     Autoscaler,
     Bounds,
     Target,
 )
-from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
 
 MOST = 64
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.remote.control.flow_registry import (
+from torch_dpflow.cluster.control.flow_registry import (
     MAX_ANNOUNCED,
     REPLACED_S,
     STARTING_S,
@@ -22,9 +21,10 @@ from torch_dpflow.remote.control.flow_registry import (
     StartFlow,
     StopFlow,
 )
-from torch_dpflow.remote.wire.coordinator import LifeStep, Part
-from torch_dpflow.remote.wire.errors import UnknownFlowError
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import LifeStep, Part
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.ipc.messages.errors import UnknownFlowError
 
 
 def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> FlowSpec:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils.data import DistributedSampler
 
+from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.control.joint_order import Held, JointOrder
-from torch_dpflow.remote.wire.errors import AwaitedRanksError, OutOfStepError
+from torch_dpflow.ipc.messages.errors import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers import RankShares, sampling_group
 
 

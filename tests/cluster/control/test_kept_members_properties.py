@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from torch_dpflow.cluster.control.kept_members import SILENT_S, KeptMembers
 from torch_dpflow.errors import ThrottledError, UnavailableError
-from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.members import Accepted, Ended, Outcome
-from torch_dpflow.remote.control.kept_members import SILENT_S, KeptMembers
-from torch_dpflow.remote.wire.errors import StaleShardError
+from torch_dpflow.ipc.messages.errors import StaleShardError
+from torch_dpflow.remote.launchers.members import Accepted, Ended, Outcome
+from torch_dpflow.workers.base import End
 
 PREFIX = "dpf-0c0ffee0-"
 SHARDS = st.sampled_from(["f@1/shard-000", "f@1/shard-001", "g@1/shard-000"])

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from torch_dpflow.cluster.control.node_table import NodeTable
+from torch_dpflow.cluster.messages.joined_node import MAX_NODES, NodeRecord
+from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.control.node_table import NodeTable
-from torch_dpflow.remote.wire.errors import OverloadedError
-from torch_dpflow.remote.wire.joined_node import MAX_NODES, NodeRecord
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.ipc.messages.errors import OverloadedError
 
 LEASE_S = 10.0
 NAMES = st.sampled_from("abc")

@@ -8,12 +8,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.control.placement import launches_of
-from torch_dpflow.remote.wire.coordinator import Part
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import Launch, ProcessView
-from torch_dpflow.remote.wire.router import RouterSettings
-from torch_dpflow.remote.wire.shard import ShardSettings
+from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.messages.coordinator import Part
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.cluster.messages.router import RouterSettings
+from torch_dpflow.cluster.messages.shard import ShardSettings
 
 
 def spec(**changes: Any) -> FlowSpec:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_dpflow.cluster.client.route_map import RouteMap
+from torch_dpflow.cluster.control.routing import Routing
+from torch_dpflow.cluster.messages.router import RangeAssignment, Route, RoutingTable
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.control.routing import Routing
-from torch_dpflow.remote.job.route_map import RouteMap
-from torch_dpflow.remote.wire.router import RangeAssignment, Route, RoutingTable
 
 
 def routing(size: int = 10, expected: str = "ab") -> Routing:

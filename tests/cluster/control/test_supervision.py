@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.control.supervision import (
+from torch_dpflow.cluster.control.supervision import (
     LONGEST_PAUSE_S,
     MAX_LEASE_FACTOR,
     STABLE_S,
@@ -19,7 +19,7 @@ from torch_dpflow.remote.control.supervision import (
     Spawn,
     Supervisor,
 )
-from torch_dpflow.remote.wire.node import Launch
+from torch_dpflow.cluster.messages.node import Launch
 
 ROUTER, SHARD = Launch("flow@1/router", "router", b"a"), Launch("flow@1/shard-0", "shard", b"b")
 

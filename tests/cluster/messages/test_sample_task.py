@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch_dpflow.cluster.messages.sample_task import key_to_load, pack_task, unpack_task
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.wire.sample_task import key_to_load, pack_task, unpack_task
+from torch_dpflow.ipc.serialization.codec import decode, encode
 
 NUMBERS = st.integers(0, 2**63 - 1)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.remote.observe.cluster_figures import JobRow, figures_of
-from torch_dpflow.remote.wire.coordinator import FlowView, LifeStep, Part
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.messages.coordinator import FlowView, LifeStep, Part
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.cluster_figures import JobRow, figures_of
 
 FLOW = FlowView(
     FlowSpec(name="f", version=1, size=100, content="0" * 64, fingerprint={}),

@@ -11,12 +11,12 @@ from itertools import count
 import pytest
 
 from tests.browser import MISSING, find_chromium, opened
-from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow, ShardFigures
-from torch_dpflow.remote.observe.http_address import listen_at
-from torch_dpflow.remote.observe.page_access import PagePlace
-from torch_dpflow.remote.observe.page_figures import Observation, ProcessRow
-from torch_dpflow.remote.observe.page_history import MOST_POINTS, PageHistory
-from torch_dpflow.remote.observe.page_server import PageServer
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
+from torch_dpflow.cluster.monitoring.http_address import listen_at
+from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
+from torch_dpflow.cluster.monitoring.page_history import MOST_POINTS, PageHistory
+from torch_dpflow.cluster.monitoring.page_server import PageServer
 
 JOBS, WORKERS, SECONDS = 32, 256, 10
 #: The times between frames while the page is shown, and how long its longest tasks took, ms.

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import free_port
+from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page
+from torch_dpflow.cluster.monitoring.page_guard import (
+    BURST,
+    MOST_CLIENTS,
+    RATE,
+    PageGuard,
+    Refusal,
+    digest_of,
+)
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.observe.page_access import PagePlace, check_page
-from torch_dpflow.remote.observe.page_guard import BURST, MOST_CLIENTS, RATE, PageGuard, Refusal, digest_of
 
 TOKEN = "correct horse battery"
 

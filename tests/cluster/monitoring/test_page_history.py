@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow, ShardFigures
-from torch_dpflow.remote.observe.page_figures import (
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
+from torch_dpflow.cluster.monitoring.page_figures import (
     MOST_PROCESSES,
     History,
     Observation,
@@ -18,9 +19,8 @@ from torch_dpflow.remote.observe.page_figures import (
     Update,
     observation_of,
 )
-from torch_dpflow.remote.observe.page_history import MOST_POINTS, MOST_SERIES, PageHistory
-from torch_dpflow.remote.wire.member_view import MemberView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.monitoring.page_history import MOST_POINTS, MOST_SERIES, PageHistory
+from torch_dpflow.ipc.messages.member_view import MemberView
 
 SERIES = ("stall", "rate", "hit_rate", "decodes")
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.observe import page_server
-from torch_dpflow.remote.observe.http_address import listen_at
-from torch_dpflow.remote.observe.page_access import PagePlace
-from torch_dpflow.remote.observe.page_figures import Observation
-from torch_dpflow.remote.observe.page_guard import digest_of
-from torch_dpflow.remote.observe.page_history import PageHistory
-from torch_dpflow.remote.observe.page_server import MOST_CONNECTIONS, MOST_HEAD, PageServer
+from torch_dpflow.cluster.monitoring import page_server
+from torch_dpflow.cluster.monitoring.http_address import listen_at
+from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_figures import Observation
+from torch_dpflow.cluster.monitoring.page_guard import digest_of
+from torch_dpflow.cluster.monitoring.page_history import PageHistory
+from torch_dpflow.cluster.monitoring.page_server import MOST_CONNECTIONS, MOST_HEAD, PageServer
 
 TOKEN = "a token of many letters"
 

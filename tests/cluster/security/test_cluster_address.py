@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.cluster.security.cluster_address import ADDRESS_VARIABLE, find_cluster
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.access.cluster_address import ADDRESS_VARIABLE, find_cluster
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_dpflow.cluster.services import keeper
+from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace, ServiceSpec
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import AdoptingPlatform
-from torch_dpflow.platforms.processes import Processes
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
-from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace, ServiceSpec
-from torch_dpflow.remote.services import keeper
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import AdoptingPlatform
+from torch_dpflow.remote.launchers.processes import Processes
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 
 #: What a keeper's settings hold, and no shard's.
 SECRET = "sesame-of-the-platform"

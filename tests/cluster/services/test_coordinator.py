@@ -10,19 +10,19 @@ import msgspec
 import pytest
 
 from tests.new_process import in_fork
+from torch_dpflow.cluster.control.flow_registry import UNREAD_S
+from torch_dpflow.cluster.messages.coordinator import Access, ClusterLimits, FlowView, Scale
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.services.contents import Contents
+from torch_dpflow.cluster.services.coordinator import Coordinator
+from torch_dpflow.cluster.services.serve import ask_in
+from torch_dpflow.cluster.services.spec import MemberPlace
+from torch_dpflow.cluster.services.state_store import open_store
+from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
-from torch_dpflow.remote.control.flow_registry import UNREAD_S
-from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.serve import ask_in
-from torch_dpflow.remote.process.spec import MemberPlace
-from torch_dpflow.remote.rpc import RpcClient, RpcServer
-from torch_dpflow.remote.services.coordinator import Coordinator
-from torch_dpflow.remote.services.state_store import open_store
-from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.coordinator import Access, ClusterLimits, FlowView, Scale
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.ipc.rpc import RpcClient, RpcServer
+from torch_dpflow.ipc.transport import listen
 
 CONTENT = "0" * 64
 

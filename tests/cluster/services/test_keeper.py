@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.services.kept_processes import MEMBERS, service_of
 from tests.new_process import Interpreter, interpreter
-from tests.remote.services.kept_processes import MEMBERS, service_of
 from tests.shared_cluster import PATIENCE_S, wait
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.shard import kept_platform
+from torch_dpflow.cluster.shard.kept_platform import KeptPlatform
 from torch_dpflow.errors import OptionError, RejectedError, RemoteCallError, ThrottledError, UnavailableError
-from torch_dpflow.platforms.members import Accepted, Ended, Outcome, Refused
-from torch_dpflow.platforms.names import prefix_of
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
-from torch_dpflow.remote.shard import kept_platform
-from torch_dpflow.remote.shard.kept_platform import KeptPlatform
+from torch_dpflow.remote.launchers.members import Accepted, Ended, Outcome, Refused
+from torch_dpflow.remote.launchers.names import prefix_of
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 
-PROGRAM = "import sys; from tests.remote.services.kept_processes import keep; keep(sys.argv[1:])"
+PROGRAM = "import sys; from tests.cluster.services.kept_processes import keep; keep(sys.argv[1:])"
 Attached = Callable[..., KeptPlatform]
 
 

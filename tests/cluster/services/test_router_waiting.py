@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.router import Join, Joined, RegisterShard, RouterSettings
+from torch_dpflow.cluster.services.router import Router
 from torch_dpflow.errors import DeadlineError
-from torch_dpflow.remote.rpc import ClientOptions, PendingCall, RpcClient, RpcServer
-from torch_dpflow.remote.services.router import Router
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.router import Join, Joined, RegisterShard, RouterSettings
+from torch_dpflow.ipc.rpc import ClientOptions, PendingCall, RpcClient, RpcServer
+from torch_dpflow.ipc.transport import listen
 
 SPEC = FlowSpec(name="f", version=1, size=100, content="a" * 64, fingerprint={})
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.new_process import interpreter
 from tests.redis_server import RedisServer
+from torch_dpflow.cluster.services.state_store import MAX_KEY, SQLiteStore, StateStore, open_store
 from torch_dpflow.errors import OptionError, StateError
-from torch_dpflow.remote.services.state_store import MAX_KEY, SQLiteStore, StateStore, open_store
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_new_process_finds_what_another_had_put_before_it_was_killed(
 ) -> None:
     program = (
         "import os, signal, sys\n"
-        "from torch_dpflow.remote.services.state_store import open_store\n"
+        "from torch_dpflow.cluster.services.state_store import open_store\n"
         "store = open_store(sys.argv[1])\n"
         "store.put('flow/a', b'kept')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -109,7 +109,7 @@ def test_keys_and_values_have_limits(
             store.put(key, b"")
         with pytest.raises(OptionError, match="1 to 512 are allowed"):
             store.get(key)
-    monkeypatch.setattr("torch_dpflow.remote.services.state_store.MAX_VALUE_BYTES", 10)
+    monkeypatch.setattr("torch_dpflow.cluster.services.state_store.MAX_VALUE_BYTES", 10)
     with pytest.raises(OptionError, match="a value of 11 bytes; 10 are allowed"):
         store.put("flow", bytes(11))
 
@@ -165,7 +165,7 @@ def test_a_server_whose_owner_was_killed_is_free_in_the_end(
 ) -> None:
     with closing(open_store(redis.url)) as one, closing(open_store(redis.url)) as two:
         with monkeypatch.context() as short:
-            short.setattr("torch_dpflow.remote.services.state_store._LEASE_MS", 300)
+            short.setattr("torch_dpflow.cluster.services.state_store._LEASE_MS", 300)
             one.claim("one")
         two.claim("two")
         with pytest.raises(StateError, match="another cluster"):

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.shard.detached_parcel import DetachedParcel
-from torch_dpflow.remote.shard.workers import ShardWorkers
-from torch_dpflow.remote.transport import Listener, listen
+from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel
+from torch_dpflow.cluster.shard.workers import ShardWorkers
+from torch_dpflow.ipc.transport import Listener, listen
 
 
 class Workers:

@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 
+from torch_dpflow.cluster.messages.shard import SAMPLE
+from torch_dpflow.cluster.shard.detached_parcel import detach, text_parcel
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.shard.detached_parcel import detach, text_parcel
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.wire.shard import SAMPLE
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.serialization.codec import decode, encode
 
 
 @pytest.mark.parametrize("width", [1, 10_000, 200_000])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.shard.driven_workers import Workers
-from torch_dpflow.remote.pool.objects import Load
-from torch_dpflow.remote.wire.headers import Exchange, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.wire.shard import WORKERLESS
+from tests.cluster.shard.driven_workers import Workers
+from torch_dpflow.cluster.cache.objects import Load
+from torch_dpflow.cluster.messages.shard import WORKERLESS
+from torch_dpflow.ipc.messages.headers import Exchange, WorkerHello, WorkerReady, encode
 
 
 @pytest.fixture

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from tests.new_process import in_fork
-from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.flows.stage import Stage
-from torch_dpflow.flows.transforms import SampleTransform
-from torch_dpflow.remote.parcel.script import pack, unpack
-from torch_dpflow.remote.shard.detached_parcel import text_parcel
-from torch_dpflow.remote.wire.sample_task import pack_task
-from torch_dpflow.remote.wire.shard import FAILED, SAMPLE
-from torch_dpflow.remote.worker.sample_source import (
+from torch_dpflow.cluster.messages.sample_task import pack_task
+from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE
+from torch_dpflow.cluster.shard.detached_parcel import text_parcel
+from torch_dpflow.cluster.shard.sample_source import (
     KeylessTransform,
     SampleAssignment,
     SampleSource,
     TwoStageDataset,
 )
+from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.flows.stage import Stage
+from torch_dpflow.flows.transforms import SampleTransform
+from torch_dpflow.remote.shipping.script import pack, unpack
 
 
 class Locked:

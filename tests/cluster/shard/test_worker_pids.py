@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.cluster.shard.driven_workers import Workers
 from tests.new_process import in_fork, interpreter
-from tests.remote.shard.driven_workers import Workers
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Hanging
 from torch_dpflow._version import __version__
+from torch_dpflow.cluster.cache.objects import Load
+from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.messages.shard import SAMPLE
+from torch_dpflow.cluster.shard.sample_source import SampleAssignment, TwoStageDataset
 from torch_dpflow.errors import MessageError, PoisonTaskError
-from torch_dpflow.remote.job.client import JobOptions
-from torch_dpflow.remote.pool.objects import Load
-from torch_dpflow.remote.rpc import RpcServer
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.transport import connect, listen
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
     Stranger,
     WorkerHello,
@@ -33,9 +33,9 @@ from torch_dpflow.remote.wire.headers import (
     decode,
     encode,
 )
-from torch_dpflow.remote.wire.shard import SAMPLE
-from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
-from torch_dpflow.remote.worker.sample_source import SampleAssignment, TwoStageDataset
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.rpc import RpcServer
+from torch_dpflow.ipc.transport import connect, listen
 
 
 @pytest.fixture(params=["ipc"])
@@ -126,9 +126,9 @@ def test_nothing_but_a_segment_is_opened_of_a_process_that_is_told_of(tmp_path: 
 ELSEWHERE = """
 import sys
 from functools import partial
-from torch_dpflow.remote.worker import sample_worker
-from torch_dpflow.remote.worker.sample_worker import SampleWorker
-from torch_dpflow.remote.transport import connect
+from torch_dpflow.cluster.shard import sample_worker
+from torch_dpflow.cluster.shard.sample_worker import SampleWorker
+from torch_dpflow.ipc.transport import connect
 sample_worker.IDLE_S, sample_worker.SILENCE_S = 0.2, float(sys.argv[4])
 number, incarnation = 0, int(sys.argv[2])
 connection = connect(sys.argv[1], identity=f"{number}/{incarnation}/token".encode())
@@ -215,8 +215,8 @@ def proved(pid: int, probe: ProbeRef) -> bool:
 BELOW = """
 import sys
 import msgspec
-from torch_dpflow.remote.shm.arena import ArenaReader
-from torch_dpflow.remote.wire.shared_blocks import ProbeRef
+from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.messages.shared_blocks import ProbeRef
 print(ArenaReader(int(sys.argv[1])).probe(msgspec.json.decode(sys.argv[2], type=ProbeRef)))
 """
 

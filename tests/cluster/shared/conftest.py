@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.shared_cluster import TestCluster, open_job
-from torch_dpflow.remote.job.client import JobOptions, SharedJob
+from torch_dpflow.cluster.client.client import JobOptions, SharedJob
 
 if TYPE_CHECKING:
-    from tests.remote.shared.function_cluster import FunctionCluster
+    from tests.cluster.shared.function_cluster import FunctionCluster
 
 _numbers = itertools.count()
 
@@ -38,7 +38,7 @@ def functions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FunctionCluster]:
     """A cluster for the tests of one file, whose workers are invocations of a function, or pods."""
-    from tests.remote.shared.function_cluster import function_cluster
+    from tests.cluster.shared.function_cluster import function_cluster
 
     with function_cluster(request.param, tmp_path_factory) as started:
         yield started

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.cluster.shared.test_shared_platform import keys
 from tests.cluster_command import CommandedCluster
-from tests.platforms.function_doubles import NEEDED, FunctionDouble, function_double
-from tests.remote.shared.test_shared_platform import keys
+from tests.remote.launchers.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.cluster.client.client import SharedJob
 
 WORKERS = 4
 

@@ -13,13 +13,10 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.errors import PeerLostError
-from torch_dpflow.remote.transport import Connection, TransportOptions, connect
-from torch_dpflow.remote.wire.coordinator import Access, ContentPiece, ContentRequest, Scale
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode
-from torch_dpflow.remote.wire.node import Heartbeat
-from torch_dpflow.remote.wire.router import (
+from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, ContentRequest, Scale
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import Heartbeat
+from torch_dpflow.cluster.messages.router import (
     DrawSamples,
     EpochPlace,
     JobFigures,
@@ -30,7 +27,10 @@ from torch_dpflow.remote.wire.router import (
     RegisterShard,
     StartEpoch,
 )
-from torch_dpflow.remote.wire.shard import Ask
+from torch_dpflow.cluster.messages.shard import Ask
+from torch_dpflow.errors import PeerLostError
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode
+from torch_dpflow.ipc.transport import Connection, TransportOptions, connect
 
 _pack = msgspec.msgpack.Encoder().encode
 CORPUS = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))]

@@ -1,6 +1,6 @@
 """A cluster whose number of workers follows what its jobs need: with real processes, and a cold start of five seconds.
 
-The law is tested by itself, in `tests/remote/control/test_autoscale.py`; here it gets real figures.
+The law is tested by itself, in `tests/cluster/control/test_autoscale.py`; here it gets real figures.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.cluster_command import CommandedCluster
 from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.services.local_cluster import ClusterOptions
-from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, ClusterLimits
 
 COLD_S, COST_S, BATCH, STEP_S = 5.0, 0.1, 4, 0.1
 #: Workers that one job keeps busy, and those that two do.

@@ -10,10 +10,10 @@ import pytest
 
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
-from torch_dpflow.remote.job.client import JobOptions
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)

@@ -19,12 +19,12 @@ from click.testing import CliRunner, Result
 from tests.new_process import interpreter
 from tests.shared_cluster import PATIENCE_S, TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.access.cluster_address import NODE_SOCKET
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.rpc import RpcServer
-from torch_dpflow.remote.transport import listen
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.security.cluster_address import NODE_SOCKET
+from torch_dpflow.ipc.rpc import RpcServer
+from torch_dpflow.ipc.transport import listen
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from tests.cluster_command import CommandedCluster
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
-from torch_dpflow.dataservice import DataClient
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import PeerLostError
+from torch_dpflow.pool import DataClient
 
 
 def test_a_server_of_the_pool_runs_beside_the_services(

@@ -15,17 +15,17 @@ from click.testing import CliRunner
 from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.access.announcement import Announcement
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import (
+from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.security.announcement import Announcement
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import (
     generate_keys,
     read_connection_file,
     write_connection_file,
 )
-from torch_dpflow.remote.job.client import JobOptions
+from torch_dpflow.errors import UsageError
 
 
 @pytest.fixture(params=["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
@@ -74,8 +74,8 @@ RIVAL = """
 import sys
 from pathlib import Path
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.access.announcement import Announcement
-from torch_dpflow.remote.access.connection_file import generate_keys
+from torch_dpflow.cluster.security.announcement import Announcement
+from torch_dpflow.cluster.security.connection_file import generate_keys
 connection = generate_keys(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()

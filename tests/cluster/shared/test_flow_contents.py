@@ -15,19 +15,19 @@ import pytest
 
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.client import flow_registration
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import ProcessView, Running
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.services import contents
+from torch_dpflow.cluster.services.contents import ContentFiles, open_content
+from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, StateError, UsageError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job import flow_registration
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.process import contents
-from torch_dpflow.remote.process.contents import ContentFiles, open_content
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.coordinator import ContentPiece, ContentRequest
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import ProcessView, Running
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
+from torch_dpflow.ipc.transport import listen
 
 Join = Callable[..., SharedJob]
 

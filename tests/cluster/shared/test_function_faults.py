@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.shared.function_cluster import Endless, FunctionCluster, told, up
+from tests.cluster.shared.test_shared_platform import Join, working
 from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
-from tests.platforms.fc_server.instances import freeze, thaw
-from tests.platforms.fc_server.server import Fault
-from tests.platforms.function_doubles import function_double
-from tests.remote.shared.function_cluster import Endless, FunctionCluster, told, up
-from tests.remote.shared.test_shared_platform import Join, working
+from tests.remote.launchers.fc_server.instances import freeze, thaw
+from tests.remote.launchers.fc_server.server import Fault
+from tests.remote.launchers.function_doubles import function_double
 from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
 

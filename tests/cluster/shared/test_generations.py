@@ -12,15 +12,15 @@ import pytest
 from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.messages.node import ProcessView, Running
+from torch_dpflow.cluster.messages.router import JobHeartbeat, JobId, Join, RegisterShard
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.errors import StaleShardError
-from torch_dpflow.remote.wire.node import ProcessView, Running
-from torch_dpflow.remote.wire.router import JobHeartbeat, JobId, Join, RegisterShard
+from torch_dpflow.ipc.messages.errors import StaleShardError
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.ipc.transport import listen
 
 Join_ = Callable[..., SharedJob]
 
@@ -86,9 +86,9 @@ def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Jo
 REGISTERED = """
 import os, sys
 from types import SimpleNamespace
-from torch_dpflow.remote.rpc import RpcServer
-from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec
-from torch_dpflow.remote.shard.run import ShardRegistration
+from torch_dpflow.ipc.rpc import RpcServer
+from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
+from torch_dpflow.cluster.shard.run import ShardRegistration
 service = ServiceSpec(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
 ShardRegistration(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f@1/router")

@@ -19,22 +19,22 @@ from tests.joined_nodes import StartedNode, await_nodes, nodes_of, started
 from tests.new_process import ROOT, interpreter
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.errors import ErrorKind, OptionError, RemoteCallError, UsageError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import (
+from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     generate_keys,
     read_connection_file,
     write_connection_file,
 )
-from torch_dpflow.remote.access.node_proof import node_proof
-from torch_dpflow.remote.job.client import JobOptions
-from torch_dpflow.remote.process.fit import versions_here
-from torch_dpflow.remote.services.head_link import Joining
-from torch_dpflow.remote.services.joining_node import JoiningNode, NodeOptions, own_address
-from torch_dpflow.remote.wire.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
+from torch_dpflow.cluster.security.node_proof import node_proof
+from torch_dpflow.cluster.services.head_link import Joining
+from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions, own_address
+from torch_dpflow.errors import ErrorKind, OptionError, RemoteCallError, UsageError
+from torch_dpflow.remote.shipping.fit import versions_here
 
 OPTIONS = JobOptions(patience_s=120.0, ready=1, asked=2)
 
@@ -123,7 +123,7 @@ def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tm
 ENDED_AT_ONCE = """
 import signal
 from torch_dpflow.cli import main
-from torch_dpflow.remote.services.head_link import Joining
+from torch_dpflow.cluster.services.head_link import Joining
 join = Joining.join
 def join_and_be_ended(*given, **named):
     joined = join(*given, **named)

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.messages.node import Running
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.wire.node import Running
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import signal
 import pytest
 from click.testing import CliRunner
 
+from tests.cluster.shared.function_cluster import Endless, FunctionCluster, up
+from tests.cluster.shared.test_shared_platform import Join, kept, keys, working
 from tests.cluster_command import CommandedCluster
-from tests.platforms.function_doubles import FunctionDouble, function_double
-from tests.remote.shared.function_cluster import Endless, FunctionCluster, up
-from tests.remote.shared.test_shared_platform import Join, kept, keys, working
+from tests.remote.launchers.function_doubles import FunctionDouble, function_double
 from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 
 

@@ -2,7 +2,7 @@
 
 The long test sends 100,000 messages, and bytes that are none::
 
-    .venv/bin/python -m pytest -m slow -s tests/remote/shared/test_shared_fuzz.py
+    .venv/bin/python -m pytest -m slow -s tests/cluster/shared/test_shared_fuzz.py
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.remote.shared.hostile import Fiend, Fuzzer, bursts, raw_noise, send_raw
+from tests.cluster.shared.hostile import Fiend, Fuzzer, bursts, raw_noise, send_raw
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.wire.node import ProcessView
 
 ROLES = ("coordinator", "router", "shard")
 SIZE = 500

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.remote.shared.hostile import Fiend, Fuzzer, raw_noise, send_raw
-from tests.remote.shared.test_shared_fuzz import (
+from tests.cluster.shared.hostile import Fiend, Fuzzer, raw_noise, send_raw
+from tests.cluster.shared.test_shared_fuzz import (
     READER,
     ROLES,
     SIZE,
@@ -19,10 +19,10 @@ from tests.remote.shared.test_shared_fuzz import (
 )
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import generate_keys
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import generate_keys
+from torch_dpflow.ipc.transport import TransportOptions
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,14 @@ from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
 from tests.shared_cluster import free_port, open_job, wait
 from tests.shared_datasets import Failing, Numbers, SlowNumbers
-from tests.workers import has_ended, kill
+from tests.worker_cases import has_ended, kill
 from torch_dpflow.cli.main import root
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError, PoisonTaskError, WorkerStartError
-from torch_dpflow.platforms.names import MemberName
-from torch_dpflow.platforms.subprocesses import NAME_VARIABLE
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.services.local_cluster import ClusterOptions
-from torch_dpflow.remote.wire.coordinator import FlowView, Scale
+from torch_dpflow.remote.launchers.names import MemberName
+from torch_dpflow.remote.launchers.subprocesses import NAME_VARIABLE
 
 Join = Callable[..., SharedJob]
 

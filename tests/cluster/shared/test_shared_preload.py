@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from examples.cluster import started
 from torch_dpflow import DPFlowDataLoader, JobOptions
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.services.local_cluster import ClusterOptions
 
 
 class Imported(Dataset[torch.Tensor]):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.shared.test_shared_platform import Join, kept, keys, member_pids, members, working
 from tests.cluster_command import CommandedCluster
-from tests.remote.shared.test_shared_platform import Join, kept, keys, member_pids, members, working
 from tests.shared_cluster import wait
 from tests.shared_datasets import SlowNumbers
-from tests.workers import has_ended, kill
+from tests.worker_cases import has_ended, kill
 
 pytestmark = pytest.mark.slow
 

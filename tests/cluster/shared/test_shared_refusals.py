@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.remote.shared.function_cluster import FunctionCluster, told
-from tests.remote.shared.test_shared_platform import Join, keys
+from tests.cluster.shared.function_cluster import FunctionCluster, told
+from tests.cluster.shared.test_shared_platform import Join, keys
 from tests.shared_cluster import wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.cli.main import root

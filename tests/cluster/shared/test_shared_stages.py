@@ -15,11 +15,11 @@ import torch
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Failing, Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
+from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.messages.router import JobId
+from torch_dpflow.cluster.messages.shard import Ask
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.wire.router import JobId
-from torch_dpflow.remote.wire.shard import Ask
 
 Join = Callable[..., SharedJob]
 SIZE = 60

@@ -11,16 +11,16 @@ import pytest
 
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
+from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.router import JobId
+from torch_dpflow.cluster.messages.shard import Ask
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import generate_keys
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import generate_keys
-from torch_dpflow.remote.job.client import JobOptions
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.wire.coordinator import ContentPiece, ContentRequest
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.router import JobId
-from torch_dpflow.remote.wire.shard import Ask
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
+from torch_dpflow.ipc.transport import TransportOptions
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ The tests are those of `benchmarks.simulation.uniformity`. As in that study each
 own, and their second epochs are counted, when all are under way: epochs of one job resemble each other. When the last
 job of a run has left, the group is as good as new. The long test reads thousands of epochs of 100 samples::
 
-    .venv/bin/python -m pytest -m slow -s tests/remote/shared/test_shared_uniformity.py
+    .venv/bin/python -m pytest -m slow -s tests/cluster/shared/test_shared_uniformity.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.simulation.uniformity import Counts, Verdict
 from tests.shared_datasets import Numbers
-from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.cluster.client.client import SharedJob
 
 Join = Callable[..., SharedJob]
 JOBS = 3

@@ -19,15 +19,15 @@ from tests.new_process import interpreter
 from tests.redis_server import RedisServer
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
+from torch_dpflow.cluster.client.client import JobOptions, SharedJob
+from torch_dpflow.cluster.client.flow_registration import register
+from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DeadlineError, DPFlowError, RemoteCallError
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import JobOptions, SharedJob
-from torch_dpflow.remote.job.flow_registration import register
-from torch_dpflow.remote.services.state_store import open_store
-from torch_dpflow.remote.wire.coordinator import FlowView, Scale
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
 
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
 
@@ -161,7 +161,7 @@ def test_a_cluster_whose_store_is_spoilt_before_it_is_up_fails_with_the_reason(t
     program = """
 import sys
 from torch_dpflow.errors import StateError
-from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
 cluster = LocalCluster(ClusterOptions(connection_file=sys.argv[1], state=sys.argv[2]))
 open(sys.argv[2], "w").write("no database" * 1000)
 try:

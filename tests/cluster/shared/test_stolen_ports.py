@@ -13,9 +13,9 @@ import pytest
 
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
-from tests.workers import has_ended
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import JobOptions
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.security.cluster_address import find_cluster
 
 
 @pytest.fixture(scope="module")

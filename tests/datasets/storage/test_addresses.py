@@ -23,7 +23,13 @@ from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.urls import file_system_of, join_url, split_login, split_name, without_login
+from torch_dpflow.datasets.storage.urls import (
+    file_system_of,
+    join_url,
+    split_login,
+    split_name,
+    without_login,
+)
 from torch_dpflow.datasets.verify import verify
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, SourceError, StorageError
 from torch_dpflow.flows.saving import load_flow

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow.remote.shm.arena import Arena, Block
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.memory.arena import Arena, Block
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
 
 
 class Writer:

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.remote.shm.arena_writer import writer
+from tests.ipc.memory.arena_writer import writer
 from torch_dpflow.errors import MessageError, OptionError, SegmentLostError
-from torch_dpflow.remote.shm.arena import MAX_SEGMENTS, Arena, ArenaReader
-from torch_dpflow.remote.shm.headroom import Headroom
-from torch_dpflow.remote.shm.segment import HEADER_BYTES
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.memory.arena import MAX_SEGMENTS, Arena, ArenaReader
+from torch_dpflow.ipc.memory.headroom import Headroom
+from torch_dpflow.ipc.memory.segment import HEADER_BYTES
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
 
 SIZE = 300_000
 
@@ -299,7 +299,7 @@ def test_allocation_from_many_threads() -> None:
 def test_views_that_are_left_at_exit_do_no_harm() -> None:
     program = f"""
 import os, torch
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
 arena, reader = Arena(budget_bytes={1 << 24}), ArenaReader(os.getpid())
 class Cycle: pass
 for index in range(5):

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.shm.headroom import Headroom, check_memory, of_machine
+from torch_dpflow.ipc.memory.headroom import Headroom, check_memory, of_machine
 
 MIB = 1 << 20
 #: Of each version of control groups: its line, where its groups lie, its files, and what can be dropped.

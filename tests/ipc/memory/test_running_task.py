@@ -9,9 +9,9 @@ import sys
 import msgspec
 import pytest
 
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.shm.running_task import RunningTask, RunningTaskReader
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.running_task import RunningTask, RunningTaskReader
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
 
 
 def pair() -> tuple[RunningTask, RunningTaskReader, Arena]:
@@ -35,8 +35,8 @@ def test_what_is_noted_is_read(task: int) -> None:
 
 WORKER = """
 import signal, sys, msgspec
-from torch_dpflow.remote.shm.arena import Arena
-from torch_dpflow.remote.shm.running_task import RunningTask
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.running_task import RunningTask
 
 arena = Arena(budget_bytes=1 << 20)
 running = RunningTask(arena)

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.wire import headers as messages
-from torch_dpflow.remote.wire.headers import Header, body_decoder, decode, decode_body, encode, encode_body
+from torch_dpflow.ipc.messages import headers as messages
+from torch_dpflow.ipc.messages.headers import Header, body_decoder, decode, decode_body, encode, encode_body
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 VALID = [path for path in CORPUS if path.name.startswith("valid-")]

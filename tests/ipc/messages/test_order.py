@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError, OptionError
-from torch_dpflow.remote.wire.order import MAX_ADDRESSES, MAX_ORDER, Order, decode_order, encode_order
+from torch_dpflow.ipc.messages.order import MAX_ADDRESSES, MAX_ORDER, Order, decode_order, encode_order
 
 SECRET = "s3cr3t-key-of-one-member-0123456789-ABCD"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer, ServerOptions
-from torch_dpflow.remote.transport import TransportOptions, listen
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient, RpcServer, ServerOptions
+from torch_dpflow.ipc.transport import TransportOptions, listen
 
 
 @pytest.fixture(params=["ipc", "tcp", "inproc"])

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.rpc.compression import SMALLEST_FRAME, compress, decompress, pays
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.wire.headers import Packing
+from torch_dpflow.ipc.messages.headers import Packing
+from torch_dpflow.ipc.rpc.compression import SMALLEST_FRAME, compress, decompress, pays
+from torch_dpflow.ipc.rpc.payload import Carrier
 
 NOISE = os.urandom(100_000)
 LABELS = np.arange(20_000, dtype=np.int64).tobytes()

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.control.leases import (
+from torch_dpflow.ipc.rpc.leases import (
     MOST_REMEMBERED,
     ExpireLeases,
     LeaseGranted,

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torch_dpflow.remote.control.leases import (
+from torch_dpflow.ipc.rpc.leases import (
     ExpireLeases,
     LeaseGranted,
     Leases,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from torch_dpflow.cluster.security.connection_file import generate_keys
 from torch_dpflow.errors import (
     DeadlineError,
     ErrorKind,
@@ -22,8 +23,8 @@ from torch_dpflow.errors import (
     RemoteCallError,
     StateError,
 )
-from torch_dpflow.remote.access.connection_file import generate_keys
-from torch_dpflow.remote.rpc import (
+from torch_dpflow.ipc.messages.errors import StaleRoutingError
+from torch_dpflow.ipc.rpc import (
     LATER,
     ClientOptions,
     IncomingCall,
@@ -33,8 +34,7 @@ from torch_dpflow.remote.rpc import (
     RpcServer,
     ServerOptions,
 )
-from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.wire.errors import StaleRoutingError
+from torch_dpflow.ipc.transport import TransportOptions
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]

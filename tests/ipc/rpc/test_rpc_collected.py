@@ -11,9 +11,9 @@ from contextlib import suppress
 import pytest
 
 from torch_dpflow.errors import DeadlineError
-from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.transport import connect
-from torch_dpflow.remote.transport.zeromq import contexts
+from torch_dpflow.ipc.rpc import RpcClient
+from torch_dpflow.ipc.transport import connect
+from torch_dpflow.ipc.transport.zeromq import contexts
 
 
 @pytest.fixture

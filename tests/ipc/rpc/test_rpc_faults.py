@@ -14,9 +14,7 @@ import msgspec
 import pytest
 
 from torch_dpflow.errors import DeadlineError, MessageError
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import connect, listen
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
     Header,
     Hello,
@@ -25,6 +23,8 @@ from torch_dpflow.remote.wire.headers import (
     decode,
     encode,
 )
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
+from torch_dpflow.ipc.transport import connect, listen
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]

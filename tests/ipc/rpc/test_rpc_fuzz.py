@@ -14,9 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import ErrorKind
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import Connection, connect, listen
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.messages.headers import (
     EMPTY_BODY,
     PROTOCOL_VERSION,
     Hello,
@@ -26,6 +24,8 @@ from torch_dpflow.remote.wire.headers import (
     encode,
     encode_body,
 )
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
+from torch_dpflow.ipc.transport import Connection, connect, listen
 
 FILES = sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))
 CORPUS = [path.read_bytes() for path in FILES]

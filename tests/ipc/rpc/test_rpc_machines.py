@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
-from torch_dpflow.remote.rpc.sessions import Session, SessionTable
-from torch_dpflow.remote.wire.headers import EMPTY_BODY
+from torch_dpflow.ipc.messages.headers import EMPTY_BODY
+from torch_dpflow.ipc.rpc.calls import CallTable, OpenCall
+from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
+from torch_dpflow.ipc.rpc.sessions import Session, SessionTable
 
 # --- open calls ---
 

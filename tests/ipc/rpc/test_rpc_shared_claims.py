@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.remote.rpc import RpcClient, RpcServer
-from torch_dpflow.remote.transport import connect
-from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode, encode_body
-from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode, encode_body
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.rpc import RpcClient, RpcServer
+from torch_dpflow.ipc.transport import connect
 
 TOKEN = bytes(16)
 

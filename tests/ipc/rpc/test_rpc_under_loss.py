@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer, ServerOptions
-from torch_dpflow.remote.rpc.client_session import Awaited, ClientSession
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.transport import Frame
-from torch_dpflow.remote.wire.headers import body_decoder, encode_body
+from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer, ServerOptions
+from torch_dpflow.ipc.rpc.client_session import Awaited, ClientSession
+from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.transport import Frame
 
 ANY = body_decoder(int | None)
 PATIENCE_S = 1.0

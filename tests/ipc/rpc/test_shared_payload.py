@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.shm.memory import address_of
-from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES
+from torch_dpflow.ipc.memory.memory import address_of
+from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES
+from torch_dpflow.ipc.rpc.payload import Carrier
 
 #: Room for two messages of the tests below.
 ROOM = 2 << 20

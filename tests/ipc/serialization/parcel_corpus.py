@@ -1,4 +1,4 @@
-"""Seeds for the fuzz test of parcels: `python -m tests.remote.parcel.parcel_corpus` writes them anew.
+"""Seeds for the fuzz test of parcels: `python -m tests.ipc.serialization.parcel_corpus` writes them anew.
 
 A seed is msgpack: the table as its own msgpack bytes, and the frames. The names of malformed ones begin
 with "bad-". Heads name the functions that rebuild their objects, so renaming those takes new seeds.
@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES, encode
-from torch_dpflow.remote.wire.parcel_table import BufferSpan, ParcelTable
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.parcel_table import BufferSpan, ParcelTable
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, encode
 
 FOLDER = Path(__file__).parent / "corpus"
 

@@ -20,9 +20,9 @@ import torch
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 Carry = Callable[[Any], Any]
 

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.serialization.codec import decode, encode
 
 
 def travelled(obj: object) -> object:

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.remote.parcel.parcel_corpus import Seed, load
+from tests.ipc.serialization.parcel_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
-from torch_dpflow.remote.parcel.codec import decode, discard
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.serialization.codec import decode, discard
 
 SEEDS = load()
 WELL_FORMED = {name: seed for name, seed in SEEDS.items() if not name.startswith("bad-")}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, discard, encode
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, discard, encode
 
 
 def test_small_buffers_share_a_frame_and_big_ones_have_their_own() -> None:

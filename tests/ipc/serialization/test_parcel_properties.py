@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 _settings = settings(
     max_examples=150,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.remote.parcel.codec import encode
+from torch_dpflow.ipc.serialization.codec import encode
 
 
 class Point(NamedTuple):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.parcel.fast_path import encode_sample
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.cluster.client.collate import collate_parcels, collate_samples
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.serialization.codec import decode, encode
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
 
 BIG = 1 << 16
 #: What is done before the library is imported, and what it says to that, once.
@@ -29,7 +29,7 @@ pickle.{broken}
 import logging, sys
 logging.basicConfig(level="WARNING", format="%(name)s: %(message)s", stream=sys.stdout)
 from pathlib import Path
-from tests.remote.parcel.test_plain_pickles import parcels, opened_like_the_originals
+from tests.ipc.serialization.test_plain_pickles import parcels, opened_like_the_originals
 there, here = Path(sys.argv[1]), Path(sys.argv[2])
 opened_like_the_originals(there)
 parcels(here)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.remote.parcel import fast_path as sample_parcel
-from torch_dpflow.remote.parcel.codec import decode, discard, encode
-from torch_dpflow.remote.parcel.fast_path import encode_sample
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.serialization import fast_path as sample_parcel
+from torch_dpflow.ipc.serialization.codec import decode, discard, encode
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
 
 DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 #: Below, between and above what lies beside the head, in a frame of its own, or in shared memory.

@@ -8,7 +8,7 @@ import pytest
 
 from torch_dpflow import LoaderOptions
 from torch_dpflow.errors import OptionError, TransportError
-from torch_dpflow.remote.transport import connect, is_loopback, listen
+from torch_dpflow.ipc.transport import connect, is_loopback, listen
 
 
 @pytest.mark.parametrize(

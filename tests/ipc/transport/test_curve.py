@@ -15,17 +15,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from torch_dpflow.errors import OptionError, PeerLostError
-from torch_dpflow.remote.access.connection_file import (
+from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     generate_keys,
     read_connection_file,
     read_key_file,
     write_connection_file,
 )
-from torch_dpflow.remote.transport import Connection, Listener, TransportOptions, connect, listen
-from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys
-from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
+from torch_dpflow.errors import OptionError, PeerLostError
+from torch_dpflow.ipc.transport import Connection, Listener, TransportOptions, connect, listen
+from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys
+from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
 from torch_dpflow.testing.transports import PATIENCE_S, answered, greet, heard
 
 CLUSTER = generate_keys("tcp://127.0.0.1:0")

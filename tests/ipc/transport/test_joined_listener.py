@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.remote.transport import Connection, Listener, connect
-from torch_dpflow.remote.transport.zeromq import ZeroMQListener
-from torch_dpflow.remote.transport.zeromq.joined import JoinedListener
+from torch_dpflow.ipc.transport import Connection, Listener, connect
+from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
+from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
 from torch_dpflow.testing.transports import PATIENCE_S, TransportContract, heard
 
 

@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 from tests.new_process import in_fork
-from torch_dpflow.remote.transport import connect, listen
+from torch_dpflow.ipc.transport import connect, listen
 
 
 def full(path: str) -> tuple[int, bool, int]:

@@ -3,8 +3,8 @@
 import uuid
 from pathlib import Path
 
-from torch_dpflow.remote.access.connection_file import generate_keys
-from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.cluster.security.connection_file import generate_keys
+from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.testing.transports import TransportContract
 
 _CLUSTER = generate_keys("tcp://127.0.0.1:0")

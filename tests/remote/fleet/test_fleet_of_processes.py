@@ -15,13 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import PATIENCE_S
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Accepted, Ended, Outcome
-from torch_dpflow.platforms.names import MemberName, prefix_of
-from torch_dpflow.platforms.processes import Processes
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
-from torch_dpflow.remote.control.fleet import Fleet
-from torch_dpflow.remote.control.fleet_members import (
+from torch_dpflow.remote.fleet.fleet import Fleet
+from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
     FleetInstruction,
@@ -31,6 +26,11 @@ from torch_dpflow.remote.control.fleet_members import (
     StopMember,
     SuspectMember,
 )
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Accepted, Ended, Outcome
+from torch_dpflow.remote.launchers.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.processes import Processes
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 from torch_dpflow.testing.adapters import PROGRAM, order_to
 from torch_dpflow.testing.platforms import wakes
 

@@ -19,10 +19,8 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms.base import End, Limits
-from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.remote.control.fleet import DRAIN_S, LEAVE_S, STOP_S, Fleet
-from torch_dpflow.remote.control.fleet_members import (
+from torch_dpflow.remote.fleet.fleet import DRAIN_S, LEAVE_S, STOP_S, Fleet
+from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
     Fail,
@@ -32,7 +30,9 @@ from torch_dpflow.remote.control.fleet_members import (
     StartMember,
     StopMember,
 )
-from torch_dpflow.remote.control.start_limits import RAISE_S
+from torch_dpflow.remote.fleet.start_limits import RAISE_S
+from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.base import End, Limits
 
 LIFETIME_S, GRACE_S, MOST = 600.0, 5.0, 12
 #: Errors that are waited out, or that lower the ceiling.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.remote.control.test_fleet import (
+from tests.remote.fleet.test_fleet import (
     PREFIX,
     Prompt,
     come,
@@ -23,10 +23,10 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.members import Ended, Refused
-from torch_dpflow.remote.control.fleet_members import Fail
-from torch_dpflow.remote.control.start_limits import DENIED_S, PATIENCE_S, RENEW_S, UNTRIED_S
+from torch_dpflow.remote.fleet.fleet_members import Fail
+from torch_dpflow.remote.fleet.start_limits import DENIED_S, PATIENCE_S, RENEW_S, UNTRIED_S
+from torch_dpflow.remote.launchers.members import Ended, Refused
+from torch_dpflow.workers.base import End
 
 DENIED = DeniedError("403 no right")
 

@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl
 import psutil
 
 from tests.new_process import ROOT
-from tests.platforms.fc_server.server import Fault, Key, Refusal, Signatures
+from tests.remote.launchers.fc_server.server import Fault, Key, Refusal, Signatures
 
 VERSION = "2018-08-08"
 _TEXT = r"[\s\S]+"

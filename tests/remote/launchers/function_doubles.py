@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.platforms.fc_server.account import KEYS
-from tests.platforms.fc_server.server import FunctionServer
-from tests.platforms.kube_server import kube_server
-from tests.platforms.lambda_server import lambda_server
-from torch_dpflow.platforms import FunctionCompute
-from torch_dpflow.platforms.fc_deploy import deploy
+from tests.remote.launchers.fc_server.account import KEYS
+from tests.remote.launchers.fc_server.server import FunctionServer
+from tests.remote.launchers.kube_server import kube_server
+from tests.remote.launchers.lambda_server import lambda_server
+from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 #: Where the vendor's tools of Function Compute have the key of the tests.
 FC_ENV = {

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from torch_dpflow.platforms.ray import RayAdapter
+from torch_dpflow.remote.launchers.ray import RayAdapter
 
 #: For all tests that start it.
 needs_ray = pytest.mark.skipif(
@@ -21,7 +21,7 @@ needs_ray = pytest.mark.skipif(
 STORE = 80 * 2**20
 
 #: How the processes are called that run members, in their command lines.
-MEMBER = "torch_dpflow.platforms.ray_member"
+MEMBER = "torch_dpflow.remote.launchers.ray_member"
 
 
 @contextmanager

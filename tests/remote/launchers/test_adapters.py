@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import wait
+from tests.support.hosts import Hosts, HostsAdapter
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.platforms.members import Adapter
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.members import Adapter
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
-from torch_dpflow.testing.hosts import Hosts, HostsAdapter
 from torch_dpflow.testing.processes import PATIENCE_S
 
 
@@ -49,4 +49,4 @@ class TestOtherHosts(AdapterContract):
 
     def new_adapter(self, module: str) -> Adapter:
         prefixes = [host.prefix for host in self.hosts]
-        return HostsAdapter(prefixes, module, env={"PYTHONPATH": str(Path(__file__).parents[2])})
+        return HostsAdapter(prefixes, module, env={"PYTHONPATH": str(Path(__file__).parents[3])})

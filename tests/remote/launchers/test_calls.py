@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.scripted_adapter import SOON_S, FaultyAdapter, ScriptedAdapter
+from tests.remote.launchers.scripted_adapter import SOON_S, FaultyAdapter, ScriptedAdapter
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.errors import (
     AnswerLostError,
@@ -26,10 +26,10 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms import calls
-from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Fate, Outcome, Refused, Warned
+from torch_dpflow.remote.launchers import calls
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Fate, Outcome, Refused, Warned
+from torch_dpflow.workers.base import End
 
 
 @pytest.fixture

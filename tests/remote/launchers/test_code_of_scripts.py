@@ -38,7 +38,7 @@ class Rows:
 import dataclasses, sys
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import AccessDeniedError, WorkerStartError
-from torch_dpflow.platforms.processes import Processes
+from torch_dpflow.remote.launchers.processes import Processes
 import e2e_hungry
 from e2e_shop.data import Rows
 from e2e_shop.items import Item

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.cluster.shared.test_shared_platform import keys as numbers_of
 from tests.joined_nodes import await_nodes, nodes_of
-from tests.platforms.eci_server import Group, GroupServer
-from tests.platforms.fc_server.account import KEYS, keys  # noqa: F401 - a fixture
-from tests.platforms.fc_server.server import Fault, Refusal
-from tests.platforms.test_kubernetes_manifest import own_address
-from tests.remote.shared.test_shared_platform import keys as numbers_of
+from tests.remote.launchers.eci_server import Group, GroupServer
+from tests.remote.launchers.fc_server.account import KEYS, keys  # noqa: F401 - a fixture
+from tests.remote.launchers.fc_server.server import Fault, Refusal
+from tests.remote.launchers.test_kubernetes_manifest import own_address
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.access.connection_file import (
+from torch_dpflow.cluster.security.connection_file import (
     generate_keys,
     read_connection_file,
     write_connection_file,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.fates import end_of
-from tests.platforms.fc_server.account import CONFIG, KEYS, keys, no_leaks  # noqa: F401 - fixtures
-from tests.platforms.fc_server.server import Fault, FunctionServer, Key
+from tests.remote.launchers.fates import end_of
+from tests.remote.launchers.fc_server.account import CONFIG, KEYS, keys, no_leaks  # noqa: F401 - fixtures
+from tests.remote.launchers.fc_server.server import Fault, FunctionServer, Key
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
@@ -30,10 +30,10 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms import FunctionCompute
-from torch_dpflow.platforms.fc import FunctionComputeAdapter
-from torch_dpflow.platforms.members import Adapter
-from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.fc import FunctionComputeAdapter
+from torch_dpflow.remote.launchers.members import Adapter
+from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.adapters import PROGRAM, AdapterContract, caller, name_of, order_to
 from torch_dpflow.testing.members import CODE
 
@@ -48,7 +48,7 @@ DEPLOYED = {
     "instanceConcurrency": 1,
     "customContainerConfig": {
         "image": "r/i:1",
-        "command": ["python", "-m", "torch_dpflow.member.fc", PROGRAM],
+        "command": ["python", "-m", "torch_dpflow.remote.worker.fc", PROGRAM],
     },
 }
 
@@ -209,7 +209,7 @@ def test_credentials_of_the_vendors_file_are_found(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ALIBABA_CLOUD_ECS_METADATA_DISABLED", "true")
     program = (
-        "from torch_dpflow.platforms import FunctionCompute\n"
+        "from torch_dpflow.remote.launchers import FunctionCompute\n"
         f"one = FunctionCompute(max_workers=1, function='contract', endpoint={server.endpoint!r}).adapter()\n"
         "print(one.look({'dpf-1': None}))"
     )
@@ -219,7 +219,7 @@ def test_credentials_of_the_vendors_file_are_found(
 def test_many_are_looked_up_by_pages_of_a_list(
     server: FunctionServer, adapter: FunctionComputeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.platforms.fc_control.PAGE", 3)
+    monkeypatch.setattr("torch_dpflow.remote.launchers.fc_control.PAGE", 3)
     for number in range(10):
         adapter.start(name_of(number), b'{"leave": true}', deadline_s=10)
     wait(lambda: not server.live(), what="their end")

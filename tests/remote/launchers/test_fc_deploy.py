@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.platforms.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
-from tests.platforms.fc_server.server import FunctionServer
+from tests.remote.launchers.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
+from tests.remote.launchers.fc_server.server import FunctionServer
 from torch_dpflow.cli.main import root
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")

@@ -16,20 +16,19 @@ import pytest
 import torch
 
 from tests.loader_cases import Indices, Unhurried, assert_same, epochs
-from tests.platforms.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
-from tests.platforms.fc_server.instances import Instance, freeze, thaw
-from tests.platforms.fc_server.invocations import Task
-from tests.platforms.fc_server.server import Fault, FunctionServer
-from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
+from tests.remote.launchers.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
+from tests.remote.launchers.fc_server.instances import Instance, freeze, thaw
+from tests.remote.launchers.fc_server.invocations import Task
+from tests.remote.launchers.fc_server.server import Fault, FunctionServer
+from tests.remote.launchers.through_rotation import SlowCounted, read_through_rotation, record_drains
 from tests.remote_cases import lose_one
 from tests.shared_cluster import wait
+from tests.support.hosts import Hosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
-from torch_dpflow.platforms import FunctionCompute
-from torch_dpflow.platforms.fc_deploy import deploy
-from torch_dpflow.remote.control import start_limits
-from torch_dpflow.remote.shard import remote_workers
-from torch_dpflow.testing.hosts import Hosts
+from torch_dpflow.remote.fleet import remote_workers, start_limits
+from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 
@@ -250,7 +249,7 @@ def test_functions_on_another_host_are_started_by_their_images_own_command(
     keys: None,  # noqa: F811 - the fixture
     local: list[Any],
 ) -> None:
-    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
     with (
         Hosts(1) as hosts,
         FunctionServer(KEYS, fork=False, prefix=hosts[0].prefix, near=hosts[0].address, env=path) as there,

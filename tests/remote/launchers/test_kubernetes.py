@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.loader_cases import Unhurried, assert_same, epochs
-from tests.platforms.fates import end_of
-from tests.platforms.kube_server import RULES, KubeServer, kube_server
+from tests.remote.launchers.fates import end_of
+from tests.remote.launchers.kube_server import RULES, KubeServer, kube_server
 from tests.remote_cases import names_of
 from tests.shared_cluster import PATIENCE_S, free_port, wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
@@ -33,9 +33,9 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms import Kubernetes
-from torch_dpflow.platforms.kubernetes import KubernetesAdapter
-from torch_dpflow.platforms.members import Adapter, Fate
+from torch_dpflow.remote.launchers import Kubernetes
+from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
+from torch_dpflow.remote.launchers.members import Adapter, Fate
 from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 
 pytest.importorskip("kubernetes", reason="pip install 'torch_dpflow[kubernetes]'")

@@ -16,14 +16,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.platforms.kube_server import NAMESPACE, RULES, kube_server
-from tests.remote.shared.test_shared_platform import keys
+from tests.cluster.shared.test_shared_platform import keys
+from tests.remote.launchers.kube_server import NAMESPACE, RULES, kube_server
 from tests.shared_cluster import free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
-from torch_dpflow.platforms.kubernetes_manifest import toml_of
-from torch_dpflow.platforms.registry import autoscale, resolve
-from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file, write_connection_file
+from torch_dpflow.cluster.security.connection_file import generate_keys, read_key_file, write_connection_file
+from torch_dpflow.remote.launchers.kubernetes_manifest import toml_of
+from torch_dpflow.remote.launchers.registry import autoscale, resolve
 
 yaml = pytest.importorskip("yaml", reason="pip install 'torch_dpflow[kubernetes]'")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'torch_dpflow[test]'")

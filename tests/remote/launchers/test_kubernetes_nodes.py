@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.platforms.kube_server import NAMESPACE, kube_server
-from tests.platforms.test_kubernetes_manifest import (
+from tests.cluster.shared.test_shared_platform import keys
+from tests.remote.launchers.kube_server import NAMESPACE, kube_server
+from tests.remote.launchers.test_kubernetes_manifest import (
     NEEDED,
     RELEASES,
     answers,
@@ -23,15 +24,14 @@ from tests.platforms.test_kubernetes_manifest import (
     printed,
     written,
 )
-from tests.remote.shared.test_shared_platform import keys
 from tests.shared_cluster import free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import read_key_file
-from torch_dpflow.remote.services.head_link import LEAVE_S
-from torch_dpflow.remote.wire.joined_node import NodeView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.messages.joined_node import NodeView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import read_key_file
+from torch_dpflow.cluster.services.head_link import LEAVE_S
 
 __all__ = ["no_settings", "own_address"]
 

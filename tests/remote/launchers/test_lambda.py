@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.fates import end_of
-from tests.platforms.lambda_server import LambdaServer
-from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
-from tests.platforms.lambda_server.signatures import Credentials
+from tests.remote.launchers.fates import end_of
+from tests.remote.launchers.lambda_server import LambdaServer
+from tests.remote.launchers.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
+from tests.remote.launchers.lambda_server.signatures import Credentials
 from tests.shared_cluster import PATIENCE_S, free_port
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
@@ -30,9 +30,9 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms import Lambda
-from torch_dpflow.platforms.aws_lambda import LambdaAdapter
-from torch_dpflow.platforms.members import Adapter, Ref
+from torch_dpflow.remote.launchers import Lambda
+from torch_dpflow.remote.launchers.aws_lambda import LambdaAdapter
+from torch_dpflow.remote.launchers.members import Adapter, Ref
 from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, order_to
 
 #: Seconds after which tests take a start for accepted.
@@ -49,7 +49,7 @@ def functions(server: LambdaServer) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal is waited for as long as tests wait."""
-    monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.REFUSED_S", PATIENCE_S)
+    monkeypatch.setattr("torch_dpflow.remote.launchers.aws_lambda.REFUSED_S", PATIENCE_S)
 
 
 def settings_of(function: str = "suite", **settings: Any) -> Lambda:
@@ -136,7 +136,7 @@ def test_a_full_account_is_a_quota(
 def test_a_process_holds_so_many_calls(
     adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.MOST_HELD", 1)
+    monkeypatch.setattr("torch_dpflow.remote.launchers.aws_lambda.MOST_HELD", 1)
     start(adapter, door)
     with caller(door), pytest.raises(QuotaError, match="this process holds 1 invocations"):
         start_in_vain(adapter, door, 1)

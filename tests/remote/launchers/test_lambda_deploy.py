@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.platforms.lambda_server import LambdaServer, lambda_server
+from tests.remote.launchers.lambda_server import LambdaServer, lambda_server
 from tests.shared_cluster import wait
 from torch_dpflow.cli.main import root
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from tests.loader_cases import Unhurried, assert_same, epochs
-from tests.platforms.lambda_server import LambdaServer
-from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
-from tests.platforms.lambda_server.signatures import Credentials
-from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
+from tests.remote.launchers.lambda_server import LambdaServer
+from tests.remote.launchers.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
+from tests.remote.launchers.lambda_server.signatures import Credentials
+from tests.remote.launchers.through_rotation import SlowCounted, read_through_rotation, record_drains
 from tests.remote_cases import lose_one, names_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.platforms import Lambda
-from torch_dpflow.remote.control import start_limits
+from torch_dpflow.remote.fleet import start_limits
+from torch_dpflow.remote.launchers import Lambda
 
 pytest.importorskip("awslambdaric", reason="pip install 'torch_dpflow[test]'")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.names import MemberName, prefix_of
-from torch_dpflow.platforms.rate_limit import RateLimit
+from torch_dpflow.remote.launchers.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.rate_limit import RateLimit
 
 
 @given(

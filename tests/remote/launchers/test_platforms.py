@@ -18,16 +18,16 @@ import pytest
 
 from tests.new_process import run_interpreter
 from tests.shared_cluster import wait
-from tests.workers import has_ended
+from tests.worker_cases import has_ended
+from torch_dpflow.cluster.services.node import Node
+from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
-from torch_dpflow.platforms.base import Limits, Platform, ProcessSpec
-from torch_dpflow.platforms.fork_server import GUARD, ForkServerPlatform, local_platform
-from torch_dpflow.platforms.local import LocalPlatform
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.services.node import Node
 from torch_dpflow.testing.platforms import PlatformContract, wakes
 from torch_dpflow.testing.processes import sleep
+from torch_dpflow.workers.base import Limits, Platform, ProcessSpec
+from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, local_platform
+from torch_dpflow.workers.local import LocalPlatform
 
 
 class TestFork(PlatformContract):
@@ -104,8 +104,8 @@ def test_a_spawned_process_begins_with_control_c_blocked() -> None:
     """Also the first one, with which multiprocessing starts its resource tracker."""
     program = """if True:
         import multiprocessing, signal
-        from torch_dpflow.platforms.base import ProcessSpec
-        from torch_dpflow.platforms.local import LocalPlatform
+        from torch_dpflow.workers.base import ProcessSpec
+        from torch_dpflow.workers.local import LocalPlatform
 
         platform = LocalPlatform(multiprocessing.get_context("spawn"))
         spec = ProcessSpec(name="one", incarnation=0, target=signal.raise_signal, arguments=(signal.SIGINT,))

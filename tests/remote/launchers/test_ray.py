@@ -22,13 +22,14 @@ from click.testing import CliRunner, Result
 
 from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Augmented, assert_same, epochs
-from tests.platforms.fates import end_of
-from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
+from tests.remote.launchers.fates import end_of
+from tests.remote.launchers.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.remote_cases import lose_one
 from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.cli.main import root
+from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import (
     OptionError,
     PlatformError,
@@ -36,11 +37,10 @@ from torch_dpflow.errors import (
     RejectedError,
     UnavailableError,
 )
-from torch_dpflow.platforms import Ray
-from torch_dpflow.platforms.members import Adapter
-from torch_dpflow.platforms.names import MemberName
-from torch_dpflow.platforms.ray import RayAdapter
-from torch_dpflow.remote.services.local_cluster import ClusterOptions
+from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote.launchers.members import Adapter
+from torch_dpflow.remote.launchers.names import MemberName
+from torch_dpflow.remote.launchers.ray import RayAdapter
 from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 
 #: So that several fit on any machine.
@@ -270,7 +270,7 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
     """All in one, which takes seconds to load Ray."""
     script = (
         "import sys\n"
-        "from torch_dpflow.platforms import Ray\n"
+        "from torch_dpflow.remote.launchers import Ray\n"
         "for address in sys.argv[1:]:\n"
         "    try: Ray(address=address).open()\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
@@ -296,7 +296,7 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
 @slow
 @pytest.mark.parametrize("wrong", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}])
 def test_a_cluster_that_wants_a_token_is_told_as_such(wrong: dict[str, str]) -> None:
-    script = "from torch_dpflow.platforms import Ray; Ray().open()"
+    script = "from torch_dpflow.remote.launchers import Ray; Ray().open()"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, **wrong},
@@ -317,7 +317,7 @@ def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     script = (
         f"import ray, psutil; psutil.PROCFS_PATH = {str(tmp_path)!r}\n"
-        "from torch_dpflow.platforms import Ray; Ray().open()"
+        "from torch_dpflow.remote.launchers import Ray; Ray().open()"
     )
     env = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
@@ -334,7 +334,9 @@ def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_naming_the_platform_does_not_load_ray() -> None:
-    script = "import sys; from torch_dpflow.platforms import Ray; Ray(); assert 'ray' not in sys.modules"
+    script = (
+        "import sys; from torch_dpflow.remote.launchers import Ray; Ray(); assert 'ray' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -401,7 +403,7 @@ def test_a_script_that_is_told_to_end_ends_its_workers_before_ray_leaves() -> No
     script = (
         "import os, signal, sys, torch\n"
         "from torch_dpflow import DPFlowDataLoader\n"
-        "from torch_dpflow.platforms import Ray\n"
+        "from torch_dpflow.remote.launchers import Ray\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         f"loader = DPFlowDataLoader(torch.arange(100_000), num_workers=2, platform=Ray(cpus={SHARE}))\n"
         "for number, _ in enumerate(loader):\n"

@@ -1,6 +1,6 @@
 """A loader on a real Ray for minutes, one of its four actors killed every ten seconds: every epoch is the local one.
 
-.venv/bin/python -m pytest -n 0 -s tests/platforms/test_ray_chaos.py --timeout 3600 [--disturbed-s 300]
+.venv/bin/python -m pytest -n 0 -s tests/remote/launchers/test_ray_chaos.py --timeout 3600 [--disturbed-s 300]
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 
 from tests.hosts.recorded_hosts import Marked, shuffled
 from tests.hosts.through_faults import read_through, report_kills
-from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
+from tests.remote.launchers.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.shared_cluster import wait
-from torch_dpflow.platforms import Ray
-from torch_dpflow.platforms.ray import RayAdapter
+from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote.launchers.ray import RayAdapter
 
 pytestmark = [pytest.mark.slow, needs_ray]
 

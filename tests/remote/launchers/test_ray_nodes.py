@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests.loader_cases import Augmented, assert_same
-from tests.platforms.local_ray import STORE, members, names_in, needs_ray, ray_of
+from tests.remote.launchers.local_ray import STORE, members, names_in, needs_ray, ray_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.platforms import Ray
-from torch_dpflow.platforms.ray import RayAdapter
+from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote.launchers.ray import RayAdapter
 
 pytestmark = [pytest.mark.slow, needs_ray]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
-from torch_dpflow.remote.shard.remote_member import BATCH_WORKERS, LOST_S, RemoteMember, parts_of
+from torch_dpflow.remote.fleet.remote_member import BATCH_WORKERS, LOST_S, RemoteMember, parts_of
 
 
 def member(task_s: float, tasks: int = 5) -> RemoteMember:

@@ -22,14 +22,7 @@ from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from tests.remote_cases import lose_one, names_of
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, PeerLostError, WorkerStartError
-from torch_dpflow.platforms.members import AdoptingPlatform, Ended
-from torch_dpflow.platforms.processes import Processes
-from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
-from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
-from torch_dpflow.remote.transport import TransportOptions, connect, listen
-from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys
-from torch_dpflow.remote.transport.zeromq import draw_key_pair
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.messages.headers import (
     FetchPiece,
     MemberHello,
     MemberWelcome,
@@ -38,7 +31,14 @@ from torch_dpflow.remote.wire.headers import (
     decode,
     encode,
 )
-from torch_dpflow.remote.wire.order import Order, decode_order, encode_order
+from torch_dpflow.ipc.messages.order import Order, decode_order, encode_order
+from torch_dpflow.ipc.transport import TransportOptions, connect, listen
+from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys
+from torch_dpflow.ipc.transport.zeromq import draw_key_pair
+from torch_dpflow.remote.fleet.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.launchers.members import AdoptingPlatform, Ended
+from torch_dpflow.remote.launchers.processes import Processes
+from torch_dpflow.remote.launchers.subprocesses import ORDER_VARIABLE
 
 #: Enough for members to start on a busy machine, seconds.
 PATIENCE_S = 200.0
@@ -160,7 +160,7 @@ def test_an_order_used_again_is_refused(
     orders = {order.name: data for data in recording.orders if (order := decode_order(data))}
     again = next(data for name, data in orders.items() if name in running)
     copy = subprocess.run(
-        [sys.executable, "-m", "torch_dpflow.member"],
+        [sys.executable, "-m", "torch_dpflow.remote.worker"],
         env={**os.environ, ORDER_VARIABLE: again.decode()},
         stderr=subprocess.PIPE,
         timeout=PATIENCE_S,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms import Processes, Ray, registry
-from torch_dpflow.testing.hosts import OnHosts
+from torch_dpflow.remote.launchers import Processes, Ray, registry
 
 
 @pytest.fixture

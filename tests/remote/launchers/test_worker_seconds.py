@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.shared.function_cluster import told
 from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Unhurried
-from tests.platforms.function_doubles import NEEDED, FunctionDouble, function_double
-from tests.remote.shared.function_cluster import told
+from tests.remote.launchers.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.remote.job.options import JobOptions
+from torch_dpflow.cluster.client.options import JobOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -86,13 +86,13 @@ def test_those_of_a_loader_are_those_that_are_billed(double: FunctionDouble) -> 
 
 
 def fc(double: FunctionDouble) -> Any:
-    from torch_dpflow.platforms import FunctionCompute
+    from torch_dpflow.remote.launchers import FunctionCompute
 
     return FunctionCompute(**double.settings)
 
 
 def aws(double: FunctionDouble) -> Any:
-    from torch_dpflow.platforms import Lambda
+    from torch_dpflow.remote.launchers import Lambda
 
     return Lambda(**double.settings)
 

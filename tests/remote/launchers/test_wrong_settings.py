@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.new_process import interpreter
-from tests.platforms.function_doubles import NEEDED, FunctionDouble, function_double
+from tests.remote.launchers.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import WorkerStartError
-from torch_dpflow.platforms import FunctionCompute, Kubernetes, Lambda
-from torch_dpflow.remote.control import start_limits
+from torch_dpflow.remote.fleet import start_limits
+from torch_dpflow.remote.launchers import FunctionCompute, Kubernetes, Lambda
 
 KINDS = {"fc": FunctionCompute, "lambda": Lambda, "kubernetes": Kubernetes}
 
@@ -156,8 +156,8 @@ PROGRAM = """
 import json, sys
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import WorkerStartError
-from torch_dpflow.platforms import FunctionCompute
-from torch_dpflow.remote.control import start_limits
+from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.fleet import start_limits
 
 start_limits.RENEW_S = 0.1
 spec = FunctionCompute(**json.loads(sys.argv[1]))

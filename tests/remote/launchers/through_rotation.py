@@ -9,8 +9,8 @@ import pytest
 
 from tests.loader_cases import Counted
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.remote.control.fleet_members import DrainMember, MemberState
-from torch_dpflow.remote.shard import remote_workers
+from torch_dpflow.remote.fleet import remote_workers
+from torch_dpflow.remote.fleet.fleet_members import DrainMember, MemberState
 
 
 class SlowCounted(Counted):

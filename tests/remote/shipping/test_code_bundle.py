@@ -28,8 +28,8 @@ from torch_dpflow.errors import (
     OptionTypeError,
     UsageError,
 )
-from torch_dpflow.remote.process import code_bundle
-from torch_dpflow.remote.process.code_bundle import CodeBundle, install_bundle, make_bundle
+from torch_dpflow.remote.shipping import code_bundle
+from torch_dpflow.remote.shipping.code_bundle import CodeBundle, install_bundle, make_bundle
 
 PROJECT = {
     "shop/__init__.py": "",
@@ -104,7 +104,7 @@ def names(bundle: CodeBundle) -> list[str]:
 
 READ = """
 import pickle, sys
-from torch_dpflow.remote.process.code_bundle import install_bundle
+from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from pathlib import Path
 install_bundle(Path(sys.argv[1]).read_bytes(), sys.argv[2])
 data = pickle.loads(Path(sys.argv[3]).read_bytes())
@@ -158,7 +158,7 @@ def test_installed_modules_and_this_package_are_not_sent() -> None:
 
     assert make_bundle(pickle.dumps([np.arange(2), torch.ones(1), Path("x"), ALSDCache]), "auto") is None
     assert make_bundle(pickle.dumps([write]), None) is None
-    assert "tests/remote/process/test_code_bundle.py" in names(made(pickle.dumps(write)))
+    assert "tests/remote/shipping/test_code_bundle.py" in names(made(pickle.dumps(write)))
 
 
 def test_code_that_travels_by_value_takes_along_what_it_imports_when_it_is_called(project: Path) -> None:

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from tests.new_process import in_fork
+from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ObjectReader, credentials
 from torch_dpflow.errors import AccessDeniedError, NotPicklableError, OptionError, StorageError
-from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.process.content_pack import pack_load_spec, unpack_load_spec
-from torch_dpflow.remote.worker.batches import BatchSource, EpochSpec, LoadSpec
-from torch_dpflow.torch_private import DatasetKind
+from torch_dpflow.ipc.serialization.codec import decode, encode
+from torch_dpflow.remote.shipping.content_pack import pack_load_spec, unpack_load_spec
+from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadSpec
 
 
 def spec_of(dataset: Any, *, collate_fn: Any = default_collate, worker_init_fn: Any = None) -> LoadSpec:

@@ -7,8 +7,8 @@ import io
 import pytest
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel.script import pack, unpack
-from torch_dpflow.remote.process.flow_content import join, split
+from torch_dpflow.remote.shipping.flow_content import join, split
+from torch_dpflow.remote.shipping.script import pack, unpack
 
 
 @pytest.mark.parametrize("code", [b"", b"PK-archive"])

@@ -19,7 +19,7 @@ import pytest
 
 from tests.new_process import ROOT
 from tests.shared_cluster import PATIENCE_S, wait
-from torch_dpflow.member.forking import Fork
+from torch_dpflow.remote.worker.forking import Fork
 from torch_dpflow.testing.members import CODE, LAST_WORDS
 
 
@@ -155,7 +155,9 @@ def test_an_instance_ends_by_a_signal_that_another_of_its_threads_has_got(tmp_pa
         "from threading import *\nThread(target=Event().wait, daemon=True).start()\nrun = None"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FC_SERVER_PORT": "0"}
-    with subprocess.Popen([sys.executable, "-m", "torch_dpflow.member.fc", "idle"], env=env) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch_dpflow.remote.worker.fc", "idle"], env=env
+    ) as process:
         place = Path(f"/proc/{process.pid}")
 
         def waits() -> bool:

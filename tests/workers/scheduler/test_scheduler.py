@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.scheduler.events import (
+from torch_dpflow.workers.scheduler.events import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -20,7 +20,7 @@ from torch_dpflow.remote.scheduler.events import (
     Submit,
     Tick,
 )
-from torch_dpflow.remote.scheduler.machine import Scheduler
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 
 def told(scheduler, *events):

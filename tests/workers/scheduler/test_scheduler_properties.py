@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.remote.scheduler.events import (
+from torch_dpflow.workers.scheduler.events import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -26,7 +26,7 @@ from torch_dpflow.remote.scheduler.events import (
     Submit,
     Tick,
 )
-from torch_dpflow.remote.scheduler.machine import Scheduler
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 WORKERS = st.integers(0, 3)
 

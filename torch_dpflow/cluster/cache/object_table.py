@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.lazy_heap import LazyHeap
+from torch_dpflow.cluster.cache.objects import PoolObject, Ticket
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.remote.pool.objects import PoolObject, Ticket
 
 #: Expected bytes of a sample before any has been loaded.
 _FIRST_GUESS = 1 << 16

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.errors import UsageError
-from torch_dpflow.lazy_heap import LazyHeap
 
 #: Identifies one want of one job; a job numbers its wants in the order of its plan and never reuses a number.
 Ticket: TypeAlias = int

@@ -23,12 +23,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from torch_dpflow._core.checks import check_int
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.checks import check_int
-from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.remote.pool.object_table import ObjectTable
-from torch_dpflow.remote.pool.objects import (
+from torch_dpflow.cluster.cache.object_table import ObjectTable
+from torch_dpflow.cluster.cache.objects import (
     Arrival,
     Cancel,
     Load,
@@ -41,6 +39,8 @@ from torch_dpflow.remote.pool.objects import (
     RequestTable,
     Ticket,
 )
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.lookahead import Lookahead
 
 #: The share of the capacity that the cache evicts at most for samples that no request waits for.
 AHEAD_SHARE = 0.5

@@ -22,9 +22,7 @@ from typing import Protocol
 import msgspec
 
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.errors import UsageError
-from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.remote.pool.objects import (
+from torch_dpflow.cluster.cache.objects import (
     Arrival,
     Cancel,
     Load,
@@ -34,7 +32,9 @@ from torch_dpflow.remote.pool.objects import (
     Serve,
     Ticket,
 )
-from torch_dpflow.remote.pool.pool import Pool
+from torch_dpflow.cluster.cache.pool import Pool
+from torch_dpflow.errors import UsageError
+from torch_dpflow.lookahead import Lookahead
 
 #: The job of the kept pool that wants inputs; no other job has this name.
 _INPUTS = ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torch_dpflow.channels_last import collate_channels_last
+from torch_dpflow._core.channels_last import collate_channels_last
+from torch_dpflow._core.torch_private import ExceptionWrapper
+from torch_dpflow.cluster.client.collate import collate_parcels, collate_samples
+from torch_dpflow.cluster.client.ready_batches import ReadyBatch
+from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, ServedSample
 from torch_dpflow.errors import MessageError, PoisonTaskError, WorkerError, WorkerStartError
-from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
-from torch_dpflow.remote.job.ready_batches import ReadyBatch
-from torch_dpflow.remote.parcel.codec import decode
-from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
-from torch_dpflow.remote.wire.shard import POISONED, WORKERLESS, ServedSample
-from torch_dpflow.torch_private import ExceptionWrapper
+from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.serialization.codec import decode
 
 #: A parcel and its frames, or an error in its place.
 Received: TypeAlias = tuple[ParcelTable, list[Frame]] | WorkerError

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch_dpflow.channels_last import collate_channels_last
+from torch_dpflow._core.channels_last import collate_channels_last
+from torch_dpflow.cluster.client.collate import collate_function
+from torch_dpflow.cluster.client.description import Failover, FlowDefinition, JobDescription, JobReading
+from torch_dpflow.cluster.client.flow_registration import describe, length_of, register, source_of
+from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
+from torch_dpflow.cluster.client.outage_log import OutageLog
+from torch_dpflow.cluster.client.shared_job import SharedJob
+from torch_dpflow.cluster.messages.router import JobRank
+from torch_dpflow.cluster.security.cluster_address import Cluster, find_cluster
+from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.access.cluster_address import Cluster, find_cluster
-from torch_dpflow.remote.job.collate import collate_function
-from torch_dpflow.remote.job.description import Failover, FlowDefinition, JobDescription, JobReading
-from torch_dpflow.remote.job.flow_registration import describe, length_of, register, source_of
-from torch_dpflow.remote.job.options import JobOptions, Replica, draw_name
-from torch_dpflow.remote.job.outage_log import OutageLog
-from torch_dpflow.remote.job.shared_job import SharedJob
-from torch_dpflow.remote.wire.router import JobRank
-from torch_dpflow.remote.worker.sample_source import SampleAssignment
 from torch_dpflow.samplers.indices import check_indices
 
 __all__ = ["FlowDefinition", "JobOptions", "JobReading", "Replica", "SharedJob", "open_job"]
@@ -84,8 +84,8 @@ def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:
     if not cluster.sends_code:
         return assignment.pack()
     from torch_dpflow.datasets.storage.credentials import left_out
-    from torch_dpflow.remote.process.code_bundle import make_bundle
-    from torch_dpflow.remote.process.flow_content import join
+    from torch_dpflow.remote.shipping.code_bundle import make_bundle
+    from torch_dpflow.remote.shipping.flow_content import join
 
     with left_out():
         packed = assignment.pack()

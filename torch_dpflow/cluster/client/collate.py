@@ -1,6 +1,6 @@
 """Collates the batches of a shared flow in the job, with one thread.
 
-The private loader's batches are collated in its workers, by `worker/collate`.
+The private loader's batches are collated in its workers, by `workers/collate`.
 
 torch's default collate stacks large tensors with all threads of the process. In a training process that wakes threads
 which the training loop uses itself: on a busy machine it took thirty times as long as one thread takes.
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from torch_dpflow.channels_last import has_channels_last
-from torch_dpflow.remote.parcel.codec import decode_heads
-from torch_dpflow.remote.parcel.fast_path import numbers_beside
-from torch_dpflow.remote.shm.memory import storage_over, tensor_over
-from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
-from torch_dpflow.torch_private import collate, collate_tensor_fn, default_collate_fn_map
+from torch_dpflow._core.channels_last import has_channels_last
+from torch_dpflow._core.torch_private import collate, collate_tensor_fn, default_collate_fn_map
+from torch_dpflow.ipc.memory.memory import storage_over, tensor_over
+from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.serialization.codec import decode_heads
+from torch_dpflow.ipc.serialization.fast_path import numbers_beside
 
 #: Below this size torch stacks with one thread as well, bytes.
 _SMALL_BYTES = 1 << 15

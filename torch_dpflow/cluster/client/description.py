@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.job.options import Replica
-from torch_dpflow.remote.wire.router import JobRank
+from torch_dpflow.cluster.client.options import Replica
+from torch_dpflow.cluster.messages.router import JobRank
+from torch_dpflow.cluster.security.cluster_address import Cluster
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
 

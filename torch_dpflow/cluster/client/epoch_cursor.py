@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.errors import StateError
-from torch_dpflow.remote.wire.router import JobRank
 
 Marks = npt.NDArray[np.uint8]
 

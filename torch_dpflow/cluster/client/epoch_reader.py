@@ -11,7 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.cluster.client.build_batch import Received, build_batch, received_sample
+from torch_dpflow.cluster.client.ready_batches import ReadyBatch, ReadyBatches
+from torch_dpflow.cluster.client.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
+from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.errors import (
     DPFlowError,
@@ -22,10 +26,6 @@ from torch_dpflow.errors import (
     WorkerError,
 )
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.remote.job.build_batch import Received, build_batch, received_sample
-from torch_dpflow.remote.job.ready_batches import ReadyBatch, ReadyBatches
-from torch_dpflow.remote.job.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
-from torch_dpflow.remote.job.stop_signal import StopSignal
 
 #: The longest pauses before a failed fetch is retried, after the first time and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torch_dpflow.remote.parcel import SCRIPT
+from torch_dpflow.ipc.serialization import SCRIPT
 
 #: Members of a class that do not affect what it does, or differ from process to process.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}

@@ -8,9 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
+from torch_dpflow.cluster.client.description import FlowDefinition
+from torch_dpflow.cluster.client.fingerprint import fingerprint
+from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, JobOptions
+from torch_dpflow.cluster.client.outage_log import SILENCE_S, OutageLog
+from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.security.cluster_address import Cluster, keys_hint
+from torch_dpflow.cluster.shard.sample_source import KeylessTransform, TwoStageDataset
 from torch_dpflow.errors import (
     DeadlineError,
     ErrorKind,
@@ -19,16 +27,8 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
-from torch_dpflow.remote.access.cluster_address import Cluster, keys_hint
-from torch_dpflow.remote.job.description import FlowDefinition
-from torch_dpflow.remote.job.options import DEFAULT_MEMORY_BYTES, JobOptions
-from torch_dpflow.remote.job.outage_log import SILENCE_S, OutageLog
-from torch_dpflow.remote.parcel import SCRIPT
-from torch_dpflow.remote.parcel.fingerprint import fingerprint
-from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.wire.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.worker.sample_source import KeylessTransform, TwoStageDataset
+from torch_dpflow.ipc.rpc import RpcClient
+from torch_dpflow.ipc.serialization import SCRIPT
 
 #: Memory for samples under way, beside what a cache around the dataset may hold, bytes.
 UNDER_WAY_BYTES = 256 << 20

@@ -6,10 +6,16 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow.checks import check_fields, check_flag, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_flag, check_int, check_seconds
+from torch_dpflow.cluster.messages.flow_spec import (
+    MAX_SHARDS,
+    MAX_SIZE,
+    MIN_IDLE_S,
+    MIN_MEMORY,
+    check_algorithms,
+)
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.wire.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_IDLE_S, MIN_MEMORY, check_algorithms
-from torch_dpflow.remote.wire.limits import MAX_RANKS, UNNAMED
+from torch_dpflow.ipc.messages.limits import MAX_RANKS, UNNAMED
 
 #: Memory for samples by default, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
@@ -73,7 +79,7 @@ class JobOptions:
             sample counts as its cause: it is tried three times before it fails. Choose it well above the slowest
             sample and the start.
         fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
-            `torch_dpflow.remote.parcel.fingerprint`.
+            `torch_dpflow.cluster.client.fingerprint`.
         ready: batches that are collated ahead of need (P_L).
         asked: batches that are requested from shards ahead of need (P_R), more than `ready`.
         budget_bytes: most bytes of batches under way, but for one batch.

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dpflow._core.torch_private import ExceptionWrapper
+from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.errors import LoaderTimeoutError
-from torch_dpflow.remote.job.stop_signal import StopSignal
-from torch_dpflow.torch_private import ExceptionWrapper
 
 #: How long the training loop, and the reader's thread, wait at a time, seconds.
 LOOK_S, IDLE_S = 1.0, 0.1

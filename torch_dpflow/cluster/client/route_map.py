@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torch_dpflow.cluster.messages.router import RoutingTable
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.wire.router import RoutingTable
 from torch_dpflow.samplers.indices import IndexArray
 
 

@@ -13,24 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.errors import (
-    DeadlineError,
-    ErrorKind,
-    OptionError,
-    PeerLostError,
-    RemoteCallError,
-    UsageError,
-)
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.job.description import Failover, JobDescription
-from torch_dpflow.remote.job.epoch_cursor import Marks, mark
-from torch_dpflow.remote.job.outage_log import OutageLog
-from torch_dpflow.remote.job.route_map import RouteMap
-from torch_dpflow.remote.job.stop_signal import StopSignal
-from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.wire.coordinator import Access, Cost, CostRequest
-from torch_dpflow.remote.wire.router import (
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.cluster.client.description import Failover, JobDescription
+from torch_dpflow.cluster.client.epoch_cursor import Marks, mark
+from torch_dpflow.cluster.client.outage_log import OutageLog
+from torch_dpflow.cluster.client.route_map import RouteMap
+from torch_dpflow.cluster.client.stop_signal import StopSignal
+from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
+from torch_dpflow.cluster.messages.router import (
     DrawSamples,
     EpochPlace,
     JobFigures,
@@ -42,6 +32,16 @@ from torch_dpflow.remote.wire.router import (
     RoutingTable,
     StartEpoch,
 )
+from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.errors import (
+    DeadlineError,
+    ErrorKind,
+    OptionError,
+    PeerLostError,
+    RemoteCallError,
+    UsageError,
+)
+from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.samplers.indices import IndexArray
 
 T = TypeVar("T")

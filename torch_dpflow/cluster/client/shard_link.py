@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch_dpflow.cluster.client.router_link import RouterLink
+from torch_dpflow.cluster.messages.router import JobId
+from torch_dpflow.cluster.messages.shard import Ask, Served, ServedSample
+from torch_dpflow.cluster.security.cluster_address import Cluster
 from torch_dpflow.errors import DPFlowError, PeerLostError
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.job.router_link import RouterLink
-from torch_dpflow.remote.rpc import PendingCall, RpcClient
-from torch_dpflow.remote.wire.body import MAX_SAMPLES
-from torch_dpflow.remote.wire.router import JobId
-from torch_dpflow.remote.wire.shard import Ask, Served, ServedSample
+from torch_dpflow.ipc.messages.body import MAX_SAMPLES
+from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
 #: How long a fetch may wait for its samples before it is repeated, seconds; less where the job's patience is.
 FETCH_S = 30.0

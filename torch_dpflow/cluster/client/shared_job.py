@@ -12,7 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.client.description import Failover, JobDescription
+from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
+from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
+from torch_dpflow.cluster.client.options import JobOptions
+from torch_dpflow.cluster.client.router_link import RouterLink
+from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks
+from torch_dpflow.cluster.client.stop_signal import StopSignal
+from torch_dpflow.cluster.messages.coordinator import Cost
+from torch_dpflow.cluster.messages.router import JobFigures
+from torch_dpflow.cluster.messages.shard import POISON_LIMIT
+from torch_dpflow.cluster.monitoring.sharing import Sharing, sharing_of
+from torch_dpflow.cluster.security.cluster_address import Cluster
 from torch_dpflow.errors import (
     DeadlineError,
     DPFlowError,
@@ -22,22 +35,9 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
+from torch_dpflow.ipc.messages.body import MAX_SAMPLES
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.job.description import Failover, JobDescription
-from torch_dpflow.remote.job.epoch_cursor import EpochCursor
-from torch_dpflow.remote.job.epoch_reader import CLOSE_S, EpochReader, Pipeline
-from torch_dpflow.remote.job.options import JobOptions
-from torch_dpflow.remote.job.router_link import RouterLink
-from torch_dpflow.remote.job.shard_link import EpochDraw, ShardLinks
-from torch_dpflow.remote.job.stop_signal import StopSignal
-from torch_dpflow.remote.observe.sharing import Sharing, sharing_of
-from torch_dpflow.remote.wire.body import MAX_SAMPLES
-from torch_dpflow.remote.wire.coordinator import Cost
-from torch_dpflow.remote.wire.router import JobFigures
-from torch_dpflow.remote.wire.shard import POISON_LIMIT
 
 #: How often a job sends its heartbeat, seconds.
 HEARTBEAT_S = 2.0

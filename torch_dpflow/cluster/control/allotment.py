@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from torch_dpflow.remote.wire.coordinator import ClusterLimits, Part
-from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY, FlowSpec
+from torch_dpflow.cluster.messages.coordinator import ClusterLimits, Part
+from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY, FlowSpec
 
 
 def parts_of(

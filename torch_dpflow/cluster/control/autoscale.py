@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts, between
+from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts, between
 
 #: Figures are those of so long, seconds.
 WINDOW_S = 5.0

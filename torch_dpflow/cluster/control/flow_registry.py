@@ -24,10 +24,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowView, LifeStep, Part
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.wire.coordinator import MAX_LIFE, FlowView, LifeStep, Part
-from torch_dpflow.remote.wire.errors import UnknownFlowError
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.ipc.messages.errors import UnknownFlowError
 
 #: Most flows of a cluster, including replaced versions that are still read.
 MAX_FLOWS = 4096

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.remote.control.allotment import max_min
-from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds
-from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
-from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, WorkerSeconds
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.member_view import MemberView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.control.allotment import max_min
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
+from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, WorkerSeconds
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.ipc.messages.member_view import MemberView
 
 #: Of so many jobs of a flow the worker-seconds are kept.
 MOST_JOBS = 1024

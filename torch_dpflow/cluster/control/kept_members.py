@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch_dpflow.cluster.messages.keeper import MAX_MEMBERS, MAX_NEWS
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
-from torch_dpflow.platforms.members import Ended, Outcome, Refused
-from torch_dpflow.platforms.names import MemberName
-from torch_dpflow.remote.wire.errors import StaleShardError
-from torch_dpflow.remote.wire.keeper import MAX_MEMBERS, MAX_NEWS
+from torch_dpflow.ipc.messages.errors import StaleShardError
+from torch_dpflow.remote.launchers.members import Ended, Outcome, Refused
+from torch_dpflow.remote.launchers.names import MemberName
 
 #: A shard that is silent for so long has no members any more, seconds: nobody answers them, so they leave.
 SILENT_S = 30.0

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.control.leases import ExpireLeases, Leases, Leave, Lost, RenewLease, Stale
-from torch_dpflow.remote.wire.errors import NameBusyError, StaleJobError
+from torch_dpflow.ipc.messages.errors import NameBusyError, StaleJobError
+from torch_dpflow.ipc.rpc.leases import ExpireLeases, Leases, Leave, Lost, RenewLease, Stale
 
 
 @dataclass(slots=True)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from torch_dpflow.cluster.messages.joined_node import MAX_NODES, NodeRecord, NodeView
+from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.wire.errors import OverloadedError
-from torch_dpflow.remote.wire.joined_node import MAX_NODES, NodeRecord, NodeView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.ipc.messages.errors import OverloadedError
 
 HERE, LEAVING, AWAITED = "here", "leaving", "awaited"
 

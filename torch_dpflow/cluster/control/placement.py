@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from torch_dpflow.remote.wire.coordinator import Part
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import Launch, ProcessView
-from torch_dpflow.remote.wire.router import RouterSettings
-from torch_dpflow.remote.wire.shard import ShardArguments, ShardSettings
-from torch_dpflow.remote.wire.worker import WorkerArguments
+from torch_dpflow.cluster.messages.coordinator import Part
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.cluster.messages.router import RouterSettings
+from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
+from torch_dpflow.cluster.messages.worker import WorkerArguments
 
 _encode = msgspec.msgpack.encode
 

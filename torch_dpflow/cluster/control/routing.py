@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from torch_dpflow.cluster.messages.router import RangeAssignment, Route, RoutingTable
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.wire.router import RangeAssignment, Route, RoutingTable
 
 
 @dataclass(slots=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-from torch_dpflow.platforms.base import End, Limits
-from torch_dpflow.platforms.members import Accepted, Ended
-from torch_dpflow.remote.control.fleet import Fleet
-from torch_dpflow.remote.control.fleet_members import (
+from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.remote.fleet.fleet import Fleet
+from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
     MemberState,
@@ -24,7 +23,8 @@ from torch_dpflow.remote.control.fleet_members import (
     StopMember,
     SuspectMember,
 )
-from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.remote.launchers.members import Accepted, Ended
+from torch_dpflow.workers.base import End, Limits
 
 #: The model's step, and how often the job tells what it has read, seconds.
 STEP_S, HEARTBEAT_S = 0.25, 2.0

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torch_dpflow.remote.wire.node import Launch, ProcessView
+from torch_dpflow.cluster.messages.node import Launch, ProcessView
 
 #: The pause before a process that ended at once is restarted, first and longest, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0

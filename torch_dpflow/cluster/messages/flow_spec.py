@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from torch_dpflow.checks import check_int, check_number, check_seconds
+from torch_dpflow._core.checks import check_int, check_number, check_seconds
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 
 #: Most samples, shards and workers of a flow.
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096

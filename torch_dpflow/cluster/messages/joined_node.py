@@ -6,9 +6,9 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from torch_dpflow.remote.wire.body import Body
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
-from torch_dpflow.remote.wire.node import MAX_PROCESSES, Launch, ProcessView
+from torch_dpflow.cluster.messages.node import MAX_PROCESSES, Launch, ProcessView
+from torch_dpflow.ipc.messages.body import Body
+from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 
 #: Most nodes that join one cluster.
 MAX_NODES = 256
@@ -28,9 +28,9 @@ class NodeJoin(Body):
     process: Name
     #: Of torch_dpflow.
     release: Name
-    #: As of `process.fit.versions_here`.
+    #: As of `remote.shipping.fit.versions_here`.
     versions: Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
-    #: That it has the key by which services listen: see `access.node_proof`.
+    #: That it has the key by which services listen: see `cluster.security.node_proof`.
     proof: Name
     #: Of its host, where its shards listen; for people, as is the number of processors.
     address: Name

@@ -6,6 +6,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
 from torch_dpflow.errors import (
     DeniedError,
     ExpiredError,
@@ -15,12 +16,11 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms.base import End, Limits
-from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.remote.wire.body import Body
-from torch_dpflow.remote.wire.fields import MAX_TEXT, Count, Name, Seconds, Text
-from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
-from torch_dpflow.remote.wire.order import MAX_ORDER
+from torch_dpflow.ipc.messages.body import Body
+from torch_dpflow.ipc.messages.fields import MAX_TEXT, Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.order import MAX_ORDER
+from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.base import End, Limits
 
 #: Most members of one shard that are not gone: successors and those that end are some more than its workers.
 MAX_MEMBERS = 4 * MAX_WORKERS

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from torch_dpflow.remote.wire.body import Body
-from torch_dpflow.remote.wire.fields import MAX_NAME, Count, Name, Text
+from torch_dpflow.ipc.messages.body import Body
+from torch_dpflow.ipc.messages.fields import MAX_NAME, Count, Name, Text
 
 #: Most processes of one node.
 MAX_PROCESSES = 8192
@@ -20,7 +20,7 @@ class Launch(Body):
 
     #: Unique in the node; a prefix up to a slash names a group.
     id: Name
-    #: What it runs: a name of `process.roles.ROLES`.
+    #: What it runs: a name of `cluster.services.roles.ROLES`.
     role: Name
     #: For the role, msgpack. Where they change, another process replaces this one.
     arguments: bytes = b""

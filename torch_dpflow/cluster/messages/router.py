@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from torch_dpflow.remote.wire.body import MAX_SAMPLES, Body
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
-from torch_dpflow.remote.wire.limits import MAX_RANKS
+from torch_dpflow.ipc.messages.body import MAX_SAMPLES, Body
+from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.limits import MAX_RANKS
 
 
 class RegisterShard(Body):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.wire.alignment import aligned
-from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.messages.alignment import aligned
+from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
 
 #: The sample's key, the number that decides its random draws, and the bytes of its input's header, 0 without input.
 _NUMBERS = struct.Struct("<QQQ")

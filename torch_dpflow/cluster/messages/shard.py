@@ -6,11 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-from torch_dpflow.remote.wire.body import MAX_SAMPLES, Body, SampleKeys
-from torch_dpflow.remote.wire.fields import Count
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
-from torch_dpflow.remote.wire.router import JobId
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.router import JobId
+from torch_dpflow.ipc.messages.body import MAX_SAMPLES, Body, SampleKeys
+from torch_dpflow.ipc.messages.fields import Count
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
 
 #: How many workers a sample may kill before it is given up.
 POISON_LIMIT = 3

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.remote.observe.sharing import sharing_of
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.sharing import sharing_of
 
 
 class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job. Counts are since it began; see `torch_dpflow.remote.wire.router.JobFigures`."""
+    """A job. Counts are since it began; see `torch_dpflow.cluster.messages.router.JobFigures`."""
 
     flow: str
     job: str

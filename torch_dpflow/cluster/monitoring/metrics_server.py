@@ -6,19 +6,19 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from torch_dpflow.errors import MissingExtraError, OptionError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.observe.cluster_figures import (
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.cluster_figures import (
     ClusterFigures,
     JobRow,
     ShardFigures,
     count_of,
     figures_of,
 )
-from torch_dpflow.remote.observe.http_address import check_vacant, is_loopback, parse_address
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.limits import UNNAMED
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.monitoring.http_address import check_vacant, is_loopback, parse_address
+from torch_dpflow.errors import MissingExtraError, OptionError
+from torch_dpflow.ipc.messages.limits import UNNAMED
+from torch_dpflow.log import SERVICE
 
 #: The flows and processes of a cluster.
 Views = tuple[list[FlowView], list[ProcessView]]

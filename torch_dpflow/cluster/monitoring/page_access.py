@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import msgspec
 
+from torch_dpflow.cluster.monitoring.http_address import check_vacant, is_loopback, parse_address
+from torch_dpflow.cluster.monitoring.page_guard import LOOPBACK_NAMES, PageGuard, digest_of
 from torch_dpflow.errors import MissingExtraError, OptionError
-from torch_dpflow.remote.observe.http_address import check_vacant, is_loopback, parse_address
-from torch_dpflow.remote.observe.page_guard import LOOPBACK_NAMES, PageGuard, digest_of
 
 #: Names the file with the token.
 TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.remote.control.supervision import UP
-from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow, figures_of
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.member_view import MemberView
-from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.cluster.control.supervision import UP
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
+from torch_dpflow.ipc.messages.member_view import MemberView
 
 #: Most jobs and processes that one page shows; it says how many more there are.
 MOST_JOBS, MOST_PROCESSES = 256, 1024

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from torch_dpflow._version import __version__
-from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow
-from torch_dpflow.remote.observe.page_figures import (
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow
+from torch_dpflow.cluster.monitoring.page_figures import (
     DOWN,
     MOST_JOBS,
     MOST_PROCESSES,

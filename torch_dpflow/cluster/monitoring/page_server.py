@@ -20,9 +20,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from torch_dpflow.remote.observe.page_figures import Observation
-from torch_dpflow.remote.observe.page_guard import PageGuard
-from torch_dpflow.remote.observe.page_history import PageHistory
+from torch_dpflow.cluster.monitoring.page_figures import Observation
+from torch_dpflow.cluster.monitoring.page_guard import PageGuard
+from torch_dpflow.cluster.monitoring.page_history import PageHistory
 
 #: Most connections, and most streams of updates, at once.
 MOST_CONNECTIONS, MOST_STREAMS = 128, 32

@@ -11,15 +11,15 @@ import sys
 
 import msgspec
 
-from torch_dpflow.platforms.orphan import exit_with
-from torch_dpflow.remote.observe.page_access import PagePlace
-from torch_dpflow.remote.observe.page_figures import Observation
-from torch_dpflow.remote.observe.page_history import PageHistory
+from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_figures import Observation
+from torch_dpflow.cluster.monitoring.page_history import PageHistory
+from torch_dpflow.workers.orphan import exit_with
 
 
 def main() -> None:
     """Serve until the parent ends, or closes the pipe."""
-    from torch_dpflow.remote.observe.page_server import PageServer  # needs an extra
+    from torch_dpflow.cluster.monitoring.page_server import PageServer  # needs an extra
 
     exit_with(os.getppid())
     number, title = sys.argv[1:]

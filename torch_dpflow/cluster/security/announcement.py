@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError, OptionError, UsageError
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.remote.access.connection_file import (
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     draft_connection_file,
     read_connection_file,
 )
+from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 
 #: How often a cluster checks whether its file exists, seconds.
 CHECK_S = 2.0

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from torch_dpflow.checks import check_path
+from torch_dpflow._core.checks import check_path
+from torch_dpflow.cluster.security.connection_file import read_connection_file
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.access.connection_file import read_connection_file
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.transport import TransportOptions, is_loopback
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
+from torch_dpflow.ipc.transport import TransportOptions, is_loopback
 
 #: The environment variable with the default `address` of `find_cluster`.
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.access.certificates import ClusterCertificates, draw_certificates
-from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
-from torch_dpflow.remote.transport.zeromq import draw_key_pair
+from torch_dpflow.ipc.transport.keys import ClientKeys, ServerKeys
+from torch_dpflow.ipc.transport.zeromq import draw_key_pair
 
 _NOT_REGULAR = " is a pipe, socket or device; give a regular file"
 

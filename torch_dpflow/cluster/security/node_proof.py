@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from torch_dpflow.remote.access.connection_file import ConnectionFile
+from torch_dpflow.cluster.security.connection_file import ConnectionFile
 
 
 def node_proof(keys: ConnectionFile, name: str) -> str:

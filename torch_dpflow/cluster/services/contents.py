@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, ContentPiece, ContentRequest
+from torch_dpflow.cluster.services.locate import locate
+from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import DPFlowError, MessageError, StateError, UsageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.process.locate import locate
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.wire.coordinator import CONTENT_PIECE_BYTES, ContentPiece, ContentRequest
 
 #: Most simultaneous uploads to the coordinator, and most calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32

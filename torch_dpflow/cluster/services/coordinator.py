@@ -14,10 +14,8 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError, OptionError, UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.control.allotment import parts_of, spread
-from torch_dpflow.remote.control.flow_registry import (
+from torch_dpflow.cluster.control.allotment import parts_of, spread
+from torch_dpflow.cluster.control.flow_registry import (
     Flow,
     FlowInstruction,
     FlowRegistry,
@@ -26,15 +24,9 @@ from torch_dpflow.remote.control.flow_registry import (
     StartFlow,
     StopFlow,
 )
-from torch_dpflow.remote.control.flow_scaling import FlowScaling
-from torch_dpflow.remote.control.placement import launches_of
-from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.spec import MemberPlace
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.services.joined_nodes import JoinedNodes
-from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
-from torch_dpflow.remote.shard.reachable import ports_in
-from torch_dpflow.remote.wire.coordinator import (
+from torch_dpflow.cluster.control.flow_scaling import FlowScaling
+from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.messages.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
     Access,
@@ -47,9 +39,17 @@ from torch_dpflow.remote.wire.coordinator import (
     Part,
     Scale,
 )
-from torch_dpflow.remote.wire.errors import OverloadedError, UnknownFlowError
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import Launch, ProcessView
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.cluster.services.contents import Contents
+from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
+from torch_dpflow.cluster.services.spec import MemberPlace
+from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
+from torch_dpflow.errors import DPFlowError, OptionError, UsageError
+from torch_dpflow.ipc.messages.errors import OverloadedError, UnknownFlowError
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.fleet.reachable import ports_in
 
 #: What it is called for: the type of the arguments, and whether a repeated call gets the first one's reply.
 METHODS: dict[str, tuple[Any, bool]] = {

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import msgspec
 
-from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.heartbeat import HeartbeatSender
-from torch_dpflow.remote.process.serve import ask_in, serve
-from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer
-from torch_dpflow.remote.services.coordinator import METHODS, Coordinator
-from torch_dpflow.remote.services.joined_nodes import NODE_METHODS, JoinedNodes
-from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.services.state_store import open_store
-from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
-from torch_dpflow.remote.wire.coordinator import CoordinatorArguments
-from torch_dpflow.remote.wire.errors import OverloadedError
-from torch_dpflow.remote.wire.joined_node import TELL_S
-from torch_dpflow.remote.wire.node import WAITING
+from torch_dpflow.cluster.messages.coordinator import CoordinatorArguments
+from torch_dpflow.cluster.messages.joined_node import TELL_S
+from torch_dpflow.cluster.messages.node import WAITING
+from torch_dpflow.cluster.services.contents import Contents
+from torch_dpflow.cluster.services.coordinator import METHODS, Coordinator
+from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
+from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes
+from torch_dpflow.cluster.services.reconciler import Reconciler
+from torch_dpflow.cluster.services.serve import ask_in, serve
+from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.cluster.services.state_store import open_store
+from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
+from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 #: How long it waits for a message when nothing else is due, and while it loads its state, seconds.
 IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
@@ -54,7 +54,7 @@ def run(service: ServiceSpec) -> None:
     )
     reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:
-        from torch_dpflow.remote.observe.metrics_server import serve_metrics
+        from torch_dpflow.cluster.monitoring.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
     serve(service, server, poll_s=IDLE_POLL_S, heartbeats=heartbeats)

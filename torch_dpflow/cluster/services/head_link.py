@@ -10,21 +10,21 @@ from typing import Literal
 
 import msgspec
 
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.periodic import PeriodicCall
 from torch_dpflow._version import __version__
-from torch_dpflow.backoff import Backoff
+from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
+from torch_dpflow.cluster.messages.node import Desire, Launch, Running
+from torch_dpflow.cluster.messages.shard import ShardSettings
+from torch_dpflow.cluster.security.cluster_address import Cluster, keys_hint
+from torch_dpflow.cluster.security.connection_file import ConnectionFile
+from torch_dpflow.cluster.security.node_proof import node_proof
+from torch_dpflow.cluster.services.node import Node
+from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError, UsageError
+from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.log import SERVICE
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.remote.access.cluster_address import Cluster, keys_hint
-from torch_dpflow.remote.access.connection_file import ConnectionFile
-from torch_dpflow.remote.access.node_proof import node_proof
-from torch_dpflow.remote.process.fit import versions_here
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.services.node import Node
-from torch_dpflow.remote.shm.headroom import Headroom
-from torch_dpflow.remote.wire.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
-from torch_dpflow.remote.wire.node import Desire, Launch, Running
-from torch_dpflow.remote.wire.shard import ShardSettings
+from torch_dpflow.remote.shipping.fit import versions_here
 
 #: How long a coordinator may take to answer one call, and a node waits for one that does not answer: before it joins,
 #: and once it has; seconds.

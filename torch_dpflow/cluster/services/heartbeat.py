@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.messages.node import Heartbeat, HeartbeatReply
+from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.wire.node import Heartbeat, HeartbeatReply
 
 #: The interval between heartbeats, seconds.
 HEARTBEAT_S = 1.0

@@ -10,12 +10,12 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from torch_dpflow.directory import PrivateDirectory
+from torch_dpflow._core.directory import PrivateDirectory
+from torch_dpflow.cluster.control.supervision import START_S
+from torch_dpflow.cluster.services.node import LEASE_S
+from torch_dpflow.cluster.services.roles import PRELOAD
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.fork_server import ForkServerPlatform
-from torch_dpflow.remote.control.supervision import START_S
-from torch_dpflow.remote.process.roles import PRELOAD
-from torch_dpflow.remote.services.node import LEASE_S
+from torch_dpflow.workers.fork_server import ForkServerPlatform
 
 
 def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:

@@ -8,21 +8,21 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow._version import __version__
+from torch_dpflow.cluster.control.node_table import NodeTable
+from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeRecord, NodeReport
+from torch_dpflow.cluster.messages.node import Launch, ProcessView
+from torch_dpflow.cluster.security.connection_file import ConnectionFile
+from torch_dpflow.cluster.security.node_proof import is_proved
+from torch_dpflow.cluster.services.roles import COORDINATOR
+from torch_dpflow.cluster.services.spec import ClusterPlace
+from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
 from torch_dpflow.errors import UsageError
+from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.access.connection_file import ConnectionFile
-from torch_dpflow.remote.access.node_proof import is_proved
-from torch_dpflow.remote.control.node_table import NodeTable
-from torch_dpflow.remote.process.fit import unfit, versions_here
-from torch_dpflow.remote.process.roles import COORDINATOR
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
-from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
-from torch_dpflow.remote.wire.errors import OverloadedError
-from torch_dpflow.remote.wire.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeRecord, NodeReport
-from torch_dpflow.remote.wire.node import Launch, ProcessView
+from torch_dpflow.remote.shipping.fit import unfit, versions_here
 
 #: A node that has not reported for so long is given up, seconds. As long as the lease of a node's own processes.
 NODE_LEASE_S = 10.0

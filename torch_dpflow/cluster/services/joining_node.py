@@ -10,23 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from torch_dpflow.descriptors import raise_limit
-from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.log import LogOptions, write_lines
-from torch_dpflow.platforms.fork_server import end_fork_server
-from torch_dpflow.remote.access.cluster_address import Cluster
-from torch_dpflow.remote.access.connection_file import ConnectionFile, read_connection_file
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.services.head_link import SILENCE_S, HeadLink, Joining
-from torch_dpflow.remote.services.host_processes import (
+from torch_dpflow._core.descriptors import raise_limit
+from torch_dpflow.cluster.messages.joined_node import NODE_NAME
+from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_connection_file
+from torch_dpflow.cluster.services.head_link import SILENCE_S, HeadLink, Joining
+from torch_dpflow.cluster.services.host_processes import (
     check_installed,
     fork_platform,
     keep_fork_server_in,
     private_directory,
 )
-from torch_dpflow.remote.services.node import WISHED_DESCRIPTORS, Node
-from torch_dpflow.remote.transport import TransportOptions, is_loopback
-from torch_dpflow.remote.wire.joined_node import NODE_NAME
+from torch_dpflow.cluster.services.node import WISHED_DESCRIPTORS, Node
+from torch_dpflow.cluster.services.spec import ClusterPlace
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.ipc.transport import TransportOptions, is_loopback
+from torch_dpflow.log import LogOptions, write_lines
+from torch_dpflow.workers.fork_server import end_fork_server
 
 #: What a joined node may be told to run: all else is the cluster's own host's.
 JOINED_ROLES = ("shard", "worker")

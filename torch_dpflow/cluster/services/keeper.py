@@ -2,7 +2,7 @@
 
 It starts, watches and ends members for all shards. What becomes of them is decided by each shard's fleet, which has
 their keys and hears them; so members live through the keeper's death. It saves nothing: see
-`control.kept_members`.
+`cluster.control.kept_members`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.platforms.members import Accepted, Adapter, AdoptingPlatform, PlatformSpec, Ref, Refused
-from torch_dpflow.platforms.names import prefix_of
-from torch_dpflow.remote.control.kept_members import KeptMembers
-from torch_dpflow.remote.process.serve import ask_in, serve
-from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
-from torch_dpflow.remote.wire.keeper import (
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.cluster.control.kept_members import KeptMembers
+from torch_dpflow.cluster.messages.keeper import (
     Asking,
     Attach,
     Attached,
@@ -39,6 +32,20 @@ from torch_dpflow.remote.wire.keeper import (
     SuspectRequest,
     told_of,
 )
+from torch_dpflow.cluster.services.serve import ask_in, serve
+from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.launchers.members import (
+    Accepted,
+    Adapter,
+    AdoptingPlatform,
+    PlatformSpec,
+    Ref,
+    Refused,
+)
+from torch_dpflow.remote.launchers.names import prefix_of
 
 #: How long a call of `news` waits for some, seconds.
 HOLD_S = 1.0

@@ -16,33 +16,33 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from torch_dpflow.descriptors import raise_limit
-from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
-from torch_dpflow.log import LogOptions, write_lines
-from torch_dpflow.platforms import registry
-from torch_dpflow.platforms.members import PlatformSpec
-from torch_dpflow.platforms.reachability import check_reachable
-from torch_dpflow.platforms.registry import resolve
-from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
-from torch_dpflow.remote.access.cluster_address import default_connection_file, find_cluster
-from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
-from torch_dpflow.remote.observe.metrics_server import check_metrics_address
-from torch_dpflow.remote.observe.page_access import PagePlace, check_page
-from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE, POOL
-from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
-from torch_dpflow.remote.services.host_processes import (
+from torch_dpflow._core.descriptors import raise_limit
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
+from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
+from torch_dpflow.cluster.messages.joined_node import TELL_S
+from torch_dpflow.cluster.messages.node import Launch
+from torch_dpflow.cluster.monitoring.metrics_server import check_metrics_address
+from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page
+from torch_dpflow.cluster.security.announcement import Announcement, check_vacant, lock_file
+from torch_dpflow.cluster.security.cluster_address import default_connection_file, find_cluster
+from torch_dpflow.cluster.security.connection_file import generate_keys, read_key_file
+from torch_dpflow.cluster.services.host_processes import (
     check_installed,
     fork_platform,
     keep_fork_server_in,
     private_directory,
 )
-from torch_dpflow.remote.services.node import WISHED_DESCRIPTORS, Node, most_workers
-from torch_dpflow.remote.services.state_store import open_store
-from torch_dpflow.remote.shard.reachable import check_ports
-from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
-from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
-from torch_dpflow.remote.wire.joined_node import TELL_S
-from torch_dpflow.remote.wire.node import Launch
+from torch_dpflow.cluster.services.node import WISHED_DESCRIPTORS, Node, most_workers
+from torch_dpflow.cluster.services.roles import COORDINATOR, KEEPER, PAGE, POOL
+from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace
+from torch_dpflow.cluster.services.state_store import open_store
+from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
+from torch_dpflow.log import LogOptions, write_lines
+from torch_dpflow.remote.fleet.reachable import check_ports
+from torch_dpflow.remote.launchers import registry
+from torch_dpflow.remote.launchers.members import PlatformSpec
+from torch_dpflow.remote.launchers.reachability import check_reachable
+from torch_dpflow.remote.launchers.registry import resolve
 
 
 @dataclass(frozen=True, kw_only=True)

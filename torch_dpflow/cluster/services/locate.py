@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.cluster.messages.node import Running
+from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import DeadlineError, DPFlowError
-from torch_dpflow.remote.process.spec import ClusterPlace
-from torch_dpflow.remote.wire.node import Running
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:

@@ -10,20 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from torch_dpflow.descriptors import exhausted, soft_limit
-from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, StateError, UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
-from torch_dpflow.platforms.local import DESCRIPTORS
-from torch_dpflow.platforms.members import PlatformSpec
-from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
-from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE, POOL, ROLES, main
-from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec, subjects_of
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.fields import Count
-from torch_dpflow.remote.wire.node import (
+from torch_dpflow._core.descriptors import exhausted, soft_limit
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.cluster.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
+from torch_dpflow.cluster.messages.node import (
     WAITING,
     Desire,
     Ending,
@@ -33,6 +23,16 @@ from torch_dpflow.remote.wire.node import (
     ProcessView,
     Running,
 )
+from torch_dpflow.cluster.services.roles import COORDINATOR, KEEPER, PAGE, POOL, ROLES, main
+from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec, subjects_of
+from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, StateError, UsageError
+from torch_dpflow.ipc.messages.fields import Count
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
+from torch_dpflow.ipc.transport import listen
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.launchers.members import PlatformSpec
+from torch_dpflow.workers.base import Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.workers.local import DESCRIPTORS
 
 #: A process without a heartbeat for so long is killed and restarted, seconds.
 LEASE_S = 10.0

@@ -11,18 +11,18 @@ import time
 
 import msgspec
 
+from torch_dpflow.cluster.messages.coordinator import FlowView
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.monitoring.http_address import listen_at
+from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_figures import Observation, observation_of
+from torch_dpflow.cluster.monitoring.page_history import PageHistory
+from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
+from torch_dpflow.cluster.services.roles import COORDINATOR
+from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
 from torch_dpflow.errors import DPFlowError, RemoteCallError
+from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.observe.http_address import listen_at
-from torch_dpflow.remote.observe.page_access import PagePlace
-from torch_dpflow.remote.observe.page_figures import Observation, observation_of
-from torch_dpflow.remote.observe.page_history import PageHistory
-from torch_dpflow.remote.process.heartbeat import HeartbeatSender
-from torch_dpflow.remote.process.roles import COORDINATOR
-from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec
-from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.wire.coordinator import FlowView
-from torch_dpflow.remote.wire.node import ProcessView
 
 #: The time between two observations, how long an answer may take, and the time between attempts to listen, seconds.
 INTERVAL_S, ANSWER_S, RETRY_S = 1.0, 2.0, 2.0
@@ -69,7 +69,7 @@ class ClusterObserver:
 
 def run(service: ServiceSpec) -> None:
     """Run the page: the role of a node's process."""
-    from torch_dpflow.remote.observe.page_server import PageServer  # needs an extra
+    from torch_dpflow.cluster.monitoring.page_server import PageServer  # needs an extra
 
     place = msgspec.msgpack.decode(service.arguments, type=PagePlace)
     heartbeats = HeartbeatSender(service, place.url)

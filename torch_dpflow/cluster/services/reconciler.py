@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.remote.process.serve import ask_in
-from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.rpc import RpcServer
-from torch_dpflow.remote.wire.node import Desire, Launch, ProcessView, Running
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.messages.node import Desire, Launch, ProcessView, Running
+from torch_dpflow.cluster.services.serve import ask_in
+from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.ipc.rpc import RpcServer
 
 
 class Reconciler:

@@ -9,21 +9,21 @@ import signal
 from collections.abc import Callable
 from importlib import import_module
 
+from torch_dpflow.cluster.services.spec import ServiceSpec, subjects_of
 from torch_dpflow.log import write_lines
-from torch_dpflow.remote.process.spec import ServiceSpec, subjects_of
 
 #: The ids of the processes that a node runs by itself: the second only where a platform runs the workers, the third
 #: where the live page is wanted, the fourth where datasets are held in memory.
 COORDINATOR, KEEPER, PAGE, POOL = "coordinator", "keeper", "page", "pool"
 #: The function of each role.
 ROLES = {
-    "coordinator": "torch_dpflow.remote.services.coordinator_process:run",
-    "keeper": "torch_dpflow.remote.services.keeper:run",
-    "page": "torch_dpflow.remote.services.page:run",
-    "pool": "torch_dpflow.dataservice.service:run",
-    "router": "torch_dpflow.remote.services.router:run",
-    "shard": "torch_dpflow.remote.shard.run:run",
-    "worker": "torch_dpflow.remote.worker.sample_worker:run",
+    "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
+    "keeper": "torch_dpflow.cluster.services.keeper:run",
+    "page": "torch_dpflow.cluster.services.page:run",
+    "pool": "torch_dpflow.pool.service:run",
+    "router": "torch_dpflow.cluster.services.router:run",
+    "shard": "torch_dpflow.cluster.shard.run:run",
+    "worker": "torch_dpflow.cluster.shard.sample_worker:run",
 }
 #: Imported once, for all processes of a node; a server of the pool, which few clusters have, imports what it needs.
 PRELOAD = [target.partition(":")[0] for role, target in ROLES.items() if role != POOL]

@@ -15,19 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torch_dpflow.errors import UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.control.joint_order import Held, JointOrder
-from torch_dpflow.remote.control.name_leases import NameLeases
-from torch_dpflow.remote.control.routing import Routing
-from torch_dpflow.remote.process.serve import serve
-from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.wire.errors import MisdirectedError, StaleShardError
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.limits import UNNAMED
-from torch_dpflow.remote.wire.router import (
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.cluster.control.joint_order import Held, JointOrder
+from torch_dpflow.cluster.control.name_leases import NameLeases
+from torch_dpflow.cluster.control.routing import Routing
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.router import (
     JOB_LEASE_S,
     MAX_JOBS,
     SHARD_LEASE_S,
@@ -44,6 +37,13 @@ from torch_dpflow.remote.wire.router import (
     RoutingTable,
     StartEpoch,
 )
+from torch_dpflow.cluster.services.serve import serve
+from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.errors import UsageError
+from torch_dpflow.ipc.messages.errors import MisdirectedError, StaleShardError
+from torch_dpflow.ipc.messages.limits import UNNAMED
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.log import SERVICE
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.ranks import RankShares

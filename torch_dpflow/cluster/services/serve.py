@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from torch_dpflow.remote.process.heartbeat import HeartbeatSender
-from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.rpc import RpcServer
+from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
+from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.ipc.rpc import RpcServer
 
 T = TypeVar("T")
 #: How long a server waits for a message before it polls, seconds.

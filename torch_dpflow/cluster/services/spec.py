@@ -8,13 +8,13 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch_dpflow.cluster.security.cluster_address import NODE_SOCKET
+from torch_dpflow.cluster.security.connection_file import ConnectionFile
 from torch_dpflow.errors import TransportError
+from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
+from torch_dpflow.ipc.transport import Listener, TransportOptions, listen
 from torch_dpflow.log import SERVICE, LogOptions
-from torch_dpflow.platforms.members import PlatformSpec
-from torch_dpflow.remote.access.cluster_address import NODE_SOCKET
-from torch_dpflow.remote.access.connection_file import ConnectionFile
-from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.transport import Listener, TransportOptions, listen
+from torch_dpflow.remote.launchers.members import PlatformSpec
 
 #: The name of the keeper's socket.
 KEEPER_SOCKET = "keeper"

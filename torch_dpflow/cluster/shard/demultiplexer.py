@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch_dpflow.remote.transport import Frame, Listener
+from torch_dpflow.ipc.transport import Frame, Listener
 
 #: Most messages of workers that are handled before the server handles another one.
 _BURST = 64

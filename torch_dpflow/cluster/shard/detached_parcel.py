@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from torch_dpflow.cluster.messages.shard import SAMPLE, ServedSample
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.shm.arena import ArenaReader
-from torch_dpflow.remote.transport import Frame
-from torch_dpflow.remote.wire.parcel_table import BufferSpan, ParcelTable
-from torch_dpflow.remote.wire.shard import SAMPLE, ServedSample
+from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.messages.parcel_table import BufferSpan, ParcelTable
+from torch_dpflow.ipc.transport import Frame
 
 
 @dataclass(frozen=True, slots=True)

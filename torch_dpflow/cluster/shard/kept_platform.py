@@ -12,13 +12,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Ref, Refused
-from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
-from torch_dpflow.remote.wire.fields import MAX_TEXT
-from torch_dpflow.remote.wire.keeper import (
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.messages.keeper import (
     MAX_REQUESTS,
     Asking,
     Attach,
@@ -33,6 +28,11 @@ from torch_dpflow.remote.wire.keeper import (
     SuspectRequest,
     outcome_of,
 )
+from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Ref, Refused
 
 #: How long the keeper's platform may take to be opened, and the keeper to hear that a shard ends, seconds.
 OPEN_S, RELEASE_S = 120.0, 2.0

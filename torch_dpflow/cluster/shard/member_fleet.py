@@ -7,18 +7,18 @@ import threading
 import time
 from typing import IO, Any
 
+from torch_dpflow.cluster.services.contents import open_content
+from torch_dpflow.cluster.services.roles import COORDINATOR
+from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.shard.kept_platform import KeptSource
+from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.process.contents import open_content
-from torch_dpflow.remote.process.flow_content import split
-from torch_dpflow.remote.process.roles import COORDINATOR
-from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
-from torch_dpflow.remote.shard.door import PortsTakenError
-from torch_dpflow.remote.shard.kept_platform import KeptSource
-from torch_dpflow.remote.shard.remote_content import RemoteContent
-from torch_dpflow.remote.shard.remote_member import SAMPLE_WORKERS
-from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
-from torch_dpflow.remote.shard.server import SampleShard
+from torch_dpflow.remote.fleet.door import PortsTakenError
+from torch_dpflow.remote.fleet.remote_content import RemoteContent
+from torch_dpflow.remote.fleet.remote_member import SAMPLE_WORKERS
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.remote.shipping.flow_content import split
 
 #: Most messages of members that are handled before one of a job is.
 _BURST = 64

@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.cluster.messages.node import Ending, ProcessView
+from torch_dpflow.cluster.messages.router import RangeAssignment, RegisterShard
+from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
+from torch_dpflow.cluster.services.locate import locate
+from torch_dpflow.cluster.services.serve import ask_in, serve
+from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.shard.member_fleet import MemberFleet
+from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.periodic import PeriodicCall
-from torch_dpflow.remote.process.locate import locate
-from torch_dpflow.remote.process.serve import ask_in, serve
-from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.shard.member_fleet import MemberFleet
-from torch_dpflow.remote.shard.server import SampleShard
-from torch_dpflow.remote.wire.node import Ending, ProcessView
-from torch_dpflow.remote.wire.router import RangeAssignment, RegisterShard
-from torch_dpflow.remote.wire.shard import ShardArguments, ShardSettings
+from torch_dpflow.ipc.rpc import RpcClient
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
 REGISTER_S = 1.0

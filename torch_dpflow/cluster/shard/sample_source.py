@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torch_dpflow._core.torch_private import set_worker_info
 from torch_dpflow.announcing import announce_order, takes_orders
+from torch_dpflow.cluster.messages.sample_task import key_to_load, unpack_task
+from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE
 from torch_dpflow.epoch.rng import seed_batch
 from torch_dpflow.errors import MessageError
+from torch_dpflow.ipc.serialization.codec import decode
+from torch_dpflow.ipc.serialization.explain import explain_loading
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.parcel.codec import decode
-from torch_dpflow.remote.parcel.explain import explain_loading
-from torch_dpflow.remote.parcel.script import pack, unpack
-from torch_dpflow.remote.wire.sample_task import key_to_load, unpack_task
-from torch_dpflow.remote.wire.shard import FAILED, SAMPLE
-from torch_dpflow.remote.worker.fetching import failure
-from torch_dpflow.remote.worker.kept_memory import keep_freed_memory
-from torch_dpflow.torch_private import set_worker_info
+from torch_dpflow.remote.shipping.script import pack, unpack
+from torch_dpflow.workers.fetching import failure
+from torch_dpflow.workers.kept_memory import keep_freed_memory
 
 #: Samples that another worker has taken over are given up so many samples later: by then it has announced them, so they
 #: are read from storage once.

@@ -11,20 +11,19 @@ from typing import IO, Any
 
 import msgspec
 
+from torch_dpflow.cluster.control.supervision import UP
+from torch_dpflow.cluster.messages.shard import FAILED
+from torch_dpflow.cluster.messages.worker import GREETING, WorkerArguments
+from torch_dpflow.cluster.services.contents import open_content
+from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
+from torch_dpflow.cluster.services.locate import locate
+from torch_dpflow.cluster.services.roles import COORDINATOR
+from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.cluster.shard.sample_source import SampleSource
 from torch_dpflow.errors import MessageError, NotPicklableError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.platforms.orphan import exit_with
-from torch_dpflow.remote.control.supervision import UP
-from torch_dpflow.remote.parcel.fast_path import encode_sample
-from torch_dpflow.remote.process.contents import open_content
-from torch_dpflow.remote.process.heartbeat import HeartbeatSender
-from torch_dpflow.remote.process.locate import locate
-from torch_dpflow.remote.process.roles import COORDINATOR
-from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.shm.arena import Arena
-from torch_dpflow.remote.shm.running_task import RunningTask
-from torch_dpflow.remote.transport import Connection, connect
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.running_task import RunningTask
+from torch_dpflow.ipc.messages.headers import (
     Exchange,
     Finished,
     Stop,
@@ -37,12 +36,13 @@ from torch_dpflow.remote.wire.headers import (
     decode,
     encode,
 )
-from torch_dpflow.remote.wire.shard import FAILED
-from torch_dpflow.remote.wire.worker import GREETING, WorkerArguments
-from torch_dpflow.remote.worker.fetching import unpicklable_failure
-from torch_dpflow.remote.worker.result_outbox import ResultOutbox
-from torch_dpflow.remote.worker.sample_source import SampleSource
-from torch_dpflow.remote.worker.sched_batch import use_sched_batch
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
+from torch_dpflow.ipc.transport import Connection, connect
+from torch_dpflow.log import SERVICE
+from torch_dpflow.workers.fetching import unpicklable_failure
+from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.workers.result_outbox import ResultOutbox
+from torch_dpflow.workers.sched_batch import use_sched_batch
 
 #: Most shared memory that a worker takes to hand over its samples, bytes.
 SHARED_MEMORY_BYTES = 64 << 20

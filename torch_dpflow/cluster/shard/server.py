@@ -15,10 +15,19 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow.caches import make_policy
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
+from torch_dpflow.cluster.cache.pool import Pool
+from torch_dpflow.cluster.cache.staged import StagedPool
+from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
+from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
+from torch_dpflow.cluster.shard.demultiplexer import WorkerDemultiplexer
+from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel
+from torch_dpflow.cluster.shard.workers import WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.remote.control.leases import (
+from torch_dpflow.ipc.messages.errors import OverloadedError, StaleJobError, StaleRoutingError
+from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
+from torch_dpflow.ipc.rpc.leases import (
     ExpireLeases,
     LeaseGranted,
     Leases,
@@ -27,19 +36,10 @@ from torch_dpflow.remote.control.leases import (
     RenewLease,
     Stale,
 )
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
-from torch_dpflow.remote.pool.pool import Pool
-from torch_dpflow.remote.pool.staged import StagedPool
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
-from torch_dpflow.remote.shard.demultiplexer import WorkerDemultiplexer
-from torch_dpflow.remote.shard.detached_parcel import DetachedParcel
-from torch_dpflow.remote.shard.workers import WINDOW, ShardWorkers
-from torch_dpflow.remote.transport import Frame, Listener
-from torch_dpflow.remote.transport.link_time import LinkTime
-from torch_dpflow.remote.wire.errors import OverloadedError, StaleJobError, StaleRoutingError
-from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
-from torch_dpflow.remote.wire.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
+from torch_dpflow.ipc.transport import Frame, Listener
+from torch_dpflow.ipc.transport.link_time import LinkTime
+from torch_dpflow.log import SERVICE
+from torch_dpflow.lookahead import Lookahead
 
 #: Most samples that a job may have requested from a shard and not received.
 MAX_WANTS = 1 << 16

@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch_dpflow._core.torch_private import ExceptionWrapper
+from torch_dpflow.cluster.cache.objects import Load
+from torch_dpflow.cluster.messages.sample_task import pack_task
+from torch_dpflow.cluster.messages.shard import FAILED, POISON_LIMIT, POISONED, SAMPLE, WORKERLESS
+from torch_dpflow.cluster.messages.worker import GREETING, SHARD_ID_BYTES
+from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel, detach, text_parcel
 from torch_dpflow.errors import DescriptorLimitError, MessageError
+from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.memory.arena_peers import ArenaPeers
+from torch_dpflow.ipc.memory.running_task import RunningTaskReader
+from torch_dpflow.ipc.messages.headers import Finished, WorkerHello
+from torch_dpflow.ipc.serialization.fast_path import encode_sample
+from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.parcel.fast_path import encode_sample
-from torch_dpflow.remote.pool.objects import Load
-from torch_dpflow.remote.scheduler.machine import Scheduler
-from torch_dpflow.remote.shard.detached_parcel import DetachedParcel, detach, text_parcel
-from torch_dpflow.remote.shard.engine import Shard
-from torch_dpflow.remote.shard.remote_member import SAMPLE_WORKERS
-from torch_dpflow.remote.shm.arena import ArenaReader
-from torch_dpflow.remote.shm.arena_peers import ArenaPeers
-from torch_dpflow.remote.shm.running_task import RunningTaskReader
-from torch_dpflow.remote.transport import Listener
-from torch_dpflow.remote.wire.headers import Finished, WorkerHello
-from torch_dpflow.remote.wire.sample_task import pack_task
-from torch_dpflow.remote.wire.shard import FAILED, POISON_LIMIT, POISONED, SAMPLE, WORKERLESS
-from torch_dpflow.remote.wire.worker import GREETING, SHARD_ID_BYTES
-from torch_dpflow.torch_private import ExceptionWrapper
+from torch_dpflow.remote.fleet.remote_member import SAMPLE_WORKERS
+from torch_dpflow.workers.engine import Shard
+from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: Tasks that a worker holds: those whose results travel in one message, and some to run meanwhile. Half of what
 #: torch's loader queues for a worker, with batches of 16.

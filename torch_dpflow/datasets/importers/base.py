@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN
-from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import SourceError
 
 #: The largest signed integer of 64 bits.

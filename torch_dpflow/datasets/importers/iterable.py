@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from torch_dpflow.datasets.importers.base import Item, local_url
-from torch_dpflow.datasets.urls import split_login
+from torch_dpflow.datasets.storage.urls import split_login
 from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
 #: An element of an iterable: the bytes of a sample and its annotations, or an Item.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.urls import join_url, split_name, without_login
+from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 
 #: Rows that are in memory at a time (of a CSV file: as many as fit into a block of bytes).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import OptionError
 
 

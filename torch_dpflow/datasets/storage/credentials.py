@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import AccessDeniedError, UsageError
 
 

@@ -13,7 +13,7 @@ from torch_dpflow.datasets.storage.credentials import about_left_out
 from torch_dpflow.datasets.storage.deadlines import call_within
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
-from torch_dpflow.datasets.urls import ONE_FILE_SYSTEM, split_chain, split_login
+from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, split_chain, split_login
 from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}

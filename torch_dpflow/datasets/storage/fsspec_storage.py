@@ -15,7 +15,7 @@ from torch_dpflow.datasets.storage.deadlines import call_with_deadline
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.storage.options import ReadOptions
-from torch_dpflow.datasets.urls import split_chain
+from torch_dpflow.datasets.storage.urls import split_chain
 from torch_dpflow.errors import StorageError, TruncatedObjectError
 
 

@@ -25,8 +25,8 @@ from torch_dpflow.datasets.storage.overlapping import Overlap
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
+from torch_dpflow.datasets.storage.urls import file_system_of, split_login
 from torch_dpflow.datasets.storage.web_service import WebService
-from torch_dpflow.datasets.urls import file_system_of, split_login
 from torch_dpflow.errors import (
     AccessDeniedError,
     DPFlowError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch_dpflow.checks import check_fields, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.datasets.storage.failures import is_transient
 from torch_dpflow.datasets.storage.options import ReadOptions

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch_dpflow.checks import check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.storage.botocore_chain import BotocoreChain
 from torch_dpflow.datasets.storage.connections import Origin
 from torch_dpflow.datasets.storage.credentials import (

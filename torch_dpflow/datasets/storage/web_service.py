@@ -11,8 +11,8 @@ from urllib.parse import quote, urljoin, urlsplit
 from torch_dpflow.datasets.storage.connections import Origin
 from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.tls import tls_context
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.storage.web_headers import web_headers
-from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import OptionError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Iterator
 from weakref import ref as weakref
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.shm import segment as segments
-from torch_dpflow.remote.shm.arena_reader import ArenaReader
-from torch_dpflow.remote.shm.headroom import Headroom
-from torch_dpflow.remote.shm.memory import Memory
-from torch_dpflow.remote.shm.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
-from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.memory import segment as segments
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
+from torch_dpflow.ipc.memory.headroom import Headroom
+from torch_dpflow.ipc.memory.memory import Memory
+from torch_dpflow.ipc.memory.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 
 __all__ = ["MAX_SEGMENTS", "Arena", "ArenaReader", "Block", "BlockRef", "ProbeRef"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 
-from torch_dpflow.descriptors import exhausted, is_exhausted
+from torch_dpflow._core.descriptors import exhausted, is_exhausted
 
 
 class ArenaPeers:

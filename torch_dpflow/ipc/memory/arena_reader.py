@@ -10,10 +10,10 @@ from typing import Any
 from weakref import ref as weakref
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
-from torch_dpflow.remote.shm import segment as segments
-from torch_dpflow.remote.shm.memory import Memory
-from torch_dpflow.remote.shm.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
-from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.memory import segment as segments
+from torch_dpflow.ipc.memory.memory import Memory
+from torch_dpflow.ipc.memory.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 
 #: Most segments that are mapped for one writer, which is not trusted to keep to its own limit.
 _MAX_MAPPED = 1024

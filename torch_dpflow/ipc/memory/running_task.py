@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 
 from torch_dpflow.errors import DescriptorLimitError, TransportError
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
 
 #: The task's number plus one; 0: none.
 _WORD = struct.Struct("<Q")

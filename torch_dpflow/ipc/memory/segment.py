@@ -24,9 +24,9 @@ from weakref import ref as weakref
 import numpy as np
 import torch
 
-from torch_dpflow import descriptors
+from torch_dpflow._core import descriptors
 from torch_dpflow.errors import MessageError, SegmentLostError
-from torch_dpflow.remote.shm.memory import Memory, memory_of
+from torch_dpflow.ipc.memory.memory import Memory, memory_of
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64

@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from torch_dpflow.remote.wire.fields import Count
+from torch_dpflow.ipc.messages.fields import Count
 
 #: Most samples that one message names.
 MAX_SAMPLES = 1 << 14

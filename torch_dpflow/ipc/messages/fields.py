@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from torch_dpflow.checks import MAX_SECONDS
+from torch_dpflow._core.checks import MAX_SECONDS
 
 #: Longest name of a method, and longest text of an error, characters.
 MAX_NAME, MAX_TEXT = 200, 32 * 1024

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
-from torch_dpflow.remote.wire.parcel_table import ParcelTable
-from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 
 #: Raised by every change that an older release would misread.
 PROTOCOL_VERSION = 2

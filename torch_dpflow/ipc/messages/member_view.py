@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torch_dpflow.remote.wire.body import Body
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.body import Body
+from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 
 
 class MemberView(Body):

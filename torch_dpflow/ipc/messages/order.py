@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from torch_dpflow.errors import MessageError, OptionError
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds
+from torch_dpflow.ipc.messages.fields import Count, Name, Seconds
 
 #: Of the fields below, `Order.version`: a member that reads another one cannot go on.
 ORDER_VERSION = 1

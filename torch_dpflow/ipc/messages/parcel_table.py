@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from torch_dpflow.remote.wire.alignment import WORD
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.alignment import WORD
+from torch_dpflow.ipc.messages.shared_blocks import BlockRef
 
 #: One part of a message.
 Frame: TypeAlias = "bytes | bytearray | memoryview"

@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from torch_dpflow.errors import ErrorKind, MessageError, UsageError
+from torch_dpflow.ipc.messages import headers as messages
+from torch_dpflow.ipc.messages.headers import body_decoder, decode_body, encode_body
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.rpc.describing import describe, kind_of
+from torch_dpflow.ipc.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
+from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
+from torch_dpflow.ipc.rpc.sessions import ServerStats, Session, SessionTable
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.rpc.describing import describe, kind_of
-from torch_dpflow.remote.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
-from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
-from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
-from torch_dpflow.remote.wire import headers as messages
-from torch_dpflow.remote.wire.headers import body_decoder, decode_body, encode_body
-from torch_dpflow.remote.wire.parcel_table import Frame
 
 #: Schedules a function for the server's thread.
 RunSoon: TypeAlias = Callable[[Callable[[], None]], None]

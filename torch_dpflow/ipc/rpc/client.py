@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.checks import check_fields, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import PeerLostError, StateError
-from torch_dpflow.remote.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.transport import Frame, TransportOptions, connect, is_loopback
-from torch_dpflow.remote.wire.headers import body_decoder, encode_body
+from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
+from torch_dpflow.ipc.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
+from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.transport import Frame, TransportOptions, connect, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)

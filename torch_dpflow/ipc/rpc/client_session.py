@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torch_dpflow.checks import MAX_SECONDS
+from torch_dpflow._core.checks import MAX_SECONDS
 from torch_dpflow.errors import (
     DeadlineError,
     DescriptorLimitError,
@@ -23,11 +23,11 @@ from torch_dpflow.errors import (
     RemoteCallError,
     TransportError,
 )
-from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.wire import headers as messages
-from torch_dpflow.remote.wire.headers import Header, decode, decode_body, encode
-from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.ipc.messages import headers as messages
+from torch_dpflow.ipc.messages.headers import Header, decode, decode_body, encode
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.rpc.calls import CallTable, OpenCall
+from torch_dpflow.ipc.rpc.payload import Carrier
 
 
 class Answer(NamedTuple):

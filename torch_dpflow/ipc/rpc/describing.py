@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 
 from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
-from torch_dpflow.remote.wire.errors import RecoverableError
-from torch_dpflow.remote.wire.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.errors import RecoverableError
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
 
 
 def kind_of(error: BaseException) -> ErrorKind:

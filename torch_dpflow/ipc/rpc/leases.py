@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from torch_dpflow.checks import check_seconds
+from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: Most lost peers whose generation is remembered.

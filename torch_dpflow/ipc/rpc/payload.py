@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.rpc import compression
-from torch_dpflow.remote.wire.alignment import aligned
-from torch_dpflow.remote.wire.headers import Packing, PayloadOffer, body_decoder, decode_body, encode_body
-from torch_dpflow.remote.wire.parcel_table import Frame
-from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES, BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.alignment import aligned
+from torch_dpflow.ipc.messages.headers import Packing, PayloadOffer, body_decoder, decode_body, encode_body
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES, BlockRef, ProbeRef
+from torch_dpflow.ipc.rpc import compression
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+    from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
 
 _probe_decoder = body_decoder(ProbeRef | None)
 _block_decoder = body_decoder(BlockRef | None)
@@ -152,13 +152,13 @@ class Carrier:
 
 # Imported on use: shared memory imports torch, which the node, the coordinator and the router do without.
 def _arena(budget_bytes: int) -> Arena:
-    from torch_dpflow.remote.shm.arena import Arena
+    from torch_dpflow.ipc.memory.arena import Arena
 
     return Arena(budget_bytes=budget_bytes)
 
 
 def _reader(pid: int) -> ArenaReader:
-    from torch_dpflow.remote.shm.arena import ArenaReader
+    from torch_dpflow.ipc.memory.arena import ArenaReader
 
     return ArenaReader(pid)
 

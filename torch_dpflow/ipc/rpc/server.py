@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_dpflow.checks import check_fields, check_int, check_seconds
-from torch_dpflow.descriptors import is_exhausted
+from torch_dpflow._core.checks import check_fields, check_int, check_seconds
+from torch_dpflow._core.descriptors import is_exhausted
 from torch_dpflow.errors import MessageError, OptionError, TransportError
+from torch_dpflow.ipc.messages import headers as messages
+from torch_dpflow.ipc.messages.fields import MAX_NAME
+from torch_dpflow.ipc.messages.headers import decode, encode
+from torch_dpflow.ipc.rpc.call_service import CallService
+from torch_dpflow.ipc.rpc.incoming import Handler
+from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.rpc.replies import ReplyMemory
+from torch_dpflow.ipc.rpc.sessions import ServerStats, Session, SessionTable
+from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.rpc.call_service import CallService
-from torch_dpflow.remote.rpc.incoming import Handler
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.rpc.replies import ReplyMemory
-from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
-from torch_dpflow.remote.transport import Listener
-from torch_dpflow.remote.wire import headers as messages
-from torch_dpflow.remote.wire.fields import MAX_NAME
-from torch_dpflow.remote.wire.headers import decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.wire.headers import Header, Reply, encode
-from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.ipc.messages.headers import Header, Reply, encode
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.rpc.payload import Carrier
 
 #: Sends a message to a client; False where it is gone or its queue is full. That may be ignored: the client inquires.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
-from torch_dpflow.remote.parcel.explain import explain
-from torch_dpflow.remote.parcel.pickling import MemoryRange, ParcelPickler
-from torch_dpflow.remote.shm.arena import Arena, ArenaReader, Block
-from torch_dpflow.remote.shm.memory import address_of, aligned_copy, is_aligned, storage_over, tensor_over
-from torch_dpflow.remote.wire.alignment import ALIGNMENT, WORD, aligned
-from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES, BlockRef
+from torch_dpflow.ipc.memory.arena import Arena, ArenaReader, Block
+from torch_dpflow.ipc.memory.memory import address_of, aligned_copy, is_aligned, storage_over, tensor_over
+from torch_dpflow.ipc.messages.alignment import ALIGNMENT, WORD, aligned
+from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
+from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES, BlockRef
+from torch_dpflow.ipc.serialization.explain import explain
+from torch_dpflow.ipc.serialization.pickling import MemoryRange, ParcelPickler
 
 #: From this size on a buffer has a block or a frame of its own, bytes. Measured: to coalesce a smaller one costs no
 #: more than a block, and less than a frame.

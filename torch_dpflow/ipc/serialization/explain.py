@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.remote.parcel.pickling import ParcelPickler
+from torch_dpflow.ipc.serialization.pickling import ParcelPickler
 
 #: Most objects that are pickled on trial in the search for the culprit.
 _MOST_TRIALS = 10_000

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_dpflow.channels_last import has_channels_last
+from torch_dpflow._core.channels_last import has_channels_last
+from torch_dpflow.ipc.memory.arena import Arena, Block
+from torch_dpflow.ipc.memory.memory import address_of, storage_over, tensor_over
+from torch_dpflow.ipc.messages.alignment import ALIGNMENT
+from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
+from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
+from torch_dpflow.ipc.serialization.pickling import ParcelPickler, is_plain
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
-from torch_dpflow.remote.parcel.pickling import ParcelPickler, is_plain
-from torch_dpflow.remote.shm.arena import Arena, Block
-from torch_dpflow.remote.shm.memory import address_of, storage_over, tensor_over
-from torch_dpflow.remote.wire.alignment import ALIGNMENT
-from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES
 
 #: Most items of a tuple for the fast path.
 _MOST_ITEMS = 8

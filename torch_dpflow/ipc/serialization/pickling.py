@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.storage import TypedStorage
 
+from torch_dpflow._core.torch_private import typed_storage, untyped_storage
+from torch_dpflow.ipc.memory.memory import Memory, address_of, memory_of, storage_over, tensor_over
+from torch_dpflow.ipc.messages.alignment import WORD
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.shm.memory import Memory, address_of, memory_of, storage_over, tensor_over
-from torch_dpflow.remote.wire.alignment import WORD
-from torch_dpflow.torch_private import typed_storage, untyped_storage
 
 #: A view is sent without the rest of its storage where it takes up less than this share, and saves at least these
 #: bytes.

@@ -6,10 +6,10 @@ An implementation is imported when an address needs it.
 
 from __future__ import annotations
 
-from torch_dpflow.checks import check_tcp_address
+from torch_dpflow._core.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.transport.base import Connection, Listener, TransportOptions, is_loopback
-from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions, is_loopback
 
 __all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "is_loopback", "listen"]
 
@@ -22,10 +22,10 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
     Raises OptionError for an address that is not allowed, TransportError for one that cannot be bound.
     """
     if _scheme(address) == "inproc":
-        from torch_dpflow.remote.transport.inproc import InprocListener
+        from torch_dpflow.ipc.transport.inproc import InprocListener
 
         return InprocListener(address, options)
-    from torch_dpflow.remote.transport.zeromq import ZeroMQListener
+    from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
 
     return ZeroMQListener(address, options)
 
@@ -38,10 +38,10 @@ def connect(
     identity: names this connection to the listener, 1 to 255 bytes, unique among its peers; None draws one.
     """
     if _scheme(address) == "inproc":
-        from torch_dpflow.remote.transport.inproc import InprocConnection
+        from torch_dpflow.ipc.transport.inproc import InprocConnection
 
         return InprocConnection(address, identity, options)
-    from torch_dpflow.remote.transport.zeromq import ZeroMQConnection
+    from torch_dpflow.ipc.transport.zeromq import ZeroMQConnection
 
     return ZeroMQConnection(address, identity, options)
 

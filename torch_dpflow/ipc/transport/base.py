@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from torch_dpflow.checks import check_fields, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import MessageError, OptionError
-from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.ipc.messages.parcel_table import Frame
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys, ServerKeys
+    from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys, ServerKeys
 
 #: ZeroMQ's longest peer identity, bytes.
 MAX_IDENTITY_BYTES = 255

@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from torch_dpflow.errors import PeerLostError, StateError, TransportError
-from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity
-from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.transport.base import TransportOptions, check_frames, check_identity
 
 #: How often a listener polls its watched descriptors, seconds.
 _WATCH_S = 0.01

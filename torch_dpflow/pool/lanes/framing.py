@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from torch_dpflow.dataservice.lanes.guards import Stream, receive_exactly
-from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
-from torch_dpflow.dataservice.messages.protocol import MOST_BYTES, PoolMessage, encode
 from torch_dpflow.errors import MessageError, PeerLostError, UsageError
+from torch_dpflow.pool.lanes.guards import Stream, receive_exactly
+from torch_dpflow.pool.lanes.tls_stream import TLSStream
+from torch_dpflow.pool.messages.protocol import MOST_BYTES, PoolMessage, encode
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")

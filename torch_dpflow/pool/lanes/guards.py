@@ -20,11 +20,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
-from torch_dpflow.dataservice.lanes.wire import HELLO_BYTES, hello, purpose_of
-from torch_dpflow.errors import MessageError, OptionError, PeerLostError
-from torch_dpflow.remote.access.certificates import (
+from torch_dpflow.cluster.security.certificates import (
     CLIENT_NAME,
     SERVER_NAME,
     check_certificates,
@@ -32,7 +28,11 @@ from torch_dpflow.remote.access.certificates import (
     is_client,
     server_context,
 )
-from torch_dpflow.remote.access.connection_file import ConnectionFile
+from torch_dpflow.cluster.security.connection_file import ConnectionFile
+from torch_dpflow.errors import MessageError, OptionError, PeerLostError
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.tls_stream import TLSStream
+from torch_dpflow.pool.lanes.wire import HELLO_BYTES, hello, purpose_of
 
 #: What control messages and records are carried by.
 Stream: TypeAlias = socket.socket | TLSStream

@@ -11,16 +11,16 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.dataservice.lanes.guards import StreamGuard, guard_of
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.receive_memory import ReceiveMemory
-from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane, WantedRecord
-from torch_dpflow.dataservice.lanes.wire import GONE, LATER
-from torch_dpflow.dataservice.planning.lane_queues import LaneQueues
-from torch_dpflow.dataservice.planning.window import BatchWindow, FixedWindow, MeasuredWindow
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.lanes.guards import StreamGuard, guard_of
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.receive_memory import ReceiveMemory
+from torch_dpflow.pool.lanes.stream_lane import AskedRecord, StreamLane, WantedRecord
+from torch_dpflow.pool.lanes.wire import GONE, LATER
+from torch_dpflow.pool.planning.lane_queues import LaneQueues
+from torch_dpflow.pool.planning.window import BatchWindow, FixedWindow, MeasuredWindow
 
 #: What a record comes as.
 Content: TypeAlias = bytes | memoryview

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from torch_dpflow.checks import check_flag, check_tcp_address
-from torch_dpflow.dataservice.messages.protocol import ADDRESS_VARIABLE, find_directory
+from torch_dpflow._core.checks import check_flag, check_tcp_address
+from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_key_file
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.access.connection_file import ConnectionFile, read_key_file
+from torch_dpflow.pool.messages.protocol import ADDRESS_VARIABLE, find_directory
 
 #: The environment variable with the default `connection` of clients and servers.
 CONNECTION_VARIABLE = "DPFLOW_POOL_CONNECTION"

@@ -11,12 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
-from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
-from torch_dpflow.dataservice.lanes.guards import connect_stream, guard_of
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.dataservice.lanes.wire import CONTROL
-from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow.errors import MessageError, PeerLostError
+from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.lanes.framing import Channel, PacketChannel, StreamChannel
+from torch_dpflow.pool.lanes.guards import connect_stream, guard_of
+from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.pool.lanes.wire import CONTROL
+from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder
+from torch_dpflow.pool.messages.protocol import (
     ANSWERS,
     MOST_REGIONS,
     AnySource,
@@ -32,9 +34,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     check_private,
     socket_path,
 )
-from torch_dpflow.dataservice.messages.server_messages import ListServers, ServerInfo, ServerList
-from torch_dpflow.errors import MessageError, PeerLostError
-from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.messages.server_messages import ListServers, ServerInfo, ServerList
 
 #: A server that does not answer for so long is taken for dead: by commands, seconds.
 _SILENCE_S = 60.0

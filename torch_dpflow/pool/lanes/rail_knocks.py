@@ -7,7 +7,7 @@ import select
 import socket
 from collections.abc import Set
 
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
 
 
 class RailKnocks:

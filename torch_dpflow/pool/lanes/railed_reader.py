@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from torch_dpflow.dataservice.lanes.lane_reader import Content, LaneReader
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.rail_knocks import RailKnocks
-from torch_dpflow.dataservice.lanes.rails import ServerRails
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.lanes.lane_reader import Content, LaneReader
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.rail_knocks import RailKnocks
+from torch_dpflow.pool.lanes.rails import ServerRails
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
 
 #: After how long without a byte another rail is tried, seconds: longer than Linux' least retransmission timer.
 _RAIL_SILENCE_S = 0.3

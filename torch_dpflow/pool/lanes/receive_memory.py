@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
 
 #: Most bytes that are used again: of four batches of 256 records of 110 kB.
 _MOST_BYTES = 128 << 20

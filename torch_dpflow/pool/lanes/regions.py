@@ -19,9 +19,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.planning.sets import ALIGNMENT, FileSet
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
-from torch_dpflow.remote.shm.headroom import Headroom
+from torch_dpflow.ipc.memory.headroom import Headroom
+from torch_dpflow.pool.planning.sets import ALIGNMENT, FileSet
 
 _MAGIC = b"dpregion"
 #: In the place of the first byte once the set was given up: because somebody said so, or because it was idle.

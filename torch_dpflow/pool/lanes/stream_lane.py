@@ -10,11 +10,13 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from torch_dpflow.dataservice.lanes.guards import StreamGuard, connect_stream
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.receive_memory import ReceiveMemory
-from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
-from torch_dpflow.dataservice.lanes.wire import (
+from torch_dpflow.errors import MessageError, PeerLostError
+from torch_dpflow.ipc.memory.headroom import Headroom
+from torch_dpflow.pool.lanes.guards import StreamGuard, connect_stream
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.receive_memory import ReceiveMemory
+from torch_dpflow.pool.lanes.tls_stream import TLSStream
+from torch_dpflow.pool.lanes.wire import (
     ANSWER_BYTES,
     ENTRY_BYTES,
     LANE,
@@ -25,8 +27,6 @@ from torch_dpflow.dataservice.lanes.wire import (
     read_header,
     read_table,
 )
-from torch_dpflow.errors import MessageError, PeerLostError
-from torch_dpflow.remote.shm.headroom import Headroom
 
 #: Records of less than this many bytes in the mean are received together, and cut apart.
 _SMALL_BYTES = 16 << 10

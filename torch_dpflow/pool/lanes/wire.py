@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
 from torch_dpflow.errors import MessageError
+from torch_dpflow.pool.messages.protocol import MOST_RECORDS
 
 #: What a connection is for.
 CONTROL, LANE = 1, 2

@@ -17,13 +17,13 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from torch_dpflow import errors
-from torch_dpflow.checks import check_path, check_type
-from torch_dpflow.dataservice.messages.ahead_messages import AheadAnswer, AheadRequest
-from torch_dpflow.dataservice.messages.server_messages import ServerAnswer, ServerRequest
-from torch_dpflow.dataservice.messages.set_source import AnySource as AnySource
-from torch_dpflow.dataservice.messages.set_source import ArraySource as ArraySource
-from torch_dpflow.dataservice.messages.set_source import SetSource as SetSource
+from torch_dpflow._core.checks import check_path, check_type
 from torch_dpflow.errors import DPFlowError, OptionError
+from torch_dpflow.pool.messages.ahead_messages import AheadAnswer, AheadRequest
+from torch_dpflow.pool.messages.server_messages import ServerAnswer, ServerRequest
+from torch_dpflow.pool.messages.set_source import AnySource as AnySource
+from torch_dpflow.pool.messages.set_source import ArraySource as ArraySource
+from torch_dpflow.pool.messages.set_source import SetSource as SetSource
 
 #: The environment variable with the default `address` of clients and servers.
 ADDRESS_VARIABLE = "DPFLOW_POOL"

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from torch_dpflow.dataservice.messages.set_source import AnySource
+from torch_dpflow.pool.messages.set_source import AnySource
 
 #: Most servers of a pool.
 MOST_SERVERS = 100

@@ -22,11 +22,11 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from torch_dpflow.checks import check_seconds
-from torch_dpflow.dataservice.planning.placement import NOBODY, place
-from torch_dpflow.dataservice.planning.stripe_table import KeptSet, StripeTable
+from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import PoolFullError, UsageError
-from torch_dpflow.remote.control.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
+from torch_dpflow.ipc.rpc.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
+from torch_dpflow.pool.planning.placement import NOBODY, place
+from torch_dpflow.pool.planning.stripe_table import KeptSet, StripeTable
 
 
 class Fill(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Reading ahead of a known order, several samples a request: a pure state machine.
 
-What is held, who wants it and what has room is decided by `remote.pool.Pool`, whose jobs are the readers and whose
+What is held, who wants it and what has room is decided by `cluster.cache.Pool`, whose jobs are the readers and whose
 tickets are positions of their epochs: a sample that several readers want soon is fetched once, is gone when all have
 had it, and one that a reader waits for can always be fetched. Here is decided when the next samples are wanted.
 
@@ -33,11 +33,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.planning.known_order import KnownOrder
+from torch_dpflow._core.checks import check_int
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
+from torch_dpflow.cluster.cache.pool import Pool
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
-from torch_dpflow.remote.pool.pool import Pool
+from torch_dpflow.pool.planning.known_order import KnownOrder
 
 #: More fetches than any room has samples: the room bounds them.
 _UNBOUNDED = 1 << 30

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.planning.placement import mixed
-from torch_dpflow.dataservice.planning.sets import ALIGNMENT, FileSet
+from torch_dpflow.pool.planning.placement import mixed
+from torch_dpflow.pool.planning.sets import ALIGNMENT, FileSet
 
 Flags = npt.NDArray[np.bool_]
 #: The cut under which every record is resident.

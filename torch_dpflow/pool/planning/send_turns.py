@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from torch_dpflow.checks import check_int, check_seconds
+from torch_dpflow._core.checks import check_int, check_seconds
 
 LaneT = TypeVar("LaneT", bound=Hashable)
 

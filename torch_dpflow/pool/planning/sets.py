@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: Records of a file set begin at multiples of so many bytes, a cache line.

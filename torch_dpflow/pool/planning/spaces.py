@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torch_dpflow.checks import check_int
+from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import UsageError
 
 

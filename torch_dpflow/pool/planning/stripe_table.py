@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.planning.placement import NOBODY
+from torch_dpflow.pool.planning.placement import NOBODY
 
 
 @dataclass(eq=False)

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.planning.size_trials import SizeTrials
+from torch_dpflow._core.checks import check_int
+from torch_dpflow.pool.planning.size_trials import SizeTrials
 
 #: A reader may ask for so many bytes at least, and at most.
 LEAST, MOST = 32 << 10, 8 << 20

@@ -11,12 +11,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
-from torch_dpflow.dataservice.lanes.rails import ServerRails
-from torch_dpflow.dataservice.lanes.regions import map_sealed
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.messages.ahead_messages import (
+from torch_dpflow.errors import MessageError, PoolFullError, UsageError
+from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.lanes.railed_reader import RailedReader
+from torch_dpflow.pool.lanes.rails import ServerRails
+from torch_dpflow.pool.lanes.regions import map_sealed
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.messages.ahead_messages import (
     COMES,
     MOST_ANNOUNCED,
     AheadOpened,
@@ -27,11 +29,9 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     WantAhead,
     memory_name,
 )
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow.pool.messages.protocol import (
     MOST_RECORDS,
 )
-from torch_dpflow.errors import MessageError, PoolFullError, UsageError
-from torch_dpflow.log import DATASETS
 
 #: A record, and where it lies: offset and length.
 AheadRecord: TypeAlias = tuple[int, int, int]

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import CountReads, PreloadSet, ReadSet, SetInfo
-from torch_dpflow.dataservice.messages.server_messages import AskTable, ServerInfo, TablePart
-from torch_dpflow.dataservice.messages.set_source import AnySource
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError, UsageError
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.messages.protocol import CountReads, PreloadSet, ReadSet, SetInfo
+from torch_dpflow.pool.messages.server_messages import AskTable, ServerInfo, TablePart
+from torch_dpflow.pool.messages.set_source import AnySource
 
 #: How often a server is told how many samples were read, seconds.
 _TELL_S = 1.0

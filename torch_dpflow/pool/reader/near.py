@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.lanes.regions import PoolRegion, map_region
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.lanes.regions import PoolRegion, map_region
+from torch_dpflow.pool.messages.protocol import (
     ELSEWHERE,
     HERE,
     MOST_RECORDS,
@@ -23,8 +25,6 @@ from torch_dpflow.dataservice.messages.protocol import (
     SetOpened,
     WantRecords,
 )
-from torch_dpflow.errors import DPFlowError
-from torch_dpflow.log import DATASETS
 
 #: Between attempts to reach a server, seconds: doubles from the first to the second with each that fails.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0

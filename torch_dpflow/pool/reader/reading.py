@@ -13,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.announcing import Order
-from torch_dpflow.dataservice.lanes.lane_reader import Content
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
-from torch_dpflow.dataservice.lanes.rails import ServerRails, rails_to
-from torch_dpflow.dataservice.lanes.regions import UNLOADED, PoolRegion
-from torch_dpflow.dataservice.lanes.stream_lane import WantedRecord
-from torch_dpflow.dataservice.messages.server_messages import ServerInfo
-from torch_dpflow.dataservice.messages.set_source import AnySource
-from torch_dpflow.dataservice.reader.ahead_reader import AheadReader, FarMemory
-from torch_dpflow.dataservice.reader.entry import PoolEntry, SetTable
-from torch_dpflow.dataservice.reader.near import FIRST_PAUSE_S, LONGEST_PAUSE_S, NearServer
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.lanes.lane_reader import Content
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.lanes.railed_reader import RailedReader
+from torch_dpflow.pool.lanes.rails import ServerRails, rails_to
+from torch_dpflow.pool.lanes.regions import UNLOADED, PoolRegion
+from torch_dpflow.pool.lanes.stream_lane import WantedRecord
+from torch_dpflow.pool.messages.server_messages import ServerInfo
+from torch_dpflow.pool.messages.set_source import AnySource
+from torch_dpflow.pool.reader.ahead_reader import AheadReader, FarMemory
+from torch_dpflow.pool.reader.entry import PoolEntry, SetTable
+from torch_dpflow.pool.reader.near import FIRST_PAUSE_S, LONGEST_PAUSE_S, NearServer
 
 #: How long a set's places are waited for before samples are read from storage again, seconds.
 _PLANNING_S = 0.2

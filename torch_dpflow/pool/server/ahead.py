@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.lanes.regions import sealed_memory
-from torch_dpflow.dataservice.messages.ahead_messages import (
+from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, Serve
+from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.regions import sealed_memory
+from torch_dpflow.pool.messages.ahead_messages import (
     COMES,
     LEFT,
     LONGEST_ORDER,
@@ -30,15 +33,12 @@ from torch_dpflow.dataservice.messages.ahead_messages import (
     AheadPlaces,
     AnnounceOrder,
 )
-from torch_dpflow.dataservice.messages.protocol import IN_STORAGE
-from torch_dpflow.dataservice.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
-from torch_dpflow.dataservice.planning.spaces import BlockSpace
-from torch_dpflow.dataservice.server.announced_order import AheadPlace, AnnouncedOrder, Keys
-from torch_dpflow.dataservice.server.threads import start_thread
-from torch_dpflow.dataservice.sources.set_names import RecordReader
-from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, Serve
+from torch_dpflow.pool.messages.protocol import IN_STORAGE
+from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
+from torch_dpflow.pool.planning.spaces import BlockSpace
+from torch_dpflow.pool.server.announced_order import AheadPlace, AnnouncedOrder, Keys
+from torch_dpflow.pool.server.threads import start_thread
+from torch_dpflow.pool.sources.set_names import RecordReader
 
 #: Samples of one request to the storage, and the threads that make them.
 REQUEST_SAMPLES, FETCHERS = 16, 4

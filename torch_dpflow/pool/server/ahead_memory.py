@@ -8,11 +8,11 @@ import secrets
 import threading
 from collections.abc import Sequence
 
-from torch_dpflow.dataservice.messages.ahead_messages import AheadOpened, AnnounceOrder, memory_name
-from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
-from torch_dpflow.dataservice.server.ahead import AheadReading
-from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.errors import UsageError
+from torch_dpflow.pool.messages.ahead_messages import AheadOpened, AnnounceOrder, memory_name
+from torch_dpflow.pool.messages.protocol import MOST_RECORDS
+from torch_dpflow.pool.server.ahead import AheadReading
+from torch_dpflow.pool.server.filling import HeldSet
 
 
 class AheadMemory:

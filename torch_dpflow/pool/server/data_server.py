@@ -13,12 +13,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch_dpflow.checks import check_int, check_seconds, check_type
-from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
-from torch_dpflow.dataservice.lanes.guards import check_keys
-from torch_dpflow.dataservice.lanes.pool_address import AddressLike, PoolAddress, find_address
-from torch_dpflow.dataservice.messages.ahead_messages import AnnounceOrder, OpenAhead, TookAhead, WantAhead
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow._core.checks import check_int, check_seconds, check_type
+from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
+from torch_dpflow.ipc.memory.headroom import check_memory
+from torch_dpflow.ipc.transport.base import is_loopback
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.framing import Channel, PacketChannel, StreamChannel
+from torch_dpflow.pool.lanes.guards import check_keys
+from torch_dpflow.pool.lanes.pool_address import AddressLike, PoolAddress, find_address
+from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder, OpenAhead, TookAhead, WantAhead
+from torch_dpflow.pool.messages.protocol import (
     REQUESTS,
     CountReads,
     ListSets,
@@ -37,7 +41,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     peer_uid,
     socket_path,
 )
-from torch_dpflow.dataservice.messages.server_messages import (
+from torch_dpflow.pool.messages.server_messages import (
     LOCK_FILE,
     AskTable,
     Beat,
@@ -48,14 +52,10 @@ from torch_dpflow.dataservice.messages.server_messages import (
     SetPart,
     boot_id,
 )
-from torch_dpflow.dataservice.server.door import MOST_CONNECTIONS, StreamDoor
-from torch_dpflow.dataservice.server.head import PoolHead
-from torch_dpflow.dataservice.server.holdings import ANSWER_S, MOST_SETS, Holdings
-from torch_dpflow.dataservice.server.membership import PoolMember
-from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.shm.headroom import check_memory
-from torch_dpflow.remote.transport.base import is_loopback
+from torch_dpflow.pool.server.door import MOST_CONNECTIONS, StreamDoor
+from torch_dpflow.pool.server.head import PoolHead
+from torch_dpflow.pool.server.holdings import ANSWER_S, MOST_SETS, Holdings
+from torch_dpflow.pool.server.membership import PoolMember
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30

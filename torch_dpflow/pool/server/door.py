@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from torch_dpflow.dataservice.lanes.guards import Admission, admit_stream, guard_of
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.wire import LANE
-from torch_dpflow.dataservice.server.holdings import Holdings
-from torch_dpflow.dataservice.server.lane_server import LaneServer
-from torch_dpflow.dataservice.server.threads import start_thread
-from torch_dpflow.descriptors import soft_limit
+from torch_dpflow._core.descriptors import soft_limit
 from torch_dpflow.errors import DPFlowError, OptionError
 from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.guards import Admission, admit_stream, guard_of
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.wire import LANE
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.server.lane_server import LaneServer
+from torch_dpflow.pool.server.threads import start_thread
 
 #: Connections that have not proved anything yet: how many there may be, how long each may take, and after how long the
 #: oldest has to go where there are so many, seconds. Meanwhile others wait in the kernel.

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.dataservice.lanes.regions import PoolRegion, check_pushed, create_region
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.datasets.sample_reader import Sample
+from torch_dpflow.datasets.storage.failures import is_transient
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, StorageError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.regions import PoolRegion, check_pushed, create_region
+from torch_dpflow.pool.messages.protocol import (
     ELSEWHERE,
     HERE,
     IN_STORAGE,
@@ -19,15 +23,11 @@ from torch_dpflow.dataservice.messages.protocol import (
     AnySource,
     RecordStates,
 )
-from torch_dpflow.dataservice.planning.residents import ALL, resident, resident_set
-from torch_dpflow.dataservice.server.ahead import AheadReading
-from torch_dpflow.dataservice.server.threads import start_thread
-from torch_dpflow.dataservice.server.wanted_records import WantedRecords
-from torch_dpflow.dataservice.sources.set_names import OpenedSource
-from torch_dpflow.datasets.sample_reader import Sample
-from torch_dpflow.datasets.storage.failures import is_transient
-from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, StorageError, UsageError
-from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.planning.residents import ALL, resident, resident_set
+from torch_dpflow.pool.server.ahead import AheadReading
+from torch_dpflow.pool.server.threads import start_thread
+from torch_dpflow.pool.server.wanted_records import WantedRecords
+from torch_dpflow.pool.sources.set_names import OpenedSource
 
 #: Samples that are read at the same time, by the thread that reads everything.
 _AT_ONCE = 64

@@ -15,8 +15,11 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from torch_dpflow.dataservice.lanes.regions import IDLE, UNLOADED
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.errors import PoolFullError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.regions import IDLE, UNLOADED
+from torch_dpflow.pool.messages.protocol import (
     MOST_BYTES,
     CountReads,
     PoolRefusal,
@@ -24,7 +27,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     SetInfo,
     SetList,
 )
-from torch_dpflow.dataservice.messages.server_messages import (
+from torch_dpflow.pool.messages.server_messages import (
     MOST_STRIPES,
     Beat,
     DropOrder,
@@ -34,18 +37,15 @@ from torch_dpflow.dataservice.messages.server_messages import (
     SetPart,
     TablePart,
 )
-from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.planning.residents import resident_set
-from torch_dpflow.dataservice.server.filling import HeldSet
-from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.dataservice.server.known_set import KnownSet, check_pushed_set, cut_in, stripe_bytes
-from torch_dpflow.dataservice.server.members import Members
-from torch_dpflow.dataservice.server.set_versions import droppable, find_base
-from torch_dpflow.dataservice.server.threads import start_thread
-from torch_dpflow.dataservice.sources.set_names import open_source
-from torch_dpflow.errors import PoolFullError, UsageError
-from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.pool.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.pool.planning.residents import resident_set
+from torch_dpflow.pool.server.filling import HeldSet
+from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.pool.server.known_set import KnownSet, check_pushed_set, cut_in, stripe_bytes
+from torch_dpflow.pool.server.members import Members
+from torch_dpflow.pool.server.set_versions import droppable, find_base
+from torch_dpflow.pool.server.threads import start_thread
+from torch_dpflow.pool.sources.set_names import open_source
 
 #: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
 LEASE_S = 5.0

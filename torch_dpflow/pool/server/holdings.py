@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.datasets.storage.failures import is_transient
+from torch_dpflow.errors import StorageError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages.protocol import (
     ELSEWHERE,
     MOST_RECORDS,
     MOST_REGIONS,
     RecordStates,
     SetOpened,
 )
-from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, DropOrder, SetPart, SetState
-from torch_dpflow.dataservice.server.ahead import AheadReading
-from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
-from torch_dpflow.dataservice.server.filling import FIRST_PAUSE_S, LONGEST_PAUSE_S, HeldSet
-from torch_dpflow.dataservice.server.threads import start_thread
-from torch_dpflow.dataservice.sources.set_names import open_source
-from torch_dpflow.datasets.storage.failures import is_transient
-from torch_dpflow.errors import StorageError, UsageError
-from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages.server_messages import ALL_FAILED, DropOrder, SetPart, SetState
+from torch_dpflow.pool.server.ahead import AheadReading
+from torch_dpflow.pool.server.ahead_memory import AheadMemory
+from torch_dpflow.pool.server.filling import FIRST_PAUSE_S, LONGEST_PAUSE_S, HeldSet
+from torch_dpflow.pool.server.threads import start_thread
+from torch_dpflow.pool.sources.set_names import open_source
 
 #: How long an answer to `WantRecords` waits for what is on its way at most, seconds.
 ANSWER_S = 1.0

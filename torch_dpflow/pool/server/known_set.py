@@ -8,14 +8,14 @@ from functools import partial
 
 import msgspec
 
-from torch_dpflow.dataservice.messages.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
-from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, SetPart, SetState
-from torch_dpflow.dataservice.planning.residents import ALL, cut_that_fits
-from torch_dpflow.dataservice.planning.sets import FileSet
-from torch_dpflow.dataservice.planning.stripe_table import StripeTable
-from torch_dpflow.dataservice.server.filling import HeldSet
-from torch_dpflow.dataservice.sources.set_names import samples_in
 from torch_dpflow.errors import UsageError
+from torch_dpflow.pool.messages.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
+from torch_dpflow.pool.messages.server_messages import ALL_FAILED, SetPart, SetState
+from torch_dpflow.pool.planning.residents import ALL, cut_that_fits
+from torch_dpflow.pool.planning.sets import FileSet
+from torch_dpflow.pool.planning.stripe_table import StripeTable
+from torch_dpflow.pool.server.filling import HeldSet
+from torch_dpflow.pool.sources.set_names import samples_in
 
 #: What the index of a region has for each stripe and each record.
 _INDEX_BYTES = 16

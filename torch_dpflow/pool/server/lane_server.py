@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from torch_dpflow.dataservice.lanes.wire import (
+from torch_dpflow.errors import DPFlowError, MessageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.wire import (
     ABSENT,
     DATA,
     GONE,
@@ -24,11 +26,9 @@ from torch_dpflow.dataservice.lanes.wire import (
     pack_answer,
     take_request,
 )
-from torch_dpflow.dataservice.messages.protocol import IN_STORAGE, MOST_RECORDS, PENDING
-from torch_dpflow.dataservice.planning.send_turns import SendTurns
-from torch_dpflow.dataservice.server.holdings import Holdings
-from torch_dpflow.errors import DPFlowError, MessageError
-from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages.protocol import IN_STORAGE, MOST_RECORDS, PENDING
+from torch_dpflow.pool.planning.send_turns import SendTurns
+from torch_dpflow.pool.server.holdings import Holdings
 
 #: Bytes that a lane sends before it is another's turn.
 TURN_BYTES = 1 << 20

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from torch_dpflow.dataservice.messages.protocol import MOST_BYTES
-from torch_dpflow.dataservice.messages.server_messages import (
+from torch_dpflow.errors import PeerLostError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages.protocol import MOST_BYTES
+from torch_dpflow.pool.messages.server_messages import (
     MOST_SERVERS,
     Beat,
     DropOrder,
@@ -19,8 +21,6 @@ from torch_dpflow.dataservice.messages.server_messages import (
     SetPart,
     SetState,
 )
-from torch_dpflow.errors import PeerLostError, UsageError
-from torch_dpflow.log import SERVICE
 
 #: In the head's directory while it has members: the head that comes after it waits for them.
 _FILE = "members"

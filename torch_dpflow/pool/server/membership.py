@@ -8,9 +8,11 @@ import time
 import msgspec
 import numpy as np
 
-from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.pool_connection import AnswerT, PoolConnection
-from torch_dpflow.dataservice.messages.protocol import (
+from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.lanes.pool_address import PoolAddress
+from torch_dpflow.pool.lanes.pool_connection import AnswerT, PoolConnection
+from torch_dpflow.pool.messages.protocol import (
     CountReads,
     ListSets,
     PoolRequest,
@@ -19,7 +21,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     SetList,
     UnloadSet,
 )
-from torch_dpflow.dataservice.messages.server_messages import (
+from torch_dpflow.pool.messages.server_messages import (
     MOST_STRIPES,
     AskTable,
     Beat,
@@ -31,10 +33,8 @@ from torch_dpflow.dataservice.messages.server_messages import (
     SetState,
     TablePart,
 )
-from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.dataservice.server.known_set import KnownSet
-from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
-from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.pool.server.known_set import KnownSet
 
 #: How long the head may take to answer what is passed on, below what readers and commands wait for this server (5 s and
 #: 60 s), and a beat: seconds.

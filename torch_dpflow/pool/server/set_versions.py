@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch_dpflow.dataservice.messages.protocol import ArraySource, PreloadSet
-from torch_dpflow.dataservice.planning.keeper_machine import KeeperMachine
-from torch_dpflow.dataservice.server.filling import HeldSet
-from torch_dpflow.dataservice.server.holdings import Holdings
-from torch_dpflow.dataservice.server.known_set import KnownSet, stripe_bytes
-from torch_dpflow.dataservice.sources.arrays import array_set
-from torch_dpflow.dataservice.sources.set_names import OpenedSource
 from torch_dpflow.errors import UsageError
+from torch_dpflow.pool.messages.protocol import ArraySource, PreloadSet
+from torch_dpflow.pool.planning.keeper_machine import KeeperMachine
+from torch_dpflow.pool.server.filling import HeldSet
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.server.known_set import KnownSet, stripe_bytes
+from torch_dpflow.pool.sources.arrays import array_set
+from torch_dpflow.pool.sources.set_names import OpenedSource
 
 
 class SharedStripes(NamedTuple):

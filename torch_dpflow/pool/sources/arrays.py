@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow.checks import check_name
-from torch_dpflow.dataservice.messages.protocol import ArraySource
-from torch_dpflow.dataservice.planning.sets import ArraySet, identity
-from torch_dpflow.dataservice.sources.hdf5_dataset import HDF5Dataset
+from torch_dpflow._core.checks import check_name
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, DPFlowError, OptionError, StorageError, TruncatedObjectError
+from torch_dpflow.pool.messages.protocol import ArraySource
+from torch_dpflow.pool.planning.sets import ArraySet, identity
+from torch_dpflow.pool.sources.hdf5_dataset import HDF5Dataset
 
 #: The first bytes of a file, with all headers of `.npy` that numpy reads (10,000 bytes).
 _HEAD_BYTES = 16 << 10

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
-from torch_dpflow.datasets.urls import file_system_of, without_login
+from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError
 
 #: Most names of datasets in an error.

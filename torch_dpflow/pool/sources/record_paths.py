@@ -6,9 +6,9 @@ import hashlib
 
 import numpy as np
 
-from torch_dpflow.dataservice.sources.set_names import all_samples
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import ObjectMissingError, OptionError
+from torch_dpflow.pool.sources.set_names import all_samples
 
 
 class RecordPaths:

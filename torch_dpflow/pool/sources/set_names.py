@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.checks import check_type
-from torch_dpflow.dataservice.messages.protocol import AnySource, ArraySource, SetSource
-from torch_dpflow.dataservice.planning.sets import FileSet, identity
-from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader
 from torch_dpflow.datasets.spec import SampleMeta, ShardEntry
 from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
-from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, OptionTypeError
+from torch_dpflow.pool.messages.protocol import AnySource, ArraySource, SetSource
+from torch_dpflow.pool.planning.sets import FileSet, identity
+from torch_dpflow.pool.sources.arrays import ArrayReader, array_identity, array_set
 
 #: Metadata shards that are read at the same time.
 _READ_THREADS = 16

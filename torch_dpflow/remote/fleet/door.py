@@ -6,13 +6,13 @@ import errno
 from contextlib import suppress
 
 from torch_dpflow.errors import TransportError
-from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
-from torch_dpflow.remote.shard.remote_content import RemoteContent
-from torch_dpflow.remote.shard.remote_member import RemoteMember
-from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.transport.keys import DoorKeys
-from torch_dpflow.remote.transport.zeromq import ZeroMQListener, draw_key_pair
-from torch_dpflow.remote.wire.order import Order, encode_order
+from torch_dpflow.ipc.messages.order import Order, encode_order
+from torch_dpflow.ipc.transport import TransportOptions
+from torch_dpflow.ipc.transport.keys import DoorKeys
+from torch_dpflow.ipc.transport.zeromq import ZeroMQListener, draw_key_pair
+from torch_dpflow.remote.fleet.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.fleet.remote_content import RemoteContent
+from torch_dpflow.remote.fleet.remote_member import RemoteMember
 
 #: After how long without an answer a member leaves, seconds.
 SILENCE_S = 30.0

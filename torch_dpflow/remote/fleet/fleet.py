@@ -24,9 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from torch_dpflow.errors import RejectedError
-from torch_dpflow.platforms.base import Limits
-from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.remote.control.fleet_members import (
+from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
     Fail,
@@ -39,7 +37,9 @@ from torch_dpflow.remote.control.fleet_members import (
     StopMember,
     SuspectMember,
 )
-from torch_dpflow.remote.control.start_limits import StartLimits
+from torch_dpflow.remote.fleet.start_limits import StartLimits
+from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.base import Limits
 
 #: How long a member may take to finish what it has, unless it ends before, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
@@ -60,7 +60,7 @@ class Fleet:
     """Keeps as many members as the target says. Not thread-safe; an event is O(1), a tick O(members).
 
     Args:
-        prefix: of the members' names: see `platforms.names.prefix_of`.
+        prefix: of the members' names: see `remote.launchers.names.prefix_of`.
         limits: of the platform.
         draw: gives numbers from 0 to below 1, for jitter.
         lifetime_s: after how long members are replaced, if not the platform ends them before, seconds; None: never.

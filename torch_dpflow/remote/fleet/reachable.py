@@ -7,7 +7,7 @@ import re
 import socket
 from contextlib import suppress
 
-from torch_dpflow.checks import MAX_PORT
+from torch_dpflow._core.checks import MAX_PORT
 from torch_dpflow.errors import OptionError
 
 #: An address of no host, to which nothing is sent: the way there shows which of this host's addresses others see.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
+from torch_dpflow.ipc.messages.headers import PIECE_BYTES, PROTOCOL_VERSION
 from torch_dpflow.log import LOADER
-from torch_dpflow.remote.process.fit import missing_text, unfit, versions_here, warnings_of
-from torch_dpflow.remote.wire.headers import PIECE_BYTES, PROTOCOL_VERSION
+from torch_dpflow.remote.shipping.fit import missing_text, unfit, versions_here, warnings_of
 
 
 class RemoteContent:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch_dpflow.errors import MessageError
+from torch_dpflow.ipc.messages.headers import WorkerBye
 from torch_dpflow.log import LOADER, SERVICE
-from torch_dpflow.remote.wire.headers import WorkerBye
 
-#: A member's two connections, by the ends of their identities: see `wire.headers`.
+#: A member's two connections, by the ends of their identities: see `ipc.messages.headers`.
 LINE, WORK = b"line", b"work"
 #: Such a part of the usual time of a task may pass in a round trip before a window grows for it.
 NEGLIGIBLE = 0.05

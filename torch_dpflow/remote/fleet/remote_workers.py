@@ -10,39 +10,10 @@ from collections.abc import Sequence
 from random import SystemRandom
 from typing import Any
 
+from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.errors import MessageError, WorkerStartError
-from torch_dpflow.log import TRANSPORT
-from torch_dpflow.metrics import WorkerTime
-from torch_dpflow.platforms.base import Handle
-from torch_dpflow.platforms.members import Ended, MemberPlatform, MemberSource
-from torch_dpflow.platforms.names import prefix_of
-from torch_dpflow.remote.control.fleet import Fleet
-from torch_dpflow.remote.control.fleet_members import (
-    AdmitMember,
-    DrainMember,
-    Fail,
-    FleetInstruction,
-    RefuseMember,
-    Report,
-    StartMember,
-    StopMember,
-    SuspectMember,
-)
-from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.shard.door import Door
-from torch_dpflow.remote.shard.remote_content import RemoteContent, other_release
-from torch_dpflow.remote.shard.remote_member import (
-    BATCH_WORKERS,
-    LINE,
-    WORK,
-    RemoteMember,
-    Shell,
-    WorkerKind,
-    parts_of,
-)
-from torch_dpflow.remote.shard.shortage import Shortage
-from torch_dpflow.remote.wire.fields import MAX_TEXT
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.headers import (
     FetchPiece,
     MemberHello,
     MemberLacks,
@@ -57,7 +28,36 @@ from torch_dpflow.remote.wire.headers import (
     encode,
     version_of,
 )
-from torch_dpflow.remote.wire.member_view import MemberView
+from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.log import TRANSPORT
+from torch_dpflow.metrics import WorkerTime
+from torch_dpflow.remote.fleet.door import Door
+from torch_dpflow.remote.fleet.fleet import Fleet
+from torch_dpflow.remote.fleet.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    Fail,
+    FleetInstruction,
+    RefuseMember,
+    Report,
+    StartMember,
+    StopMember,
+    SuspectMember,
+)
+from torch_dpflow.remote.fleet.remote_content import RemoteContent, other_release
+from torch_dpflow.remote.fleet.remote_member import (
+    BATCH_WORKERS,
+    LINE,
+    WORK,
+    RemoteMember,
+    Shell,
+    WorkerKind,
+    parts_of,
+)
+from torch_dpflow.remote.fleet.shortage import Shortage
+from torch_dpflow.remote.launchers.members import Ended, MemberPlatform, MemberSource
+from torch_dpflow.remote.launchers.names import prefix_of
+from torch_dpflow.workers.base import Handle
 
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost, seconds.
 SUSPECT_S, LEASE_S = 2.5, 10.0

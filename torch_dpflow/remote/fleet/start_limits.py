@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import (
     DeniedError,
     ExpiredError,
@@ -16,8 +16,8 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.platforms.base import Limits
-from torch_dpflow.platforms.rate_limit import RateLimit
+from torch_dpflow.remote.launchers.rate_limit import RateLimit
+from torch_dpflow.workers.base import Limits
 
 #: The longest pause after a failure, first and at all, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0

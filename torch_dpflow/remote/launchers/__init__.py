@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from torch_dpflow.lazy import lazy_names
+from torch_dpflow._core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from torch_dpflow.platforms.aws_lambda import Lambda
-    from torch_dpflow.platforms.fc import FunctionCompute
-    from torch_dpflow.platforms.kubernetes import Kubernetes
-    from torch_dpflow.platforms.processes import Processes
-    from torch_dpflow.platforms.ray import Ray
+    from torch_dpflow.remote.launchers.aws_lambda import Lambda
+    from torch_dpflow.remote.launchers.fc import FunctionCompute
+    from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+    from torch_dpflow.remote.launchers.processes import Processes
+    from torch_dpflow.remote.launchers.ray import Ray
 
 __all__ = ["FunctionCompute", "Kubernetes", "Lambda", "Processes", "Ray"]
 

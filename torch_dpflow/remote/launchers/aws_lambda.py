@@ -15,15 +15,15 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dpflow.byte_sizes import parse_bytes
-from torch_dpflow.checks import check_fields, check_int, check_number, check_type
-from torch_dpflow.durations import format_duration, parse_duration
+from torch_dpflow._core.byte_sizes import parse_bytes
+from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow._core.durations import format_duration, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
-from torch_dpflow.platforms.aws_client import AwsClient, check_installed, is_loopback
-from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
-from torch_dpflow.platforms.processes import LOOK_S
+from torch_dpflow.remote.launchers.aws_client import AwsClient, check_installed, is_loopback
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.processes import LOOK_S
+from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits
 
 #: Lambda ends an invocation after this time, seconds; its answer may come that much later; members have to be done by
 #: then, with this margin.

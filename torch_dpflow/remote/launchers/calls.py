@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from torch_dpflow import descriptors
-from torch_dpflow.awaited_thread import AwaitedThread
-from torch_dpflow.backoff import Backoff
+from torch_dpflow._core import descriptors
+from torch_dpflow._core.awaited_thread import AwaitedThread
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.members import (
+from torch_dpflow.remote.launchers.members import (
     Accepted,
     Adapter,
     Answerless,
@@ -26,7 +25,8 @@ from torch_dpflow.platforms.members import (
     Refused,
     Warned,
 )
-from torch_dpflow.platforms.rate_limit import RateLimit
+from torch_dpflow.remote.launchers.rate_limit import RateLimit
+from torch_dpflow.workers.base import End
 
 #: How long a start may take, seconds.
 DEADLINE_S = 60.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dpflow.errors import MissingExtraError
-from torch_dpflow.platforms.alibaba_client import AlibabaClient
+from torch_dpflow.remote.launchers.alibaba_client import AlibabaClient
 
 _LIBRARY = "alibabacloud_eci20180808"
 _NOT_INSTALLED = "container groups need the vendor's client; install it with: pip install 'torch_dpflow[eci]'"

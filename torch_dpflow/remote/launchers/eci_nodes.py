@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.checks import check_fields, check_int, check_number
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.checks import check_fields, check_int, check_number
 from torch_dpflow.errors import AnswerLostError, OptionError, ThrottledError, UnavailableError
-from torch_dpflow.platforms.alibaba_client import ConflictError, MissingError
-from torch_dpflow.platforms.eci_control import ContainerGroup, ContainerGroups
+from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
+from torch_dpflow.remote.launchers.eci_control import ContainerGroup, ContainerGroups
 
 #: Tags: whose node it is, and which one.
 CLUSTER, NUMBER = "dpflow-cluster", "dpflow-node"
 #: States in which a group runs nothing and costs nothing, for good.
 ENDED = frozenset({"Succeeded", "Failed", "ScheduleFailed", "Expired"})
 _ENDING = "Terminating"
-#: How long a node that leaves may take, seconds: `services.head_link.LEAVE_S` for its jobs, and its own end.
+#: How long a node that leaves may take, seconds: `cluster.services.head_link.LEAVE_S` for its jobs, and its own end.
 _GRACE_S = 75
 #: As many as may join one cluster.
 _MOST = 256

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_dpflow.errors import MissingExtraError
-from torch_dpflow.platforms.alibaba_client import ANSWER_S, AlibabaClient
+from torch_dpflow.remote.launchers.alibaba_client import ANSWER_S, AlibabaClient
 
 _LIBRARY = "alibabacloud_fc20230330"
 _NOT_INSTALLED = "platform='fc' needs the vendor's client; install it with: pip install 'torch_dpflow[fc]'"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.alibaba_client import MissingError
-from torch_dpflow.platforms.fc import MARGIN_S, QUEUE_S, FunctionCompute
-from torch_dpflow.platforms.fc_control import FunctionControl
-from torch_dpflow.platforms.processes import MODULE
+from torch_dpflow.remote.launchers.alibaba_client import MissingError
+from torch_dpflow.remote.launchers.fc import MARGIN_S, QUEUE_S, FunctionCompute
+from torch_dpflow.remote.launchers.fc_control import FunctionControl
+from torch_dpflow.remote.launchers.processes import MODULE
 
 #: What the image runs, and where the platform finds its server.
-COMMAND, PORT = ("python", "-m", "torch_dpflow.member.fc"), 9000
+COMMAND, PORT = ("python", "-m", "torch_dpflow.remote.worker.fc"), 9000
 #: How long an instance may take to import torch, seconds, and its temporary disk, in MiB: the least that there is.
 INITIALIZE_S, DISK_MIB = 300, 512
 #: Nothing is tried again by the platform: the head starts another member.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_dpflow.checks import check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: What the specs of a pod and of its container have of ours that nothing replaces, and how it is set instead.

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch_dpflow.checks import MAX_PORT, check_fields, check_int
+from torch_dpflow._core.checks import MAX_PORT, check_fields, check_int
 from torch_dpflow.errors import OptionError
-from torch_dpflow.platforms.kubernetes import Kubernetes
-from torch_dpflow.platforms.kubernetes_nodes import NodePods
-from torch_dpflow.platforms.kubernetes_specs import (
+from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+from torch_dpflow.remote.launchers.kubernetes_nodes import NodePods
+from torch_dpflow.remote.launchers.kubernetes_specs import (
     LABELS,
     RULES,
     SAFE_CONTAINER,

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow.checks import check_fields, check_int
-from torch_dpflow.platforms.kubernetes import Kubernetes
-from torch_dpflow.platforms.kubernetes_specs import SAFE_CONTAINER, check_quantity, merged, safe_pod
+from torch_dpflow._core.checks import check_fields, check_int
+from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+from torch_dpflow.remote.launchers.kubernetes_specs import SAFE_CONTAINER, check_quantity, merged, safe_pod
 
-#: How long a node that leaves may take, seconds: `services.head_link.LEAVE_S` for its jobs, and its own end.
+#: How long a node that leaves may take, seconds: `cluster.services.head_link.LEAVE_S` for its jobs, and its own end.
 _GRACE_S = 75
 #: As many as may join one cluster.
 _MOST = 256

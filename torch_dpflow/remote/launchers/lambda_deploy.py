@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_dpflow.errors import OptionError, RejectedError, UnavailableError
-from torch_dpflow.platforms.aws_client import AwsClient
-from torch_dpflow.platforms.aws_lambda import MARGIN_S, Lambda
+from torch_dpflow.remote.launchers.aws_client import AwsClient
+from torch_dpflow.remote.launchers.aws_lambda import MARGIN_S, Lambda
 
 #: What the image runs: AWS's runtime client, with our handler.
-ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.member.aws_lambda.handler"
+ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.remote.worker.aws_lambda.handler"
 #: How long Lambda may take to be done with a change, and how often to ask, seconds.
 DONE_S, ASK_S = 300.0, 1.0
 #: How long one call may take, seconds.

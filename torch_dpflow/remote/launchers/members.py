@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from torch_dpflow.errors import PlatformError
-from torch_dpflow.platforms.base import End, Limits
+from torch_dpflow.workers.base import End, Limits
 
 #: How the platform knows a member, as its id there. Text, so that whoever comes after its starter can use it.
 Ref: TypeAlias = str
@@ -191,7 +191,7 @@ class PlatformSpec(MemberSource, Protocol):
         """Its control plane, for what is no loader's affair. Raises as `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        """Connect to the platform, whose members run `torch_dpflow.member.run` with their order.
+        """Connect to the platform, whose members run `torch_dpflow.remote.worker.run` with their order.
 
         outlived: members are to live on where this process is killed; else they may end with it.
         Raises:

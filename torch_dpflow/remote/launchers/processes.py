@@ -7,14 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch_dpflow.checks import check_type
+from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, AdoptingPlatform
-from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform
+from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 
 #: What a member runs.
-MODULE = "torch_dpflow.member"
+MODULE = "torch_dpflow.remote.worker"
 #: How often to look at all members, where that costs next to nothing, seconds: one that ends before it has called is
 #: missed by nobody until then.
 LOOK_S = 2.0

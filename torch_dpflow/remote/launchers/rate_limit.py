@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from torch_dpflow.checks import check_number
+from torch_dpflow._core.checks import check_number
 
 #: The time over which a rate is an average, seconds.
 PERIOD_S = 10.0

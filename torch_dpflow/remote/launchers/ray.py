@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from torch_dpflow.byte_sizes import BYTES_ALLOWED, parse_bytes
-from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds, check_type
+from torch_dpflow._core.byte_sizes import BYTES_ALLOWED, parse_bytes
+from torch_dpflow._core.checks import check_fields, check_int, check_number, check_seconds, check_type
 from torch_dpflow.errors import (
     AnswerLostError,
     OptionError,
@@ -20,11 +20,10 @@ from torch_dpflow.errors import (
     RejectedError,
     UnavailableError,
 )
-from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
-from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
-from torch_dpflow.platforms.processes import LOOK_S, MODULE
-from torch_dpflow.platforms.ray_cluster import (
+from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.processes import LOOK_S, MODULE
+from torch_dpflow.remote.launchers.ray_cluster import (
     RayCapacity,
     amount,
     check_address,
@@ -33,7 +32,8 @@ from torch_dpflow.platforms.ray_cluster import (
     failure,
     nodes_of,
 )
-from torch_dpflow.platforms.ray_member import MemberActor
+from torch_dpflow.remote.launchers.ray_member import MemberActor
+from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits
 
 #: Ray's namespace of all members: a name is unique in it, whoever starts them.
 NAMESPACE = "dpflow"

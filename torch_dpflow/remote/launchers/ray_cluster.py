@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch_dpflow.checks import MAX_PORT
+from torch_dpflow._core.checks import MAX_PORT
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,

@@ -2,7 +2,7 @@
 
 A process of its own, because the member's torch wants the main thread and its signals, which Ray has in the actor's,
 and because user code may call os._exit or crash: the actor survives that, and tells the exit code and the last words.
-`python -m torch_dpflow.platforms.ray_member MODULE PID` is that child; it imports `MODULE` and calls its
+`python -m torch_dpflow.remote.launchers.ray_member MODULE PID` is that child; it imports `MODULE` and calls its
 `run(order)`.
 """
 
@@ -15,9 +15,9 @@ import threading
 from importlib import import_module
 from typing import IO, Any
 
-from torch_dpflow.platforms.base import MAX_REPORT_CHARS
-from torch_dpflow.platforms.orphan import exit_with
-from torch_dpflow.platforms.subprocesses import take_order
+from torch_dpflow.remote.launchers.subprocesses import take_order
+from torch_dpflow.workers.base import MAX_REPORT_CHARS
+from torch_dpflow.workers.orphan import exit_with
 
 #: How long an actor waits for its order, and for the last output of a child that has ended, seconds.
 ORDER_S, OUTPUT_S = 60.0, 2.0

@@ -9,7 +9,7 @@ from contextlib import closing
 
 from torch_dpflow import errors
 from torch_dpflow.errors import DPFlowError, OptionError
-from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.launchers.registry import resolve
 
 #: How long that may take, seconds.
 CHECK_S = 120.0

@@ -7,16 +7,16 @@ from importlib import import_module
 from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.platforms import settings
-from torch_dpflow.platforms.members import PlatformSpec
+from torch_dpflow.remote.launchers import settings
+from torch_dpflow.remote.launchers.members import PlatformSpec
 
 #: By name, the module and its class, which has a default for every setting.
 _KNOWN = {
-    "kubernetes": ("torch_dpflow.platforms.kubernetes", "Kubernetes"),
-    "lambda": ("torch_dpflow.platforms.aws_lambda", "Lambda"),
-    "fc": ("torch_dpflow.platforms.fc", "FunctionCompute"),
-    "processes": ("torch_dpflow.platforms.processes", "Processes"),
-    "ray": ("torch_dpflow.platforms.ray", "Ray"),
+    "kubernetes": ("torch_dpflow.remote.launchers.kubernetes", "Kubernetes"),
+    "lambda": ("torch_dpflow.remote.launchers.aws_lambda", "Lambda"),
+    "fc": ("torch_dpflow.remote.launchers.fc", "FunctionCompute"),
+    "processes": ("torch_dpflow.remote.launchers.processes", "Processes"),
+    "ray": ("torch_dpflow.remote.launchers.ray", "Ray"),
 }
 
 
@@ -42,7 +42,7 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
     if not parts <= {*dir(platform)}:
         raise OptionTypeError(
             f"platform={platform!r} is of type {type(platform).__name__}; give one of {sorted(_KNOWN)}, or an object "
-            "of torch_dpflow.platforms with settings of its own"
+            "of torch_dpflow.remote.launchers with settings of its own"
         )
     return platform
 

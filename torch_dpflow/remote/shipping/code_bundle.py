@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch_dpflow.errors import LifetimeError, MessageError, OptionError, UsageError
 from torch_dpflow.options import Code, check_code
-from torch_dpflow.remote.process.own_modules import (
+from torch_dpflow.remote.shipping.own_modules import (
     OwnModule,
     imports_of,
     is_importable,
@@ -31,7 +31,7 @@ from torch_dpflow.remote.process.own_modules import (
     own_module,
     own_names,
 )
-from torch_dpflow.remote.process.pickled_names import names_in
+from torch_dpflow.remote.shipping.pickled_names import names_in
 
 #: Most bytes and files of a bundle, and most bytes of its archive, which names each file twice.
 MAX_BYTES, MAX_FILES, MAX_ARCHIVE_BYTES = 16 << 20, 5_000, 24 << 20

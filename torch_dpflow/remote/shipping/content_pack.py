@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.parcel.explain import explain_loading, parts_of
-from torch_dpflow.remote.parcel.script import ScriptPickler, unpack
+from torch_dpflow.ipc.serialization.explain import explain_loading, parts_of
+from torch_dpflow.remote.shipping.script import ScriptPickler, unpack
 
 #: Most bytes that a member is sent, unless it may be more.
 MAX_CONTENT_BYTES = 256 << 20

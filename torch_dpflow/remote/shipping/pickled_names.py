@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel import SCRIPT
+from torch_dpflow.ipc.serialization import SCRIPT
 
 #: From this protocol on pickles name the standard library's modules as Python 3 does.
 _PYTHON_3 = 3

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 import cloudpickle
 
-from torch_dpflow.remote.parcel import SCRIPT
+from torch_dpflow.ipc.serialization import SCRIPT
 
 
 def pack(obj: Any) -> bytes:

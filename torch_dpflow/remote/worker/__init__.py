@@ -1,12 +1,12 @@
 """What a platform runs beyond this host: a member, which calls whoever had it started and works for them.
 
-`run` is for platforms that call a function, `python -m torch_dpflow.member` for those that start a command.
+`run` is for platforms that call a function, `python -m torch_dpflow.remote.worker` for those that start a command.
 """
 
 
 def run(order: bytes) -> int:
     """Work as this order says, in the main thread of a process; returns the exit code. See `member.run`."""
-    from torch_dpflow.member.member import run as work  # once the order is out of the environment
+    from torch_dpflow.remote.worker.member import run as work  # once the order is out of the environment
 
     return work(order)
 
@@ -22,9 +22,9 @@ def warm() -> None:
 
     import torch_dpflow.remote.worker.member_worker  # noqa: F401
     from torch_dpflow.errors import MessageError
-    from torch_dpflow.member.member import SAMPLES
-    from torch_dpflow.remote.process.fit import versions_here
-    from torch_dpflow.remote.wire.order import ORDER_VERSION, decode_order
+    from torch_dpflow.ipc.messages.order import ORDER_VERSION, decode_order
+    from torch_dpflow.remote.shipping.fit import versions_here
+    from torch_dpflow.remote.worker.member import SAMPLES
 
     import_module(SAMPLES)
     versions_here()

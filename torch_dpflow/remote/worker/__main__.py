@@ -6,8 +6,8 @@ The names of this module are `__main__`'s, where the user's script has its own, 
 import os
 import sys
 
-from torch_dpflow.member import run
-from torch_dpflow.platforms.subprocesses import take_order
+from torch_dpflow.remote.launchers.subprocesses import take_order
+from torch_dpflow.remote.worker import run
 
 if __name__ == "__main__":
     code = run(take_order(*sys.argv[1:2]))

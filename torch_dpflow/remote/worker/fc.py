@@ -1,4 +1,4 @@
-"""What Function Compute's custom container runs: `python -m torch_dpflow.member.fc [MODULE]`.
+"""What Function Compute's custom container runs: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
 
 A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's order in a fork. An
 invocation is answered when nothing of its member is left: after that the platform freezes the instance, and a
@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.member.forking import Fork
-from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.fc import MemberAnswer
-from torch_dpflow.platforms.processes import MODULE
+from torch_dpflow.remote.launchers.fc import MemberAnswer
+from torch_dpflow.remote.launchers.processes import MODULE
+from torch_dpflow.remote.worker.forking import Fork
+from torch_dpflow.workers.base import End
 
 #: The variable that names the port, and the one that the platform uses by default.
 PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000

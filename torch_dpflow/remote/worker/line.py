@@ -18,13 +18,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torch_dpflow.directory import PrivateDirectory
+from torch_dpflow._core.directory import PrivateDirectory
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
-from torch_dpflow.remote.transport import Connection, Frame, TransportOptions, connect
-from torch_dpflow.remote.transport.keys import ClientKeys
-from torch_dpflow.remote.transport.link_time import LinkTime
-from torch_dpflow.remote.wire.fields import MAX_TEXT
-from torch_dpflow.remote.wire.headers import (
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.headers import (
     MAX_NAMES,
     PIECE_BYTES,
     PROTOCOL_VERSION,
@@ -39,7 +36,10 @@ from torch_dpflow.remote.wire.headers import (
     decode,
     encode,
 )
-from torch_dpflow.remote.wire.order import Order
+from torch_dpflow.ipc.messages.order import Order
+from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, connect
+from torch_dpflow.ipc.transport.keys import ClientKeys
+from torch_dpflow.ipc.transport.link_time import LinkTime
 
 #: How often to give a sign of life, and to say hello where nobody answers, seconds.
 BEAT_S = 1.0

@@ -7,16 +7,16 @@ import sys
 import traceback
 from importlib import import_module
 
-from torch_dpflow.directory import PrivateDirectory
+from torch_dpflow._core.directory import PrivateDirectory
 from torch_dpflow.errors import MessageError
-from torch_dpflow.member.line import Line, RefusedMemberError
-from torch_dpflow.remote.process.code_bundle import install_bundle
-from torch_dpflow.remote.process.fit import missing_modules, required_modules, versions_here
-from torch_dpflow.remote.transport import is_loopback
-from torch_dpflow.remote.wire.order import Order, decode_order
+from torch_dpflow.ipc.messages.order import Order, decode_order
+from torch_dpflow.ipc.transport import is_loopback
+from torch_dpflow.remote.shipping.code_bundle import install_bundle
+from torch_dpflow.remote.shipping.fit import missing_modules, required_modules, versions_here
+from torch_dpflow.remote.worker.line import Line, RefusedMemberError
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
-SAMPLES = "torch_dpflow.remote.worker.member_samples"
+SAMPLES = "torch_dpflow.cluster.shard.member_samples"
 
 
 def run(order: bytes) -> int:

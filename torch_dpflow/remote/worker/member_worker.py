@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.process.content_pack import unpack_load_spec
-from torch_dpflow.remote.rpc.compression import compress
-from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.transport import Connection, Frame
-from torch_dpflow.remote.wire.headers import Finished, PackedExchange, encode
-from torch_dpflow.remote.worker.batch_worker import BatchWorker, RefusedError
-from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.remote.worker.sched_batch import use_sched_batch
-from torch_dpflow.torch_private import set_worker_signal_handlers
+from torch_dpflow.ipc.memory.headroom import of_machine
+from torch_dpflow.ipc.messages.headers import Finished, PackedExchange, encode
+from torch_dpflow.ipc.rpc.compression import compress
+from torch_dpflow.ipc.transport import Connection, Frame
+from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
+from torch_dpflow.workers.batch_worker import BatchWorker, RefusedError
+from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.sched_batch import use_sched_batch
 
 __all__ = ["RefusedError", "open_spec", "work"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.checks import check_int, check_seconds
+from torch_dpflow._core.checks import check_int, check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.scheduler.events import (
+from torch_dpflow.workers.scheduler.events import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -29,9 +29,9 @@ from torch_dpflow.remote.scheduler.events import (
     Tick,
     WorkerId,
 )
-from torch_dpflow.remote.scheduler.pace import Pace
-from torch_dpflow.remote.scheduler.tasks import Backlog, Task
-from torch_dpflow.remote.scheduler.windows import Mirror, Windows
+from torch_dpflow.workers.scheduler.pace import Pace
+from torch_dpflow.workers.scheduler.tasks import Backlog, Task
+from torch_dpflow.workers.scheduler.windows import Mirror, Windows
 
 
 class Counters(msgspec.Struct):

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch_dpflow.lazy_heap import LazyHeap
-from torch_dpflow.remote.scheduler.events import TaskId, WorkerId
+from torch_dpflow._core.lazy_heap import LazyHeap
+from torch_dpflow.workers.scheduler.events import TaskId, WorkerId
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.scheduler.windows import Mirror
+    from torch_dpflow.workers.scheduler.windows import Mirror
 
 #: How many gaps beyond half of its length a backlog tolerates before it is compacted.
 _MAX_GAPS = 64

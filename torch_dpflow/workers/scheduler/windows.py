@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torch_dpflow.remote.scheduler.events import TaskId, WorkerId
-from torch_dpflow.remote.scheduler.tasks import Backlog, Task
+from torch_dpflow.workers.scheduler.events import TaskId, WorkerId
+from torch_dpflow.workers.scheduler.tasks import Backlog, Task
 
 #: The level of a mirror whose worker is lost.
 GONE = -1

@@ -38,7 +38,7 @@ def needed(variable: str) -> str:
     """A variable that has to be set."""
     value = os.environ.get(variable, "")
     if not value:
-        pytest.fail(f"set {variable}: see tests/platforms/cloud/account.py")
+        pytest.fail(f"set {variable}: see tests/remote/launchers/cloud/account.py")
     return value
 
 

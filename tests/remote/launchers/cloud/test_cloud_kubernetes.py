@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.platforms.cloud.account import check_batches, cloud, needed
+from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.platforms import Kubernetes
-from torch_dpflow.platforms.kubernetes import KubernetesAdapter
-from torch_dpflow.platforms.members import Adapter
-from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.launchers import Kubernetes
+from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
+from torch_dpflow.remote.launchers.members import Adapter
+from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.adapters import AdapterContract
 
 pytestmark = cloud("kubernetes")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.platforms.fc_server.server import FunctionServer, Key
+from tests.remote.launchers.fc_server.server import FunctionServer, Key
 from tests.shared_cluster import wait
 
 KEYS = {"AKtest": Key("sk-of-the-tests", "sts-token-1")}

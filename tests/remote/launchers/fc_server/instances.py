@@ -18,7 +18,7 @@ import psutil
 
 #: How long an instance may take to listen, seconds.
 READY_S = 120.0
-ENTRY = "torch_dpflow.member.fc"
+ENTRY = "torch_dpflow.remote.worker.fc"
 
 
 class Instance:
@@ -102,7 +102,7 @@ class Templates:
         with self._lock:
             template = self._started.get(module)
             if template is None:
-                command = [sys.executable, "-m", "tests.platforms.fc_server.template", module]
+                command = [sys.executable, "-m", "tests.remote.launchers.fc_server.template", module]
                 template = self._started[module] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self._env}
                 )

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.platforms.fc_server.instances import Instance, Templates, freeze, spawn, thaw
+from tests.remote.launchers.fc_server.instances import Instance, Templates, freeze, spawn, thaw
 from tests.shared_cluster import free_port
 
 LIVE = ("Enqueued", "Running", "Stopping")
@@ -175,7 +175,9 @@ class Invocations:
         env = {**self._place.env, **(function.get("environmentVariables") or {}), "FC_SERVER_PORT": str(port)}
         if self._place.fork:
             pid, process = (
-                self._templates.fork(command[3] if len(command) > 3 else "torch_dpflow.member", port, env),
+                self._templates.fork(
+                    command[3] if len(command) > 3 else "torch_dpflow.remote.worker", port, env
+                ),
                 None,
             )
         else:

@@ -1,6 +1,6 @@
 """How much longer a training loop waits where members of Function Compute are replaced all the time.
 
-    python -m tests.platforms.fc_server.rotation_stall [--lifetime 25s] [--seconds 150] [--members 2]
+    python -m tests.remote.launchers.fc_server.rotation_stall [--lifetime 25s] [--seconds 150] [--members 2]
 
 Two loaders take turns, step by step: the members of one live for the lifetime, those of the other for an hour.
 """
@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tests.platforms.fc_server.account import KEYS
-from tests.platforms.fc_server.server import FunctionServer
+from tests.remote.launchers.fc_server.account import KEYS
+from tests.remote.launchers.fc_server.server import FunctionServer
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.platforms import FunctionCompute
-from torch_dpflow.platforms.fc_deploy import deploy
+from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 #: How long the loading of a sample and a step of the training take, seconds.
 SAMPLE_S, STEP_S = 0.02, 0.05

@@ -18,9 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from tests.platforms.fc_server.instances import Instance, thaw
-from tests.platforms.fc_server.invocations import LIVE, Invocations, Place, Task
-from tests.platforms.fc_server.signature import is_signed, key_id_of
+from tests.remote.launchers.fc_server.instances import Instance, thaw
+from tests.remote.launchers.fc_server.invocations import LIVE, Invocations, Place, Task
+from tests.remote.launchers.fc_server.signature import is_signed, key_id_of
 
 VERSION = "/2023-03-30"
 _TASK_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,127}", re.ASCII)

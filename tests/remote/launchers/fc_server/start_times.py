@@ -1,6 +1,6 @@
 """How long members of Function Compute take to their first sample beyond the cold start, which is injected.
 
-    python -m tests.platforms.fc_server.start_times [--members 64] [--cold-start 2] [--rounds 3]
+    python -m tests.remote.launchers.fc_server.start_times [--members 64] [--cold-start 2] [--rounds 3]
 
 The vendor's client, the entry and the members are real; they share this machine's cores, where on the platform each has
 its own. Instances have booted before, as that is part of the platform's cold start: so nothing is said about it.
@@ -15,11 +15,11 @@ import time
 from contextlib import closing
 from typing import Any
 
-from tests.platforms.fc_server.account import KEYS
-from tests.platforms.fc_server.server import FunctionServer
+from tests.remote.launchers.fc_server.account import KEYS
+from tests.remote.launchers.fc_server.server import FunctionServer
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.platforms import FunctionCompute
-from torch_dpflow.platforms.fc_deploy import deploy
+from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 
 class Times:

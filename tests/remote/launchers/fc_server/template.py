@@ -10,8 +10,8 @@ import signal
 import sys
 from importlib import import_module
 
-from torch_dpflow.member import fc
-from torch_dpflow.platforms.orphan import exit_with
+from torch_dpflow.remote.worker import fc
+from torch_dpflow.workers.orphan import exit_with
 
 
 def main(name: str) -> None:

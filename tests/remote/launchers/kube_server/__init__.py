@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.platforms.kube_server.kubelet import Pod
-from tests.platforms.lambda_server.sandbox import QuickHandler, QuickHTTPServer
+from tests.remote.launchers.kube_server.kubelet import Pod
+from tests.remote.launchers.lambda_server.sandbox import QuickHandler, QuickHTTPServer
 
 NAMESPACE = "training"
 #: What the documents ask for: what a client may do, as rules of a Role.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 #: The first process of a container ignores SIGTERM unless it handles it.
 _AS_FIRST = ["/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh"]
 

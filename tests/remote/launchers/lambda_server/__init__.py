@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.platforms.lambda_server.sandbox import Invocation, QuickHandler, QuickHTTPServer, Sandbox
-from tests.platforms.lambda_server.signatures import Credentials, Refusal, verify
+from tests.remote.launchers.lambda_server.sandbox import Invocation, QuickHandler, QuickHTTPServer, Sandbox
+from tests.remote.launchers.lambda_server.signatures import Credentials, Refusal, verify
 
 REGION = "eu-central-1"
-HANDLER = "torch_dpflow.member.aws_lambda.handler"
+HANDLER = "torch_dpflow.remote.worker.aws_lambda.handler"
 FUNCTION = "dpflow-worker"
 #: How long an environment may take to begin before that counts as time of its first invocation, seconds.
 INIT_S = 10.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.platforms.lambda_server import LambdaServer, lambda_server
+from tests.remote.launchers.lambda_server import LambdaServer, lambda_server
 from tests.shared_cluster import wait
 
 

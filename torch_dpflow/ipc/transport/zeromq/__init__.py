@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
-from torch_dpflow.remote.transport.zeromq.sockets import ZeroMQConnection, ZeroMQListener
+from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
+from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQConnection, ZeroMQListener
 
 __all__ = ["ZeroMQConnection", "ZeroMQListener", "draw_key_pair"]

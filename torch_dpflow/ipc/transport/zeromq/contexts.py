@@ -12,8 +12,8 @@ from typing import Protocol
 import zmq
 from zmq.utils import z85
 
-from torch_dpflow.descriptors import require
-from torch_dpflow.remote.transport.keys import DoorKeys, ServerKeys
+from torch_dpflow._core.descriptors import require
+from torch_dpflow.ipc.transport.keys import DoorKeys, ServerKeys
 
 #: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12

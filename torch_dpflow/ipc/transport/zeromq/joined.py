@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from torch_dpflow.remote.transport.zeromq.sockets import LOOK_S, ZeroMQListener
-from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.transport.zeromq.sockets import LOOK_S, ZeroMQListener
 
 
 class JoinedListener:

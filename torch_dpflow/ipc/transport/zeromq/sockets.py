@@ -18,14 +18,14 @@ from typing import Any
 
 import zmq
 
-from torch_dpflow import descriptors
+from torch_dpflow._core import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
+from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.transport.base import TransportOptions, check_frames, check_identity, is_loopback
+from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys, ServerKeys
+from torch_dpflow.ipc.transport.zeromq import contexts
+from torch_dpflow.ipc.transport.zeromq.ipc_path import check_path
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity, is_loopback
-from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys, ServerKeys
-from torch_dpflow.remote.transport.zeromq import contexts
-from torch_dpflow.remote.transport.zeromq.ipc_path import check_path
-from torch_dpflow.remote.wire.parcel_table import Frame
 
 #: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than pyzmq's release thread.
 ZERO_COPY_BYTES = 128 * 1024

@@ -1,0 +1,1 @@
+"""The user's code and data on their way to workers beyond this host."""
