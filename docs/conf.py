@@ -51,8 +51,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"torch_dpflow\.(.+\.)?(T|Read_co|SpecStruct|LookaheadSampler|Files|SamplePlace|Compared)"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl)"),
     # Contracts that a suite or an option names: their modules have no page.
-    ("py:.*", r"torch_dpflow\.(remote\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
-    ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|platforms\.(base|members))"),
+    ("py:.*", r"torch_dpflow\.((ipc|cluster|workers)\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
+    ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|remote\.launchers\.members)"),
 ]
 # An attribute may be called as a type is: `bytes`.
 suppress_warnings = ["ref.python"]

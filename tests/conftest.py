@@ -35,6 +35,8 @@ WAITING = (
     "tests/integration/",
     "tests/cluster/shard/",
     "tests/remote/launchers/",
+    "tests/remote/fleet/",
+    "tests/remote/worker/",
     "tests/hosts/",
 )
 #: What computes, and fills the other half.

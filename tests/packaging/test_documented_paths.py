@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Where a path in a document may begin: the package, and its rooms, are left out of paths.
-HOMES = (ROOT, ROOT / "torch_dpflow", ROOT / "torch_dpflow" / "remote")
+HOMES = (ROOT, ROOT / "torch_dpflow")
 DOCUMENTS = sorted(
     path
     for pattern in ("[!C]*.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
@@ -65,9 +65,7 @@ def test_every_path_in_a_document_is_there(document: Path) -> None:
     assert wrong_names(document.read_text()) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["loader/nothing", "remote/shard/engin", "errors.NoSuchError", "caches/no*.py"]
-)
+@pytest.mark.parametrize("name", ["loader/nothing", "workers/engin", "errors.NoSuchError", "caches/no*.py"])
 def test_a_path_that_is_not_there_is_found(name: str) -> None:
     assert wrong_names(f"See `{name}` and `workers/engine`, `errors.ErrorKind`, `a/path/of/others`.") == [
         name

@@ -14,7 +14,7 @@ from tests.new_process import run_interpreter
 from torch_dpflow._core.torch_private import ITERATOR_ATTRIBUTES, LOADER_ATTRIBUTES, TESTED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_dpflow"
-FENCE = PACKAGE / "torch_private.py"
+FENCE = PACKAGE / "_core" / "torch_private.py"
 #: Private names of other packages that the package uses: attributes that no class of ours has, and not torch's.
 OF_OTHERS = {
     "_strip_protocol": "fsspec",
@@ -85,7 +85,7 @@ def test_what_is_missing_is_named_with_the_torch_that_lacks_it_where_the_loader_
 
 
 def test_the_torch_that_is_said_to_be_tested_is_the_one_that_is() -> None:
-    bounds, pins = (FENCE.parents[1] / name for name in ("setup.cfg", "constraints.txt"))
+    bounds, pins = (FENCE.parents[2] / name for name in ("setup.cfg", "constraints.txt"))
     assert f"\n    torch >= {TESTED[0]}\n" in bounds.read_text()
     assert f"\ntorch=={TESTED[1]}." in pins.read_text()
 

@@ -1,7 +1,4 @@
-"""Everything that crosses a process boundary: messages, shared memory, and the processes on either side of them.
-
-ARCHITECTURE.md lists the rooms, lowest first.
-"""
+"""Workers beyond this host: what starts them, what they run, and what is shipped to them."""
 
 from torch_dpflow._core.lazy import refuse_copy
 

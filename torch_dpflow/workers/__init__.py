@@ -1,1 +1,1 @@
-"""The bodies of worker processes: `batch_worker` for the private loader, `sample_worker` for shared flows."""
+"""Processes that load, on this host: the loop of a worker, the scheduler, and how they are started."""

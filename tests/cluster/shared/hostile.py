@@ -33,7 +33,10 @@ from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Hello, PayloadOf
 from torch_dpflow.ipc.transport import Connection, TransportOptions, connect
 
 _pack = msgspec.msgpack.Encoder().encode
-CORPUS = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))]
+CORPUS = [
+    path.read_bytes()
+    for path in sorted((Path(__file__).parents[2] / "ipc" / "messages" / "corpus").glob("*.bin"))
+]
 #: In place of any field of any message.
 VALUES: list[Any] = [
     *(-1, 0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),

@@ -27,7 +27,7 @@ from torch_dpflow.ipc.messages.headers import (
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import Connection, connect, listen
 
-FILES = sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))
+FILES = sorted((Path(__file__).parents[1] / "messages" / "corpus").glob("*.bin"))
 CORPUS = [path.read_bytes() for path in FILES]
 BAD = [path for path in FILES if path.name.startswith("bad-")]
 StartServer = Callable[..., RpcServer]

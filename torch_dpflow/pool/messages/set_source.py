@@ -22,7 +22,7 @@ class SetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An array whose rows are the records of a set: in a file of any storage, or pushed by clients.
 
-    `dataservice.open_array` makes it.
+    `pool.open_array` makes it.
     """
 
     #: Its name for people.
