@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from tests.loader_cases import Stream
 from tests.shared_cluster import wait
-from torch_dpflow.remote.launchers.members import Adapter, Fate, Ref
+from torch_dpflow.remote.launchers.contract import Adapter, Fate, Ref
 from torch_dpflow.remote.launchers.processes import Processes
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from tests.new_process import ROOT, interpreter
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.client import client
-from torch_dpflow.cluster.client.client import FlowDefinition, JobOptions, JobReading, SharedJob
+from torch_dpflow.cluster.client import open_job as client
+from torch_dpflow.cluster.client.open_job import FlowDefinition, JobOptions, JobReading, SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.security.cluster_address import find_cluster

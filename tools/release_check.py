@@ -22,7 +22,7 @@ FOLDER = ROOT / "build" / "release"
 TESTS = (
     "tests/contracts",
     "tests/ipc/serialization/test_parcel_properties.py",
-    "tests/cluster/cache/test_pool_properties.py",
+    "tests/cluster/cache/test_sample_cache_properties.py",
     "tests/ipc/serialization",
     "tests/cli/test_cluster_printing.py",
     "tests/cluster/shared/test_shared_epochs.py",

@@ -15,9 +15,9 @@ import zmq
 from tests.loader_cases import Indices
 from torch_dpflow.ipc.messages.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
 from torch_dpflow.testing.platforms import wakes
-from torch_dpflow.workers.base import ProcessSpec
 from torch_dpflow.workers.batch_worker import WorkerSpec, exit_report_path, main
-from torch_dpflow.workers.local import LocalPlatform
+from torch_dpflow.workers.local_platform import LocalPlatform
+from torch_dpflow.workers.platform import ProcessSpec
 
 SIZE = 400
 

@@ -12,7 +12,7 @@ from tests.loader_cases import Augmented
 from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.ipc.messages.order import Order, decode_order
-from torch_dpflow.remote.launchers.members import AdoptingPlatform
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 
 #: In every sample, many times over.
 MARK = b"<a sample, as it was loaded>"

@@ -16,7 +16,7 @@ from tests.joined_nodes import StartedNode, await_nodes, nodes_of, started
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from tests.support.hosts import Host, Hosts
-from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.client.open_job import JobOptions
 
 pytestmark = pytest.mark.hosts
 OPTIONS = JobOptions(patience_s=120.0, ready=1, asked=2)

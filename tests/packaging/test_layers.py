@@ -100,9 +100,9 @@ def test_every_sampler_and_cache_policy_is_held_to_being_pure(package: str) -> N
         "cluster.services.local_cluster",
         "cluster.services.coordinator_process",
         "cluster.services.router",
-        "cluster.cache.pool",
+        "cluster.cache.sample_cache",
         "workers.scheduler",
-        "remote.worker.member",
+        "remote.worker.program",
     ],
 )
 def test_torch_is_not_imported_by(module: str) -> None:

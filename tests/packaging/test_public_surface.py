@@ -56,7 +56,7 @@ LATER = (
     "torch_dpflow.flows",
     "torch_dpflow.loader.flow_iterator",
     "torch_dpflow.cluster.client",
-    "torch_dpflow.cluster.client.client",
+    "torch_dpflow.cluster.client.open_job",
     "torch_dpflow.cluster.messages.bodies",
     "torch_dpflow.cluster.client.epoch_reader",
     "torch_dpflow.samplers",

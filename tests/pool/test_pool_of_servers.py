@@ -235,7 +235,7 @@ def test_a_reader_that_asks_a_new_head_before_its_members_have_come_back_changes
 def test_a_preload_waits_for_members_of_a_head_that_was_killed(
     stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.pool.server.head.LEASE_S", 0.5)
+    monkeypatch.setattr("torch_dpflow.pool.server.leader.LEASE_S", 0.5)
     (tmp_path / "p").mkdir(mode=0o700)
     (tmp_path / "p" / "members").write_text("host:/run/pool/1\n")  # they do not come
     with (

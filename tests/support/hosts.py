@@ -33,7 +33,7 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform
+from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform
 from torch_dpflow.remote.launchers.names import MemberName
 from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 

@@ -21,7 +21,7 @@ from torch_dpflow.remote.launchers.names import MemberName, prefix_of
 from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.launchers.members import Adapter, Ref
+    from torch_dpflow.remote.launchers.contract import Adapter, Ref
 
 _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 

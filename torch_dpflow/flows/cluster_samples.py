@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from torch_dpflow.cluster.client.client import FlowDefinition, JobReading, SharedJob, open_job
+from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, SharedJob, open_job
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.flows.stage import Stage
@@ -53,7 +53,7 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job that reads lists of cacheable samples. Raises as `cluster.client.client.open_job`."""
+        """Join as a job that reads lists of cacheable samples. Raises as `cluster.client.open_job.open_job`."""
         return open_job(
             FlowDefinition(name=self.name, dataset=self.dataset, version=self.version, workers=self.workers),
             JobReading(collate_fn=list, cacheable_only=True),

@@ -240,7 +240,7 @@ def job_of(
         resumed_seed: the seed of the run that is resumed; a job with another seed is opened anew.
 
     Raises:
-        as `torch_dpflow.cluster.client.client.open_job`.
+        as `torch_dpflow.cluster.client.open_job.open_job`.
     """
     runtime: LoaderRuntime = loader._runtime
     jobs = runtime.jobs
@@ -268,7 +268,7 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
-    from torch_dpflow.cluster.client.client import FlowDefinition, JobReading, open_job
+    from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, open_job
     from torch_dpflow.loader.flow_order import common_name
 
     name, version = flow_version(loader.flow)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.client.options import JobOptions
     from torch_dpflow.loader.explanation import Explanation
     from torch_dpflow.loader.workload import Workload
-    from torch_dpflow.remote.launchers.members import PlatformSpec
+    from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 T = TypeVar("T", covariant=True)
 

@@ -10,7 +10,7 @@ from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQListener
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.remote.fleet.remote_member import LINE, WORK, Shell
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-from torch_dpflow.workers.base import Handle
+from torch_dpflow.workers.platform import Handle
 
 
 def _is_member(peer: bytes) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.loader.loader import DPFlowDataLoader
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.remote.launchers.members import Finding, PlatformSpec
+from torch_dpflow.remote.launchers.contract import Finding, PlatformSpec
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.remote.shipping.fit import versions_here, warnings_of
 

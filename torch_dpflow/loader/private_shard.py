@@ -32,9 +32,9 @@ from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.loader.worker_processes import WorkerProcesses
-from torch_dpflow.workers.base import Handle
 from torch_dpflow.workers.batches import Begun, EpochSpec
 from torch_dpflow.workers.engine import Shard
+from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would

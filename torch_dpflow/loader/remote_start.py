@@ -20,7 +20,7 @@ from torch_dpflow.workers.fork_server import local_platform
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-    from torch_dpflow.remote.launchers.members import PlatformSpec
+    from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 
 #: The options of `LoaderOptions` that only workers elsewhere have.

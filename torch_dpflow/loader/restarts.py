@@ -8,7 +8,7 @@ from torch_dpflow.errors import PoisonTaskError, WorkerStartError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.workers.base import Handle
+from torch_dpflow.workers.platform import Handle
 
 #: Deaths in a row that are tolerated unless the user says otherwise; and how many more than there are workers while
 #: none has ever loaded anything.

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.epoch.state import StreamState
-from torch_dpflow.workers.base import Handle
 from torch_dpflow.workers.batches import Begun
+from torch_dpflow.workers.platform import Handle
 
 
 class Arrived(msgspec.Struct, frozen=True):

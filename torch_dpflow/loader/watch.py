@@ -30,7 +30,7 @@ from torch_dpflow.cluster.monitoring.page_figures import RUNNING, Observation, P
 from torch_dpflow.ipc.messages.member_view import MemberView
 from torch_dpflow.loader.workload import Workload
 from torch_dpflow.log import LOADER
-from torch_dpflow.workers.base import Handle
+from torch_dpflow.workers.platform import Handle
 
 #: Names the address, for loaders whose options have none.
 VARIABLE = "DPFLOW_WATCH"

@@ -39,11 +39,11 @@ from torch_dpflow.loader.shard_events import (
 )
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.workers.base import Handle
 from torch_dpflow.workers.batch_worker import POSITION_BITS, POSITION_MASK
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.fork_server import local_platform
-from torch_dpflow.workers.local import LocalHandle
+from torch_dpflow.workers.local_platform import LocalHandle
+from torch_dpflow.workers.platform import Handle
 
 
 class WorkerIterator(BaseDataLoaderIter):

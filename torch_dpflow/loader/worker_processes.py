@@ -7,10 +7,10 @@ from torch_dpflow._core.directory import PrivateDirectory
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.workers import batch_worker
-from torch_dpflow.workers.base import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.workers.batch_worker import WorkerSpec
 from torch_dpflow.workers.batches import LoadSpec
 from torch_dpflow.workers.deferred_pickle import DeferredPickle
+from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
 #: How long a worker that is asked to end at once may take before it is killed, seconds.
 TERMINATE_S = 1.0

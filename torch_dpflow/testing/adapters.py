@@ -26,7 +26,7 @@ except ImportError as error:
 
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Accepted, Adapter, Ended, MemberPlatform, Outcome
+from torch_dpflow.remote.launchers.contract import Accepted, Adapter, Ended, MemberPlatform, Outcome
 from torch_dpflow.remote.launchers.names import MemberName, prefix_of
 from torch_dpflow.testing.members import CODE, LAST_WORDS
 from torch_dpflow.testing.platforms import wakes
@@ -48,7 +48,7 @@ def name_of(number: int) -> str:
 
 
 class AdapterContract:
-    """The contract of `torch_dpflow.remote.launchers.members`, as tests, of an adapter by itself and under `Calls`."""
+    """The contract of `torch_dpflow.remote.launchers.contract`, as tests, of an adapter by itself and under `Calls`."""
 
     #: How a process is started that starts members and is killed.
     starter: Any = multiprocessing.get_context("fork")

@@ -30,7 +30,7 @@ except ImportError as error:
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.memory.arena import ArenaReader
 from torch_dpflow.ipc.messages.headers import WorkerHello, decode
-from torch_dpflow.remote.launchers.members import MemberPlatform
+from torch_dpflow.remote.launchers.contract import MemberPlatform
 from torch_dpflow.testing.processes import (
     PATIENCE_S,
     answer,
@@ -42,11 +42,11 @@ from torch_dpflow.testing.processes import (
     start_and_stay,
     write_and_die,
 )
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
 
 
 class PlatformContract:
-    """The contract of `torch_dpflow.workers.base`, as tests.
+    """The contract of `torch_dpflow.workers.platform`, as tests.
 
     Where processes do not share this host's network and files a subclass leaves out the tests that need them.
     """

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_dpflow.workers.base import Platform, ProcessSpec
+from torch_dpflow.workers.platform import Platform, ProcessSpec
 
 #: Time limit for whatever a test awaits, seconds.
 PATIENCE_S = 150.0

@@ -20,7 +20,7 @@ from torch.utils.data import StackDataset, Subset, TensorDataset, default_collat
 
 from torch_dpflow._core.torch_private import collate_tensor_fn, default_collate_fn_map
 from torch_dpflow.ipc.memory.arena import Arena, Block
-from torch_dpflow.ipc.memory.memory import Memory, storage_over, tensor_over
+from torch_dpflow.ipc.memory.conversions import Memory, storage_over, tensor_over
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 
 _arena: Arena | None = None

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch_dpflow.log import SERVICE
-from torch_dpflow.workers.local import LocalHandle, LocalPlatform
+from torch_dpflow.workers.local_platform import LocalHandle, LocalPlatform
 
 #: Has a fork server survive bytes that are no request.
 GUARD = "torch_dpflow.workers.fork_server_guard"

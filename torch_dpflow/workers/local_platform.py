@@ -15,8 +15,8 @@ from typing import Any
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits, ProcessSpec
 from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits, ProcessSpec
 
 #: How long to wait for the exit code of an ended process, seconds; a fork server has to send it.
 REAP_S = 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolObject, Serve
-from torch_dpflow.cluster.cache.pool import Pool
+from torch_dpflow.cluster.cache.sample_cache import Pool
 from torch_dpflow.errors import OptionError, UsageError
 
 

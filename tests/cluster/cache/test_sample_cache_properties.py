@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, Serve
-from torch_dpflow.cluster.cache.pool import Pool
+from torch_dpflow.cluster.cache.sample_cache import Pool
 
 SAMPLES = 24
 

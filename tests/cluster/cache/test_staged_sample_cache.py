@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, Serve
-from torch_dpflow.cluster.cache.staged import StagedPool
+from torch_dpflow.cluster.cache.staged_sample_cache import StagedPool
 from torch_dpflow.errors import UsageError
 
 

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch_dpflow.cluster.control.kept_members import SILENT_S, KeptMembers
 from torch_dpflow.errors import ThrottledError, UnavailableError
 from torch_dpflow.ipc.messages.errors import StaleShardError
-from torch_dpflow.remote.launchers.members import Accepted, Ended, Outcome
-from torch_dpflow.workers.base import End
+from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
+from torch_dpflow.workers.platform import End
 
 PREFIX = "dpf-0c0ffee0-"
 SHARDS = st.sampled_from(["f@1/shard-000", "f@1/shard-001", "g@1/shard-000"])

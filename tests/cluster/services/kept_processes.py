@@ -9,7 +9,7 @@ from torch_dpflow.cluster.services import keeper
 from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace, ServiceSpec
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import AdoptingPlatform
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 from torch_dpflow.remote.launchers.processes import Processes
 from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 

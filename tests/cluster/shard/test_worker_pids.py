@@ -19,7 +19,7 @@ from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Hanging
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.cache.objects import Load
-from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment, TwoStageDataset
 from torch_dpflow.errors import MessageError, PoisonTaskError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.shared_cluster import TestCluster, open_job
-from torch_dpflow.cluster.client.client import JobOptions, SharedJob
+from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 
 if TYPE_CHECKING:
     from tests.cluster.shared.function_cluster import FunctionCluster

@@ -17,7 +17,7 @@ from tests.cluster_command import CommandedCluster
 from tests.remote.launchers.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 
 WORKERS = 4
 

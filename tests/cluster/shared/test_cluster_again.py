@@ -11,7 +11,7 @@ import pytest
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 

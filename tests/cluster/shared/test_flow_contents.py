@@ -17,7 +17,7 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client import flow_registration
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView, Running

@@ -13,7 +13,7 @@ from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.messages.router import JobHeartbeat, JobId, Join, RegisterShard
 from torch_dpflow.cluster.security.cluster_address import find_cluster

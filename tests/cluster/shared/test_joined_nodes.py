@@ -21,7 +21,7 @@ from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.cluster.security.connection_file import (

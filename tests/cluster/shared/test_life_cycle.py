@@ -15,7 +15,7 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.node import Running
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import RemoteCallError

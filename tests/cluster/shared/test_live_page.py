@@ -16,7 +16,7 @@ from tests.browser import MISSING, find_chromium, opened
 from tests.cluster_command import CommandedCluster
 from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.client import JobOptions, SharedJob
+from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 
 SAMPLES = 90
 #: What a job is called is up to its user: also what would be markup.

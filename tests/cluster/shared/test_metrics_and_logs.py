@@ -22,7 +22,7 @@ from tests.shared_cluster import free_port, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.client.options import draw_name
 from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
 from torch_dpflow.cluster.monitoring.metrics_server import UnnamedJobs

@@ -17,7 +17,7 @@ from tests.shared_cluster import wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.errors import RemoteCallError, UsageError
 

@@ -16,7 +16,7 @@ from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.client import shared_job
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.client.shard_link import ShardLinks
 from torch_dpflow.errors import UsageError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.shared_datasets import Draws
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 
 Join = Callable[..., SharedJob]
 

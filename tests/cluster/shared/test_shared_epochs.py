@@ -13,7 +13,7 @@ import torch
 from tests.shared_datasets import Draws, Failing, Numbers, Pictures
 from torch_dpflow import ALSDCache
 from torch_dpflow._core.channels_last import collate_channels_last
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.errors import OptionError, PoisonTaskError, StateError, UsageError
 
 Join = Callable[..., SharedJob]

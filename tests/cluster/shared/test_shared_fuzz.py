@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.shared.hostile import Fiend, Fuzzer, bursts, raw_noise, send_raw
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import RemoteCallError

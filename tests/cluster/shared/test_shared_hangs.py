@@ -14,7 +14,7 @@ from tests.loader_cases import patiently
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Hanging, Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerStartError
 
 Join = Callable[..., SharedJob]

@@ -14,7 +14,7 @@ import pytest
 from tests.new_process import in_fork
 from tests.shared_cluster import TestCluster, open_job
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.client import JobOptions, SharedJob
+from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 from torch_dpflow.cluster.client.outage_log import SILENCE_S, OutageLog
 from torch_dpflow.errors import DeadlineError, PoisonTaskError
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 
 Join = Callable[..., SharedJob]
 SIZE = 120_000

@@ -25,7 +25,7 @@ from tests.shared_cluster import free_port, open_job, wait
 from tests.shared_datasets import Failing, Numbers, SlowNumbers
 from tests.worker_cases import has_ended, kill
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError, PoisonTaskError, WorkerStartError

@@ -16,7 +16,7 @@ from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, DynaGCSSampler, JobOptions
-from torch_dpflow.cluster.client.client import Replica, SharedJob
+from torch_dpflow.cluster.client.open_job import Replica, SharedJob
 from torch_dpflow.errors import OptionError, StateError, UsageError
 
 Join = Callable[..., SharedJob]

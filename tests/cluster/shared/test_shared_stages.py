@@ -15,7 +15,7 @@ import torch
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Failing, Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import Ask
 from torch_dpflow.cluster.security.cluster_address import find_cluster

@@ -11,7 +11,7 @@ import pytest
 
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.client import JobOptions
+from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.simulation.uniformity import Counts, Verdict
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.client import SharedJob
+from torch_dpflow.cluster.client.open_job import SharedJob
 
 Join = Callable[..., SharedJob]
 JOBS = 3

@@ -21,8 +21,8 @@ from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.client.client import JobOptions, SharedJob
 from torch_dpflow.cluster.client.flow_registration import register
+from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.cluster_address import find_cluster

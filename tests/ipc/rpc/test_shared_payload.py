@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.ipc.memory.memory import address_of
+from torch_dpflow.ipc.memory.conversions import address_of
 from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES
 from torch_dpflow.ipc.rpc.payload import Carrier
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import PATIENCE_S
-from torch_dpflow.remote.fleet.fleet import Fleet
 from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
@@ -26,8 +25,9 @@ from torch_dpflow.remote.fleet.fleet_members import (
     StopMember,
     SuspectMember,
 )
+from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Accepted, Ended, Outcome
+from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
 from torch_dpflow.remote.launchers.names import MemberName, prefix_of
 from torch_dpflow.remote.launchers.processes import Processes
 from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter

@@ -1,4 +1,4 @@
-"""The life of a fleet's members, arc by arc; `tests/remote/fleet/test_fleet_properties.py` has what always holds."""
+"""The life of a fleet's members, arc by arc; `tests/remote/fleet/test_lifecycle_properties.py` has what always holds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,6 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.fleet import (
-    DRAIN_S,
-    LEAVE_S,
-    MOST_FALSE_STARTS,
-    MOST_UNFIT,
-    ROTATE,
-    STOP_S,
-    Fleet,
-)
 from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
@@ -36,9 +27,18 @@ from torch_dpflow.remote.fleet.fleet_members import (
     StopMember,
     SuspectMember,
 )
+from torch_dpflow.remote.fleet.lifecycle import (
+    DRAIN_S,
+    LEAVE_S,
+    MOST_FALSE_STARTS,
+    MOST_UNFIT,
+    ROTATE,
+    STOP_S,
+    Fleet,
+)
 from torch_dpflow.remote.fleet.start_limits import LONGEST_PAUSE_S, RAISE_S, RENEW_S
-from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.workers.base import End, Limits
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.platform import End, Limits
 
 PREFIX = "dpf-0c0ffee0-0123456789-"
 LEAST_S, MOST_S = 10.0, 60.0

@@ -19,7 +19,6 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.fleet import DRAIN_S, LEAVE_S, STOP_S, Fleet
 from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
@@ -30,9 +29,10 @@ from torch_dpflow.remote.fleet.fleet_members import (
     StartMember,
     StopMember,
 )
+from torch_dpflow.remote.fleet.lifecycle import DRAIN_S, LEAVE_S, STOP_S, Fleet
 from torch_dpflow.remote.fleet.start_limits import RAISE_S
-from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.workers.base import End, Limits
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.platform import End, Limits
 
 LIFETIME_S, GRACE_S, MOST = 600.0, 5.0, 12
 #: Errors that are waited out, or that lower the ceiling.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.remote.fleet.test_fleet import (
+from tests.remote.fleet.test_lifecycle import (
     PREFIX,
     Prompt,
     come,
@@ -25,8 +25,8 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.remote.fleet.fleet_members import Fail
 from torch_dpflow.remote.fleet.start_limits import DENIED_S, PATIENCE_S, RENEW_S, UNTRIED_S
-from torch_dpflow.remote.launchers.members import Ended, Refused
-from torch_dpflow.workers.base import End
+from torch_dpflow.remote.launchers.contract import Ended, Refused
+from torch_dpflow.workers.platform import End
 
 DENIED = DeniedError("403 no right")
 

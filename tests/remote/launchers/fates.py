@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.launchers.members import Adapter, Fate
-from torch_dpflow.workers.base import End
+from torch_dpflow.remote.launchers.contract import Adapter, Fate
+from torch_dpflow.workers.platform import End
 
 
 def fate_when(adapter: Adapter, name: str, holds: Callable[[Fate], object], what: str = "its fate") -> Fate:

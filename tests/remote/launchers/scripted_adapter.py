@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.errors import AnswerLostError, QuotaError, ThrottledError
-from torch_dpflow.remote.launchers.members import Fate
-from torch_dpflow.workers.base import Limits
+from torch_dpflow.remote.launchers.contract import Fate
+from torch_dpflow.workers.platform import Limits
 
 #: So short a deadline that hung calls are found soon.
 SOON_S = 0.2

@@ -11,7 +11,7 @@ import pytest
 from tests.shared_cluster import wait
 from tests.support.hosts import Hosts, HostsAdapter
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.remote.launchers.members import Adapter
+from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 from torch_dpflow.testing.processes import PATIENCE_S

@@ -28,8 +28,8 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.remote.launchers import calls
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Fate, Outcome, Refused, Warned
-from torch_dpflow.workers.base import End
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Fate, Outcome, Refused, Warned
+from torch_dpflow.workers.platform import End
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.fc import FunctionComputeAdapter
-from torch_dpflow.remote.launchers.members import Adapter
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.adapters import PROGRAM, AdapterContract, caller, name_of, order_to
 from torch_dpflow.testing.members import CODE

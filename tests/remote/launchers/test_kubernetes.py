@@ -34,8 +34,8 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers import Kubernetes
+from torch_dpflow.remote.launchers.contract import Adapter, Fate
 from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
-from torch_dpflow.remote.launchers.members import Adapter, Fate
 from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 
 pytest.importorskip("kubernetes", reason="pip install 'torch_dpflow[kubernetes]'")

@@ -25,9 +25,9 @@ from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.testing.platforms import PlatformContract, wakes
 from torch_dpflow.testing.processes import sleep
-from torch_dpflow.workers.base import Limits, Platform, ProcessSpec
 from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, local_platform
-from torch_dpflow.workers.local import LocalPlatform
+from torch_dpflow.workers.local_platform import LocalPlatform
+from torch_dpflow.workers.platform import Limits, Platform, ProcessSpec
 
 
 class TestFork(PlatformContract):
@@ -104,8 +104,8 @@ def test_a_spawned_process_begins_with_control_c_blocked() -> None:
     """Also the first one, with which multiprocessing starts its resource tracker."""
     program = """if True:
         import multiprocessing, signal
-        from torch_dpflow.workers.base import ProcessSpec
-        from torch_dpflow.workers.local import LocalPlatform
+        from torch_dpflow.workers.platform import ProcessSpec
+        from torch_dpflow.workers.local_platform import LocalPlatform
 
         platform = LocalPlatform(multiprocessing.get_context("spawn"))
         spec = ProcessSpec(name="one", incarnation=0, target=signal.raise_signal, arguments=(signal.SIGINT,))

@@ -38,7 +38,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers import Ray
-from torch_dpflow.remote.launchers.members import Adapter
+from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.names import MemberName
 from torch_dpflow.remote.launchers.ray import RayAdapter
 from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContract, caller, name_of, order_to

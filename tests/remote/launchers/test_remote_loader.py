@@ -36,7 +36,7 @@ from torch_dpflow.ipc.transport import TransportOptions, connect, listen
 from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
 from torch_dpflow.remote.fleet.reachable import addresses_of, to_bind, to_tell
-from torch_dpflow.remote.launchers.members import AdoptingPlatform, Ended
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Ended
 from torch_dpflow.remote.launchers.processes import Processes
 from torch_dpflow.remote.launchers.subprocesses import ORDER_VARIABLE
 

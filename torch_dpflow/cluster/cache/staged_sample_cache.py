@@ -32,7 +32,7 @@ from torch_dpflow.cluster.cache.objects import (
     Serve,
     Ticket,
 )
-from torch_dpflow.cluster.cache.pool import Pool
+from torch_dpflow.cluster.cache.sample_cache import Pool
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow._core.torch_private import collate, collate_tensor_fn, default_collate_fn_map
-from torch_dpflow.ipc.memory.memory import storage_over, tensor_over
+from torch_dpflow.ipc.memory.conversions import storage_over, tensor_over
 from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
 from torch_dpflow.ipc.serialization.codec import decode_heads
 from torch_dpflow.ipc.serialization.fast_path import numbers_beside

@@ -13,7 +13,6 @@ from random import Random
 from typing import TypeAlias
 
 from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
-from torch_dpflow.remote.fleet.fleet import Fleet
 from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
@@ -23,8 +22,9 @@ from torch_dpflow.remote.fleet.fleet_members import (
     StopMember,
     SuspectMember,
 )
-from torch_dpflow.remote.launchers.members import Accepted, Ended
-from torch_dpflow.workers.base import End, Limits
+from torch_dpflow.remote.fleet.lifecycle import Fleet
+from torch_dpflow.remote.launchers.contract import Accepted, Ended
+from torch_dpflow.workers.platform import End, Limits
 
 #: The model's step, and how often the job tells what it has read, seconds.
 STEP_S, HEARTBEAT_S = 0.25, 2.0

@@ -19,8 +19,8 @@ from torch_dpflow.errors import (
 from torch_dpflow.ipc.messages.body import Body
 from torch_dpflow.ipc.messages.fields import MAX_TEXT, Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.order import MAX_ORDER
-from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.workers.base import End, Limits
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.platform import End, Limits
 
 #: Most members of one shard that are not gone: successors and those that end are some more than its workers.
 MAX_MEMBERS = 4 * MAX_WORKERS

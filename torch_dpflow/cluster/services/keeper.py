@@ -37,7 +37,7 @@ from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
 from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.members import (
+from torch_dpflow.remote.launchers.contract import (
     Accepted,
     Adapter,
     AdoptingPlatform,

@@ -40,7 +40,7 @@ from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.remote.fleet.reachable import check_ports
 from torch_dpflow.remote.launchers import registry
-from torch_dpflow.remote.launchers.members import PlatformSpec
+from torch_dpflow.remote.launchers.contract import PlatformSpec
 from torch_dpflow.remote.launchers.reachability import check_reachable
 from torch_dpflow.remote.launchers.registry import resolve
 

@@ -30,9 +30,9 @@ from torch_dpflow.ipc.messages.fields import Count
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.members import PlatformSpec
-from torch_dpflow.workers.base import Handle, Platform, ProcessSpec, require_same_host
-from torch_dpflow.workers.local import DESCRIPTORS
+from torch_dpflow.remote.launchers.contract import PlatformSpec
+from torch_dpflow.workers.local_platform import DESCRIPTORS
+from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
 #: A process without a heartbeat for so long is killed and restarted, seconds.
 LEASE_S = 10.0

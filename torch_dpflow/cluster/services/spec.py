@@ -14,7 +14,7 @@ from torch_dpflow.errors import TransportError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 from torch_dpflow.ipc.transport import Listener, TransportOptions, listen
 from torch_dpflow.log import SERVICE, LogOptions
-from torch_dpflow.remote.launchers.members import PlatformSpec
+from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 #: The name of the keeper's socket.
 KEEPER_SOCKET = "keeper"

@@ -32,7 +32,7 @@ from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
 from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Ref, Refused
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Ref, Refused
 
 #: How long the keeper's platform may take to be opened, and the keeper to hear that a shard ends, seconds.
 OPEN_S, RELEASE_S = 120.0, 2.0

@@ -16,8 +16,8 @@ import numpy as np
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
-from torch_dpflow.cluster.cache.pool import Pool
-from torch_dpflow.cluster.cache.staged import StagedPool
+from torch_dpflow.cluster.cache.sample_cache import Pool
+from torch_dpflow.cluster.cache.staged_sample_cache import StagedPool
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings

@@ -22,8 +22,8 @@ from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
+from torch_dpflow.ipc.memory.conversions import Memory
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.ipc.memory.memory import Memory
 from torch_dpflow.ipc.memory.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 

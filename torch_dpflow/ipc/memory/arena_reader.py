@@ -11,7 +11,7 @@ from weakref import ref as weakref
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.ipc.memory import segment as segments
-from torch_dpflow.ipc.memory.memory import Memory
+from torch_dpflow.ipc.memory.conversions import Memory
 from torch_dpflow.ipc.memory.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 

@@ -26,7 +26,7 @@ import torch
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import MessageError, SegmentLostError
-from torch_dpflow.ipc.memory.memory import Memory, memory_of
+from torch_dpflow.ipc.memory.conversions import Memory, memory_of
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64

@@ -22,7 +22,13 @@ import torch
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader, Block
-from torch_dpflow.ipc.memory.memory import address_of, aligned_copy, is_aligned, storage_over, tensor_over
+from torch_dpflow.ipc.memory.conversions import (
+    address_of,
+    aligned_copy,
+    is_aligned,
+    storage_over,
+    tensor_over,
+)
 from torch_dpflow.ipc.messages.alignment import ALIGNMENT, WORD, aligned
 from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
 from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES, BlockRef

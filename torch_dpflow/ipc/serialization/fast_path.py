@@ -18,7 +18,7 @@ import torch
 
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow.ipc.memory.arena import Arena, Block
-from torch_dpflow.ipc.memory.memory import address_of, storage_over, tensor_over
+from torch_dpflow.ipc.memory.conversions import address_of, storage_over, tensor_over
 from torch_dpflow.ipc.messages.alignment import ALIGNMENT
 from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
 from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES

@@ -19,7 +19,7 @@ import torch
 from torch.storage import TypedStorage
 
 from torch_dpflow._core.torch_private import typed_storage, untyped_storage
-from torch_dpflow.ipc.memory.memory import Memory, address_of, memory_of, storage_over, tensor_over
+from torch_dpflow.ipc.memory.conversions import Memory, address_of, memory_of, storage_over, tensor_over
 from torch_dpflow.ipc.messages.alignment import WORD
 from torch_dpflow.log import TRANSPORT
 

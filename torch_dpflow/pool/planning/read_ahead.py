@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
-from torch_dpflow.cluster.cache.pool import Pool
+from torch_dpflow.cluster.cache.sample_cache import Pool
 from torch_dpflow.errors import UsageError
 from torch_dpflow.pool.planning.known_order import KnownOrder
 

@@ -53,8 +53,8 @@ from torch_dpflow.pool.messages.server_messages import (
     boot_id,
 )
 from torch_dpflow.pool.server.door import MOST_CONNECTIONS, StreamDoor
-from torch_dpflow.pool.server.head import PoolHead
 from torch_dpflow.pool.server.holdings import ANSWER_S, MOST_SETS, Holdings
+from torch_dpflow.pool.server.leader import PoolHead
 from torch_dpflow.pool.server.membership import PoolMember
 
 #: Most memory for reading ahead where none is given.

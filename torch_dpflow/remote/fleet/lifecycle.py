@@ -38,8 +38,8 @@ from torch_dpflow.remote.fleet.fleet_members import (
     SuspectMember,
 )
 from torch_dpflow.remote.fleet.start_limits import StartLimits
-from torch_dpflow.remote.launchers.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
-from torch_dpflow.workers.base import Limits
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.workers.platform import Limits
 
 #: How long a member may take to finish what it has, unless it ends before, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0

@@ -32,7 +32,6 @@ from torch_dpflow.ipc.messages.member_view import MemberView
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.remote.fleet.door import Door
-from torch_dpflow.remote.fleet.fleet import Fleet
 from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
@@ -44,6 +43,7 @@ from torch_dpflow.remote.fleet.fleet_members import (
     StopMember,
     SuspectMember,
 )
+from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.fleet.remote_content import RemoteContent, other_release
 from torch_dpflow.remote.fleet.remote_member import (
     BATCH_WORKERS,
@@ -55,9 +55,9 @@ from torch_dpflow.remote.fleet.remote_member import (
     parts_of,
 )
 from torch_dpflow.remote.fleet.shortage import Shortage
-from torch_dpflow.remote.launchers.members import Ended, MemberPlatform, MemberSource
+from torch_dpflow.remote.launchers.contract import Ended, MemberPlatform, MemberSource
 from torch_dpflow.remote.launchers.names import prefix_of
-from torch_dpflow.workers.base import Handle
+from torch_dpflow.workers.platform import Handle
 
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost, seconds.
 SUSPECT_S, LEASE_S = 2.5, 10.0

@@ -17,7 +17,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers.rate_limit import RateLimit
-from torch_dpflow.workers.base import Limits
+from torch_dpflow.workers.platform import Limits
 
 #: The longest pause after a failure, first and at all, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0

@@ -21,9 +21,9 @@ from torch_dpflow._core.durations import format_duration, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.remote.launchers.aws_client import AwsClient, check_installed, is_loopback
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.remote.launchers.processes import LOOK_S
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: Lambda ends an invocation after this time, seconds; its answer may come that much later; members have to be done by
 #: then, with this margin.

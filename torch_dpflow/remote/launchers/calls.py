@@ -14,7 +14,7 @@ from torch_dpflow._core.awaited_thread import AwaitedThread
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.members import (
+from torch_dpflow.remote.launchers.contract import (
     Accepted,
     Adapter,
     Answerless,
@@ -26,7 +26,7 @@ from torch_dpflow.remote.launchers.members import (
     Warned,
 )
 from torch_dpflow.remote.launchers.rate_limit import RateLimit
-from torch_dpflow.workers.base import End
+from torch_dpflow.workers.platform import End
 
 #: How long a start may take, seconds.
 DEADLINE_S = 60.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from torch_dpflow.errors import PlatformError
-from torch_dpflow.workers.base import End, Limits
+from torch_dpflow.workers.platform import End, Limits
 
 #: How the platform knows a member, as its id there. Text, so that whoever comes after its starter can use it.
 Ref: TypeAlias = str

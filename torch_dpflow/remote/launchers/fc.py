@@ -16,9 +16,9 @@ from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
 from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.remote.launchers.fc_control import FunctionControl, check_installed
-from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.
 LONGEST_S, MARGIN_S = 86400.0, 60.0

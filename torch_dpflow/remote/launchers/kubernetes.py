@@ -14,6 +14,7 @@ from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.remote.launchers.kubernetes_additions import check_container, check_pod
 from torch_dpflow.remote.launchers.kubernetes_pods import FILE, Pods, check_installed
 from torch_dpflow.remote.launchers.kubernetes_specs import (
@@ -31,9 +32,8 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     merged,
     safe_pod,
 )
-from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.remote.launchers.processes import MODULE
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, Limits
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, Limits
 
 #: How much later than a member's own life its pod ends, with the time that the pod takes to start, seconds.
 MARGIN_S = 900.0

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.members import Fate
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End
+from torch_dpflow.remote.launchers.contract import Fate
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
 #: The labels of all members, also as a selector, and that of those of one fleet.
 LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}

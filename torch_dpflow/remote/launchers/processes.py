@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform
+from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform
 from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 
 #: What a member runs.

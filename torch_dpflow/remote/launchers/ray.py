@@ -21,7 +21,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.remote.launchers.processes import LOOK_S, MODULE
 from torch_dpflow.remote.launchers.ray_cluster import (
     RayCapacity,
@@ -33,7 +33,7 @@ from torch_dpflow.remote.launchers.ray_cluster import (
     nodes_of,
 )
 from torch_dpflow.remote.launchers.ray_member import MemberActor
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: Ray's namespace of all members: a name is unique in it, whoever starts them.
 NAMESPACE = "dpflow"

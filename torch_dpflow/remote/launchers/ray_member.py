@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import IO, Any
 
 from torch_dpflow.remote.launchers.subprocesses import take_order
-from torch_dpflow.workers.base import MAX_REPORT_CHARS
 from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS
 
 #: How long an actor waits for its order, and for the last output of a child that has ended, seconds.
 ORDER_S, OUTPUT_S = 60.0, 2.0

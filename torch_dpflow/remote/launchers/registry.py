@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.launchers import settings
-from torch_dpflow.remote.launchers.members import PlatformSpec
+from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 #: By name, the module and its class, which has a default for every setting.
 _KNOWN = {

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from torch_dpflow.errors import RejectedError, UnavailableError
-from torch_dpflow.remote.launchers.members import Fate, Finding, Ref
-from torch_dpflow.workers.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.remote.launchers.contract import Fate, Finding, Ref
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: Where a member finds its name, and its order if its standard input is not it.
 ORDER_VARIABLE, NAME_VARIABLE = "DPFLOW_ORDER", "DPFLOW_MEMBER"

@@ -6,7 +6,7 @@
 
 def run(order: bytes) -> int:
     """Work as this order says, in the main thread of a process; returns the exit code. See `member.run`."""
-    from torch_dpflow.remote.worker.member import run as work  # once the order is out of the environment
+    from torch_dpflow.remote.worker.program import run as work  # once the order is out of the environment
 
     return work(order)
 
@@ -20,11 +20,11 @@ def warm() -> None:
     import numpy.random  # noqa: F401 - by numpy itself not before it is used
     import torch
 
-    import torch_dpflow.remote.worker.member_worker  # noqa: F401
+    import torch_dpflow.remote.worker.remote_batches  # noqa: F401
     from torch_dpflow.errors import MessageError
     from torch_dpflow.ipc.messages.order import ORDER_VERSION, decode_order
     from torch_dpflow.remote.shipping.fit import versions_here
-    from torch_dpflow.remote.worker.member import SAMPLES
+    from torch_dpflow.remote.worker.program import SAMPLES
 
     import_module(SAMPLES)
     versions_here()

@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.worker import member_worker  # noqa: F401  (torch, before the first fork)
+from torch_dpflow.remote.worker import remote_batches as member_worker  # noqa: F401  (torch, before the first fork)
 from torch_dpflow.remote.worker.forking import Fork, age_s
-from torch_dpflow.remote.worker.member import SAMPLES, run
-from torch_dpflow.workers.base import End
+from torch_dpflow.remote.worker.program import SAMPLES, run
+from torch_dpflow.workers.platform import End
 
 import_module(SAMPLES)  # as torch: before the first fork
 

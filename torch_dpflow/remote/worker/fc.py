@@ -26,7 +26,7 @@ import msgspec
 from torch_dpflow.remote.launchers.fc import MemberAnswer
 from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.worker.forking import Fork
-from torch_dpflow.workers.base import End
+from torch_dpflow.workers.platform import End
 
 #: The variable that names the port, and the one that the platform uses by default.
 PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000

@@ -13,10 +13,10 @@ from torch_dpflow.ipc.messages.order import Order, decode_order
 from torch_dpflow.ipc.transport import is_loopback
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.fit import missing_modules, required_modules, versions_here
-from torch_dpflow.remote.worker.line import Line, RefusedMemberError
+from torch_dpflow.remote.worker.control_connection import Line, RefusedMemberError
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
-SAMPLES = "torch_dpflow.cluster.shard.member_samples"
+SAMPLES = "torch_dpflow.cluster.shard.remote_samples"
 
 
 def run(order: bytes) -> int:
@@ -61,7 +61,9 @@ def _work(order: Order, line: Line) -> None:
     missing = missing_modules(required_modules(packed))
     if missing:
         line.refused_for(missing)
-    from torch_dpflow.remote.worker import member_worker  # not before: importing torch takes seconds
+    from torch_dpflow.remote.worker import (
+        remote_batches as member_worker,  # not before: importing torch takes seconds
+    )
 
     if order.role == "sample-worker":
         connection, near = line.connect(), is_loopback(line.address)

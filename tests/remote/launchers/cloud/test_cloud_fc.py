@@ -12,9 +12,9 @@ import pytest
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.fc import FunctionComputeAdapter
 from torch_dpflow.remote.launchers.fc_deploy import deploy, remove
-from torch_dpflow.remote.launchers.members import Adapter
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.adapters import PROGRAM, AdapterContract
 
