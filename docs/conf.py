@@ -52,7 +52,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl)"),
     # Contracts that a suite or an option names: their modules have no page.
     ("py:.*", r"torch_dpflow\.((ipc|cluster|workers)\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
-    ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|remote\.launchers\.members)"),
+    ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|remote\.launchers\.contract)"),
 ]
 # An attribute may be called as a type is: `bytes`.
 suppress_warnings = ["ref.python"]

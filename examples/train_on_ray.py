@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote import Ray
 
 #: CPUs of an actor that loads: little is decoded here.
 LOADER_CPUS = 0.25

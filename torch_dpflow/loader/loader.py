@@ -60,8 +60,8 @@ class DPFlowDataLoader(DataLoader[T]):
         address: of the cluster that the flow lives in: a connection file, or "auto" for the one that DPFLOW_ADDRESS
             names or that runs on this machine. None: "auto".
         job: what this job asks of the flow, a `JobOptions`; None for its defaults.
-        platform: where workers run, if not on this host: "processes", or an object of
-            `torch_dpflow.remote.launchers` with settings of its own.
+        platform: where workers run, if not on this host: "processes", or an object of `torch_dpflow.remote` with
+            settings of its own.
 
     The others are torch's; see its documentation.
 

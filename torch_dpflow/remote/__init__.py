@@ -1,5 +1,28 @@
-"""Workers beyond this host: what starts them, what they run, and what is shipped to them."""
+"""Workers beyond this host: the platforms that a loader may name, what they run, and what is shipped to them.
 
-from torch_dpflow._core.lazy import refuse_copy
+The settings of each platform are a class: `DPFlowDataLoader(dataset, num_workers=4, platform=Ray(address="auto"))`.
+"""
 
-refuse_copy(__name__)
+from typing import TYPE_CHECKING
+
+from torch_dpflow._core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.launchers.aws_lambda import Lambda
+    from torch_dpflow.remote.launchers.fc import FunctionCompute
+    from torch_dpflow.remote.launchers.kubernetes import Kubernetes
+    from torch_dpflow.remote.launchers.processes import Processes
+    from torch_dpflow.remote.launchers.ray import Ray
+
+__all__ = ["FunctionCompute", "Kubernetes", "Lambda", "Processes", "Ray"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "launchers.aws_lambda": ["Lambda"],
+        "launchers.fc": ["FunctionCompute"],
+        "launchers.kubernetes": ["Kubernetes"],
+        "launchers.processes": ["Processes"],
+        "launchers.ray": ["Ray"],
+    },
+)

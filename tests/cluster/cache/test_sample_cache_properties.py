@@ -1,4 +1,4 @@
-"""Jobs that read through a pool in every order of events: nothing is lost, nobody waits for ever."""
+"""Jobs that read through a cache in every order of events: nothing is lost, nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, Serve
-from torch_dpflow.cluster.cache.sample_cache import Pool
+from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, Serve
+from torch_dpflow.cluster.cache.sample_cache import SampleCache
 
 SAMPLES = 24
 
@@ -38,17 +38,19 @@ class Reader:
 
 
 class World:
-    """Owns a pool and does what it says, one random step at a time."""
+    """Owns a cache and does what it says, one random step at a time."""
 
-    def __init__(self, pool: Pool, readers: list[Reader], sizes: list[int], chance: random.Random) -> None:
-        self.pool, self.readers, self.sizes, self.chance = pool, readers, sizes, chance
+    def __init__(
+        self, cache: SampleCache, readers: list[Reader], sizes: list[int], chance: random.Random
+    ) -> None:
+        self.cache, self.readers, self.sizes, self.chance = cache, readers, sizes, chance
         self.loads: dict[int, Load] = {}
         self.requests: dict[int, Reader] = {}
         self.numbers = 0
         self.loaded: Counter[int] = Counter()
         self.worst_held = 0
 
-    def obey(self, instructions: list[PoolInstruction]) -> None:
+    def obey(self, instructions: list[CacheInstruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Load(load):
@@ -59,8 +61,8 @@ class World:
                         del self.loads[load]
                 case Serve(request, samples):
                     self.served(self.requests.pop(request), request, samples)
-        self.pool.validate()
-        figures = self.pool.statistics()
+        self.cache.validate()
+        figures = self.cache.statistics()
         assert figures.loading == len(self.loads)
         self.worst_held = max(self.worst_held, figures.held_bytes)
 
@@ -95,7 +97,7 @@ class World:
     def land(self, load: int) -> None:
         told = self.loads.pop(load)
         self.loaded[told.key] += 1
-        self.obey(self.pool.loaded([Arrival(load, (told.key, told.draw), self.sizes[told.key])]))
+        self.obey(self.cache.loaded([Arrival(load, (told.key, told.draw), self.sizes[told.key])]))
 
     def want(self, reader: Reader) -> None:
         first = reader.wanted
@@ -105,7 +107,7 @@ class World:
                 break
             reader.wanted += 1
         wants = [(ticket, reader.keys[ticket]) for ticket in range(first, reader.wanted)]
-        self.obey(self.pool.want(reader.name, wants, draw=hash((reader.name, epoch)) & (1 << 60) - 1))
+        self.obey(self.cache.want(reader.name, wants, draw=hash((reader.name, epoch)) & (1 << 60) - 1))
 
     def fetch(self, reader: Reader) -> None:
         if not reader.waiting:
@@ -117,11 +119,11 @@ class World:
         self.numbers += 1
         reader.request = self.numbers
         self.requests[self.numbers] = reader
-        self.obey(self.pool.fetch(reader.name, self.numbers, sorted(reader.waiting)))
+        self.obey(self.cache.fetch(reader.name, self.numbers, sorted(reader.waiting)))
 
     def release(self, reader: Reader) -> None:
         tickets, reader.unreleased = reader.unreleased, []
-        self.obey(self.pool.release(reader.name, tickets))
+        self.obey(self.cache.release(reader.name, tickets))
 
 
 @st.composite
@@ -131,7 +133,7 @@ def worlds(draw: st.DrawFn) -> World:
     sizes = [chance.choice([1, 10, 10, 10, 60]) for _ in range(SAMPLES)]
     repeatable = draw(st.booleans())
     policy = draw(st.sampled_from([None, "alsd", "lru", "refcnt", "minio"]))
-    pool = Pool(
+    cache = SampleCache(
         capacity_bytes=draw(st.sampled_from([1, 30, 100, 400, 10_000])),
         concurrency=draw(st.integers(1, 5)),
         repeatable=repeatable,
@@ -142,8 +144,8 @@ def worlds(draw: st.DrawFn) -> World:
         epochs = [chance.sample(range(SAMPLES), SAMPLES) for _ in range(2)]
         batch = draw(st.integers(1, 8))
         readers.append(Reader(f"job-{number}", epochs, batch, batch * draw(st.integers(1, 4))))
-        pool.join(f"job-{number}")
-    return World(pool, readers, sizes, chance)
+        cache.join(f"job-{number}")
+    return World(cache, readers, sizes, chance)
 
 
 @settings(max_examples=80, deadline=None)
@@ -162,8 +164,8 @@ def test_room_may_come_and_go_meanwhile(world: World, rooms: list[int]) -> None:
     for room in rooms:
         for _ in range(world.chance.randrange(60)):
             world.step()
-        world.obey(world.pool.resize(room))
-        world.pool.validate()
+        world.obey(world.cache.resize(room))
+        world.cache.validate()
     while world.step():
         pass
     for reader in world.readers:
@@ -175,7 +177,7 @@ def test_room_may_come_and_go_meanwhile(world: World, rooms: list[int]) -> None:
 def test_what_is_drawn_by_chance_is_served_once_to_a_job(world: World) -> None:
     while world.step():
         pass
-    if not world.pool._objects._repeatable:
+    if not world.cache._objects._repeatable:
         for reader in world.readers:
             assert max(Counter(reader.got.values()).values()) == 1
 
@@ -187,13 +189,13 @@ def test_a_job_that_dies_leaves_nothing_and_holds_nobody_up(world: World, data: 
         world.step()
     dead = world.readers.pop(data.draw(st.integers(0, len(world.readers) - 1)))
     dead.request = None
-    world.obey(world.pool.leave(dead.name))
+    world.obey(world.cache.leave(dead.name))
     while world.step():
         pass
     assert all(reader.finished for reader in world.readers)
     for reader in world.readers:
-        world.obey(world.pool.leave(reader.name))
-    figures = world.pool.statistics()
+        world.obey(world.cache.leave(reader.name))
+    figures = world.cache.statistics()
     assert figures.jobs == figures.loading == figures.queued == figures.reserved_bytes == 0
     assert figures.ready == figures.cached
 
@@ -203,7 +205,7 @@ def test_a_job_that_dies_leaves_nothing_and_holds_nobody_up(world: World, data: 
 def test_a_frozen_job_does_not_stop_the_others(world: World) -> None:
     # It has asked far ahead and reads no more: what is kept for it makes room.
     frozen = world.readers.pop()
-    world.obey(world.pool.want(frozen.name, enumerate(frozen.keys[:SAMPLES]), draw=1))
+    world.obey(world.cache.want(frozen.name, enumerate(frozen.keys[:SAMPLES]), draw=1))
     while world.step():
         pass
     assert all(reader.finished for reader in world.readers)
@@ -214,18 +216,18 @@ def test_a_frozen_job_does_not_stop_the_others(world: World) -> None:
 def test_no_more_is_held_than_there_is_room_for_and_what_is_on_its_way(world: World) -> None:
     while world.step():
         pass
-    figures = world.pool.statistics()
-    assert world.worst_held <= figures.capacity_bytes + world.pool.concurrency * max(world.sizes)
+    figures = world.cache.statistics()
+    assert world.worst_held <= figures.capacity_bytes + world.cache.concurrency * max(world.sizes)
 
 
 @pytest.mark.parametrize("jobs", [2, 3, 4])
 def test_jobs_that_read_the_same_keys_together_load_each_once(jobs: int) -> None:
-    pool = Pool(capacity_bytes=10_000, concurrency=4, repeatable=False)
+    cache = SampleCache(capacity_bytes=10_000, concurrency=4, repeatable=False)
     order = random.Random(0).sample(range(SAMPLES), SAMPLES)
     readers = [Reader(f"job-{number}", [order], 4, 8) for number in range(jobs)]
     for reader in readers:
-        pool.join(reader.name)
-    world = World(pool, readers, [10] * SAMPLES, random.Random(1))
+        cache.join(reader.name)
+    world = World(cache, readers, [10] * SAMPLES, random.Random(1))
     for reader in readers:
         while reader.wanted < SAMPLES:
             reader.ahead = SAMPLES

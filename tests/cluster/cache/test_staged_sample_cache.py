@@ -1,4 +1,4 @@
-"""A pool of two parts: the first kept once for all, the rest drawn for each job and epoch."""
+"""A cache of two parts: the first kept once for all, the rest drawn for each job and epoch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, Serve
-from torch_dpflow.cluster.cache.staged_sample_cache import StagedPool
+from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, Serve
+from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
 from torch_dpflow.errors import UsageError
 
 
@@ -26,103 +26,105 @@ class Value:
     is_sample: bool = True
 
 
-def make_pool(*, capacity: int = 1 << 20, concurrency: int = 8, policy: str | None = "lru") -> StagedPool:
+def make_cache(
+    *, capacity: int = 1 << 20, concurrency: int = 8, policy: str | None = "lru"
+) -> StagedSampleCache:
     make = None if policy is None else lambda budget: make_policy(policy, max_bytes=budget)
-    pool = StagedPool(capacity_bytes=capacity, concurrency=concurrency, policy=make)
+    cache = StagedSampleCache(capacity_bytes=capacity, concurrency=concurrency, policy=make)
     for job in ("a", "b"):
-        pool.join(job)
-    return pool
+        cache.join(job)
+    return cache
 
 
-def do(pool: StagedPool, load: Load, **fields: Any) -> list[PoolInstruction]:
+def do(cache: StagedSampleCache, load: Load, **fields: Any) -> list[CacheInstruction]:
     """A worker does what it is told."""
     draw = None if load.input is None else load.draw
     value = Value(load.key, draw, **fields)
-    return pool.loaded([Arrival(load.load, value, value.nbytes, keep=value.is_sample)])
+    return cache.loaded([Arrival(load.load, value, value.nbytes, keep=value.is_sample)])
 
 
 def test_the_first_part_is_loaded_once_and_the_rest_drawn_for_each_draw() -> None:
-    pool = make_pool()
-    (first,) = pool.want("a", [(0, 7)], draw=3)
+    cache = make_cache()
+    (first,) = cache.want("a", [(0, 7)], draw=3)
     assert (first.key, first.input) == (7, None)
-    assert pool.want("b", [(0, 7)], draw=4) == []
-    rests = do(pool, first)
+    assert cache.want("b", [(0, 7)], draw=4) == []
+    rests = do(cache, first)
     assert [(one.key, one.draw, one.input) for one in rests] == [(7, 3, Value(7)), (7, 4, Value(7))]
-    assert pool.fetch("a", 1, [0]) == []
-    assert do(pool, rests[0]) == [Serve(1, [(0, Value(7, 3))])]
-    assert do(pool, rests[1]) == []
-    assert pool.fetch("b", 2, [0]) == [Serve(2, [(0, Value(7, 4))])]
-    pool.release("a", [0])
-    (again,) = pool.want("a", [(1, 7)], draw=5)
+    assert cache.fetch("a", 1, [0]) == []
+    assert do(cache, rests[0]) == [Serve(1, [(0, Value(7, 3))])]
+    assert do(cache, rests[1]) == []
+    assert cache.fetch("b", 2, [0]) == [Serve(2, [(0, Value(7, 4))])]
+    cache.release("a", [0])
+    (again,) = cache.want("a", [(1, 7)], draw=5)
     assert (again.draw, again.input) == (5, Value(7))
-    figures = pool.statistics()
+    figures = cache.statistics()
     assert (figures.loads, figures.drawn, figures.jobs) == (1, 3, 2)
 
 
 def test_one_draw_serves_all_who_ask_for_it_and_goes_with_the_last() -> None:
-    pool = make_pool(policy=None)
-    (first,) = pool.want("a", [(0, 7), (1, 7)], draw=3)
-    assert pool.want("b", [(0, 7)], draw=3) == []
-    (rest,) = do(pool, first)
-    assert do(pool, rest) == []
+    cache = make_cache(policy=None)
+    (first,) = cache.want("a", [(0, 7), (1, 7)], draw=3)
+    assert cache.want("b", [(0, 7)], draw=3) == []
+    (rest,) = do(cache, first)
+    assert do(cache, rest) == []
     served = Value(7, 3)
-    assert pool.fetch("a", 1, [0, 1]) == [Serve(1, [(0, served), (1, served)])]
-    pool.release("a", [0, 1])
-    assert pool.fetch("b", 2, [0]) == [Serve(2, [(0, served)])]
-    pool.release("b", [0])
-    assert pool.statistics().held_bytes == 0
+    assert cache.fetch("a", 1, [0, 1]) == [Serve(1, [(0, served), (1, served)])]
+    cache.release("a", [0, 1])
+    assert cache.fetch("b", 2, [0]) == [Serve(2, [(0, served)])]
+    cache.release("b", [0])
+    assert cache.statistics().held_bytes == 0
 
 
 def test_a_first_part_that_fails_is_told_to_all_and_not_kept() -> None:
-    pool = make_pool()
-    (first,) = pool.want("a", [(0, 7)], draw=3)
-    pool.want("b", [(0, 7)], draw=4)
-    pool.fetch("a", 1, [0])
-    pool.fetch("b", 2, [0])
+    cache = make_cache()
+    (first,) = cache.want("a", [(0, 7)], draw=3)
+    cache.want("b", [(0, 7)], draw=4)
+    cache.fetch("a", 1, [0])
+    cache.fetch("b", 2, [0])
     failed = Value(7, None, is_sample=False)
-    assert do(pool, first, is_sample=False) == [Serve(1, [(0, failed)]), Serve(2, [(0, failed)])]
-    pool.release("a", [0])
-    pool.release("b", [0])
-    assert pool.statistics().held_bytes == 0
-    (again,) = pool.want("a", [(1, 7)], draw=3)
+    assert do(cache, first, is_sample=False) == [Serve(1, [(0, failed)]), Serve(2, [(0, failed)])]
+    cache.release("a", [0])
+    cache.release("b", [0])
+    assert cache.statistics().held_bytes == 0
+    (again,) = cache.want("a", [(1, 7)], draw=3)
     assert again.input is None
 
 
 def test_a_rest_that_fails_is_told_and_the_first_part_stays() -> None:
-    pool = make_pool()
-    (first,) = pool.want("a", [(0, 7)], draw=3)
-    (rest,) = do(pool, first)
-    pool.fetch("a", 1, [0])
-    assert do(pool, rest, is_sample=False) == [Serve(1, [(0, Value(7, 3, is_sample=False))])]
-    pool.release("a", [0])
-    (again,) = pool.want("a", [(1, 7)], draw=3)
+    cache = make_cache()
+    (first,) = cache.want("a", [(0, 7)], draw=3)
+    (rest,) = do(cache, first)
+    cache.fetch("a", 1, [0])
+    assert do(cache, rest, is_sample=False) == [Serve(1, [(0, Value(7, 3, is_sample=False))])]
+    cache.release("a", [0])
+    (again,) = cache.want("a", [(1, 7)], draw=3)
     assert again.input == Value(7)
 
 
 def test_what_nobody_wants_any_more_is_cancelled_at_either_stage() -> None:
-    pool = make_pool()
-    (first,) = pool.want("a", [(0, 7)], draw=3)
-    assert pool.release("a", [0]) == [Cancel([first.load])]
-    assert do(pool, first) == []
-    (first,) = pool.want("a", [(1, 7)], draw=3)
-    (rest,) = do(pool, first)
-    assert pool.leave("a") == [Cancel([rest.load])]
-    assert do(pool, rest) == []
-    assert pool.statistics().cached == 1
+    cache = make_cache()
+    (first,) = cache.want("a", [(0, 7)], draw=3)
+    assert cache.release("a", [0]) == [Cancel([first.load])]
+    assert do(cache, first) == []
+    (first,) = cache.want("a", [(1, 7)], draw=3)
+    (rest,) = do(cache, first)
+    assert cache.leave("a") == [Cancel([rest.load])]
+    assert do(cache, rest) == []
+    assert cache.statistics().cached == 1
 
 
 def test_a_job_may_read_the_first_part_alone() -> None:
-    pool = make_pool()
-    (first,) = pool.want("a", [(0, 7)], draw=None)
-    pool.fetch("a", 1, [0])
-    assert do(pool, first) == [Serve(1, [(0, Value(7))])]
-    pool.release("a", [0])
-    (rest,) = pool.want("b", [(0, 7)], draw=3)
+    cache = make_cache()
+    (first,) = cache.want("a", [(0, 7)], draw=None)
+    cache.fetch("a", 1, [0])
+    assert do(cache, first) == [Serve(1, [(0, Value(7))])]
+    cache.release("a", [0])
+    (rest,) = cache.want("b", [(0, 7)], draw=3)
     assert rest.input == Value(7)
     with pytest.raises(UsageError, match="join as two jobs"):
-        pool.want("a", [(1, 7)], draw=3)
+        cache.want("a", [(1, 7)], draw=3)
     with pytest.raises(UsageError, match="join as two jobs"):
-        pool.want("b", [(1, 7)], draw=None)
+        cache.want("b", [(1, 7)], draw=None)
 
 
 class Readers(RuleBasedStateMachine):
@@ -134,8 +136,8 @@ class Readers(RuleBasedStateMachine):
         capacity=st.integers(5, 200), concurrency=st.integers(1, 6), policy=st.sampled_from([None, "lru"])
     )
     def begin(self, capacity: int, concurrency: int, policy: str | None) -> None:
-        self.pool = make_pool(capacity=capacity, concurrency=concurrency, policy=policy)
-        self.pool.join("c")
+        self.cache = make_cache(capacity=capacity, concurrency=concurrency, policy=policy)
+        self.cache.join("c")
         self.loads: dict[int, Load] = {}
         #: By job, its tickets with the key and draw of each; "c" reads outputs of the cacheable stage.
         self.wants: dict[str, dict[int, tuple[int, int | None]]] = {job: {} for job in self.JOBS}
@@ -143,7 +145,7 @@ class Readers(RuleBasedStateMachine):
         self.tickets = self.numbers = 0
         self.broken = {3}
 
-    def follow(self, instructions: list[PoolInstruction]) -> None:
+    def follow(self, instructions: list[CacheInstruction]) -> None:
         for one in instructions:
             match one:
                 case Load():
@@ -161,7 +163,7 @@ class Readers(RuleBasedStateMachine):
                         assert (value.draw == draw) == value.is_sample or draw is None
                         self.wants[job].pop(ticket)
                     if samples:
-                        self.follow(self.pool.release(job, [ticket for ticket, _ in samples]))
+                        self.follow(self.cache.release(job, [ticket for ticket, _ in samples]))
 
     @staticmethod
     def size(key: int) -> int:
@@ -179,7 +181,7 @@ class Readers(RuleBasedStateMachine):
             self.tickets += 1
             self.wants[job][self.tickets] = (key, chosen)
             wants.append((self.tickets, key))
-        self.follow(self.pool.want(job, wants, chosen))
+        self.follow(self.cache.want(job, wants, chosen))
 
     @rule(job=st.sampled_from(JOBS), count=st.integers(1, 4))
     def fetch(self, job: str, count: int) -> None:
@@ -188,14 +190,14 @@ class Readers(RuleBasedStateMachine):
         if tickets:
             self.numbers += 1
             self.requests[self.numbers] = (job, tickets)
-            self.follow(self.pool.fetch(job, self.numbers, tickets))
+            self.follow(self.cache.fetch(job, self.numbers, tickets))
 
     @precondition(lambda self: getattr(self, "loads", None))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         load = self.loads.pop(data.draw(st.sampled_from(sorted(self.loads))))
         fine = load.key not in self.broken or load.input is not None
-        self.follow(do(self.pool, load, nbytes=self.size(load.key), is_sample=fine))
+        self.follow(do(self.cache, load, nbytes=self.size(load.key), is_sample=fine))
 
     @rule(job=st.sampled_from(JOBS), data=st.data())
     def give_up(self, job: str, data: st.DataObject) -> None:
@@ -204,21 +206,21 @@ class Readers(RuleBasedStateMachine):
         if free:
             ticket = data.draw(st.sampled_from(free))
             del self.wants[job][ticket]
-            self.follow(self.pool.release(job, [ticket]))
+            self.follow(self.cache.release(job, [ticket]))
 
     @rule(job=st.sampled_from(JOBS))
     def come_anew(self, job: str) -> None:
         self.wants[job] = {}
-        self.follow(self.pool.leave(job))
-        self.pool.join(job)
+        self.follow(self.cache.leave(job))
+        self.cache.join(job)
 
     @invariant()
     def books_are_right(self) -> None:
-        if hasattr(self, "pool"):
-            self.pool.validate()
+        if hasattr(self, "cache"):
+            self.cache.validate()
 
     def teardown(self) -> None:
-        if not hasattr(self, "pool"):
+        if not hasattr(self, "cache"):
             return
         for job in self.JOBS:
             while self.wants[job]:
@@ -227,8 +229,8 @@ class Readers(RuleBasedStateMachine):
                 while self.loads and any(other == job for other, _ in self.requests.values()):
                     load = self.loads.pop(min(self.loads))
                     fine = load.key not in self.broken or load.input is not None
-                    self.follow(do(self.pool, load, nbytes=self.size(load.key), is_sample=fine))
-                    self.pool.validate()
+                    self.follow(do(self.cache, load, nbytes=self.size(load.key), is_sample=fine))
+                    self.cache.validate()
                 assert len(self.wants[job]) < before or self.loads, "a job waits and nothing is under way"
 
 

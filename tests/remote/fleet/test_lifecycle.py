@@ -1,4 +1,4 @@
-"""The life of a fleet's members, arc by arc; `tests/remote/fleet/test_lifecycle_properties.py` has what always holds."""
+"""The life of a fleet's members, arc by arc; `test_lifecycle_properties` has what always holds."""
 
 from __future__ import annotations
 

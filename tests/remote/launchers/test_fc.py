@@ -30,7 +30,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote import FunctionCompute
 from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.fc import FunctionComputeAdapter
 from torch_dpflow.remote.launchers.registry import resolve
@@ -209,7 +209,7 @@ def test_credentials_of_the_vendors_file_are_found(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ALIBABA_CLOUD_ECS_METADATA_DISABLED", "true")
     program = (
-        "from torch_dpflow.remote.launchers import FunctionCompute\n"
+        "from torch_dpflow.remote import FunctionCompute\n"
         f"one = FunctionCompute(max_workers=1, function='contract', endpoint={server.endpoint!r}).adapter()\n"
         "print(one.look({'dpf-1': None}))"
     )

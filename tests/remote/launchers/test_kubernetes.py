@@ -33,7 +33,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers import Kubernetes
+from torch_dpflow.remote import Kubernetes
 from torch_dpflow.remote.launchers.contract import Adapter, Fate
 from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
 from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to

@@ -30,7 +30,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers import Lambda
+from torch_dpflow.remote import Lambda
 from torch_dpflow.remote.launchers.aws_lambda import LambdaAdapter
 from torch_dpflow.remote.launchers.contract import Adapter, Ref
 from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, order_to

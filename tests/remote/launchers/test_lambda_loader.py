@@ -23,8 +23,8 @@ from tests.remote.launchers.through_rotation import SlowCounted, read_through_ro
 from tests.remote_cases import lose_one, names_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.remote import Lambda
 from torch_dpflow.remote.fleet import start_limits
-from torch_dpflow.remote.launchers import Lambda
 
 pytest.importorskip("awslambdaric", reason="pip install 'torch_dpflow[test]'")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.loader_cases import Augmented
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError
-from torch_dpflow.remote.launchers import Processes, Ray
+from torch_dpflow.remote import Processes, Ray
 
 
 def loader(**arguments: Any) -> DPFlowDataLoader[Any]:

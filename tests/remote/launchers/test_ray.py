@@ -37,7 +37,7 @@ from torch_dpflow.errors import (
     RejectedError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote import Ray
 from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.names import MemberName
 from torch_dpflow.remote.launchers.ray import RayAdapter
@@ -270,7 +270,7 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
     """All in one, which takes seconds to load Ray."""
     script = (
         "import sys\n"
-        "from torch_dpflow.remote.launchers import Ray\n"
+        "from torch_dpflow.remote import Ray\n"
         "for address in sys.argv[1:]:\n"
         "    try: Ray(address=address).open()\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
@@ -296,7 +296,7 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
 @slow
 @pytest.mark.parametrize("wrong", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}])
 def test_a_cluster_that_wants_a_token_is_told_as_such(wrong: dict[str, str]) -> None:
-    script = "from torch_dpflow.remote.launchers import Ray; Ray().open()"
+    script = "from torch_dpflow.remote import Ray; Ray().open()"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, **wrong},
@@ -317,7 +317,7 @@ def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     script = (
         f"import ray, psutil; psutil.PROCFS_PATH = {str(tmp_path)!r}\n"
-        "from torch_dpflow.remote.launchers import Ray; Ray().open()"
+        "from torch_dpflow.remote import Ray; Ray().open()"
     )
     env = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
@@ -334,9 +334,7 @@ def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_naming_the_platform_does_not_load_ray() -> None:
-    script = (
-        "import sys; from torch_dpflow.remote.launchers import Ray; Ray(); assert 'ray' not in sys.modules"
-    )
+    script = "import sys; from torch_dpflow.remote import Ray; Ray(); assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -403,7 +401,7 @@ def test_a_script_that_is_told_to_end_ends_its_workers_before_ray_leaves() -> No
     script = (
         "import os, signal, sys, torch\n"
         "from torch_dpflow import DPFlowDataLoader\n"
-        "from torch_dpflow.remote.launchers import Ray\n"
+        "from torch_dpflow.remote import Ray\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         f"loader = DPFlowDataLoader(torch.arange(100_000), num_workers=2, platform=Ray(cpus={SHARE}))\n"
         "for number, _ in enumerate(loader):\n"

@@ -18,7 +18,7 @@ from tests.hosts.recorded_hosts import Marked, shuffled
 from tests.hosts.through_faults import read_through, report_kills
 from tests.remote.launchers.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.shared_cluster import wait
-from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote import Ray
 from torch_dpflow.remote.launchers.ray import RayAdapter
 
 pytestmark = [pytest.mark.slow, needs_ray]

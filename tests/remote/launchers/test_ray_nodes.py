@@ -17,7 +17,7 @@ from tests.loader_cases import Augmented, assert_same
 from tests.remote.launchers.local_ray import STORE, members, names_in, needs_ray, ray_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.remote.launchers import Ray
+from torch_dpflow.remote import Ray
 from torch_dpflow.remote.launchers.ray import RayAdapter
 
 pytestmark = [pytest.mark.slow, needs_ray]

@@ -10,7 +10,8 @@ import pytest
 from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers import Processes, Ray, registry
+from torch_dpflow.remote import Processes, Ray
+from torch_dpflow.remote.launchers import registry
 
 
 @pytest.fixture

@@ -86,13 +86,13 @@ def test_those_of_a_loader_are_those_that_are_billed(double: FunctionDouble) -> 
 
 
 def fc(double: FunctionDouble) -> Any:
-    from torch_dpflow.remote.launchers import FunctionCompute
+    from torch_dpflow.remote import FunctionCompute
 
     return FunctionCompute(**double.settings)
 
 
 def aws(double: FunctionDouble) -> Any:
-    from torch_dpflow.remote.launchers import Lambda
+    from torch_dpflow.remote import Lambda
 
     return Lambda(**double.settings)
 

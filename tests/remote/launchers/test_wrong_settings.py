@@ -19,8 +19,8 @@ from tests.remote.launchers.function_doubles import NEEDED, FunctionDouble, func
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import WorkerStartError
+from torch_dpflow.remote import FunctionCompute, Kubernetes, Lambda
 from torch_dpflow.remote.fleet import start_limits
-from torch_dpflow.remote.launchers import FunctionCompute, Kubernetes, Lambda
 
 KINDS = {"fc": FunctionCompute, "lambda": Lambda, "kubernetes": Kubernetes}
 
@@ -156,7 +156,7 @@ PROGRAM = """
 import json, sys
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import WorkerStartError
-from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote import FunctionCompute
 from torch_dpflow.remote.fleet import start_limits
 
 start_limits.RENEW_S = 0.1

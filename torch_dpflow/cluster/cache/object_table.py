@@ -1,4 +1,4 @@
-"""The objects of a pool by key, cached or wanted, and the bytes that they take."""
+"""The objects of a sample cache by key, cached or wanted, and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZE_WEIGHT = 0.1
 
 
 class ObjectTable:
-    """A pool's objects, and sums over them. Only the cache's policy decides here.
+    """A sample cache's objects, and sums over them. Only the cache's policy decides here.
 
     It holds an object while a ticket refers to it or the cache holds it.
     """

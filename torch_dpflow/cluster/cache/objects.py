@@ -1,4 +1,4 @@
-"""The parts of a pool: objects, the jobs that want them, open requests, and instructions to the pool's owner."""
+"""The parts of a sample cache: objects, the jobs that want them, open requests, and instructions to its owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RequestId: TypeAlias = Hashable
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """Have this sample loaded, then call `Pool.loaded`."""
+    """Have this sample loaded, then call `SampleCache.loaded`."""
 
     #: Identifies this load on its way to the worker and back; loading the sample again gets another number.
     load: int
@@ -42,7 +42,7 @@ class Serve(msgspec.Struct, frozen=True):
     samples: list[tuple[Ticket, Any]]
 
 
-PoolInstruction: TypeAlias = Load | Cancel | Serve
+CacheInstruction: TypeAlias = Load | Cancel | Serve
 
 
 class Arrival(NamedTuple):
@@ -58,7 +58,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStatistics:
-    """A snapshot of a pool's contents and of its counts since it was made."""
+    """A snapshot of a sample cache's contents and of its counts since it was made."""
 
     #: Samples that jobs have wanted.
     wants: int
@@ -77,7 +77,7 @@ class PoolStatistics:
     #: Samples held in the cache, read or not.
     cached: int
     jobs: int
-    #: Runs of the per-draw stage; see `StagedPool`.
+    #: Runs of the per-draw stage; see `StagedSampleCache`.
     drawn: int = 0
 
 
@@ -90,10 +90,10 @@ class PoolObject:
         waiting -- begin --> loading -- store --> ready -- requeue --> waiting
                                  `-- cancel --> gone  `-- drop --> gone
 
-    Only its methods change it; their callers keep the pool's sums and indexes consistent with it.
+    Only its methods change it; their callers keep the sample cache's sums and indexes consistent with it.
     """
 
-    #: In the order of creation within the pool.
+    #: In the order of creation within the sample cache.
     number: int
     key: int
     draw: int
@@ -211,8 +211,8 @@ class PoolObject:
 
 
 @dataclass(eq=False, slots=True)
-class PoolJob:
-    """One job that reads from a pool."""
+class CacheJob:
+    """One job that reads from a sample cache."""
 
     name: str
     #: Whether its wants are reported to the cache's policy as reads.
@@ -233,7 +233,7 @@ class PoolRequest:
     """One fetch that has not been answered."""
 
     number: RequestId
-    job: PoolJob
+    job: CacheJob
     tickets: list[Ticket]
     #: How many of them are not ready.
     missing: int = 0
@@ -263,7 +263,7 @@ class RequestTable:
         self._queue = queue
         self._open: dict[RequestId, PoolRequest] = {}
 
-    def open(self, number: RequestId, job: PoolJob, tickets: Sequence[Ticket]) -> list[Serve]:
+    def open(self, number: RequestId, job: CacheJob, tickets: Sequence[Ticket]) -> list[Serve]:
         """`job` waits for these. Raises UsageError if it does not want one of them, or the number is in use."""
         if number in self._open:
             raise UsageError(f"request {number!r} is open; give each fetch a number of its own")
@@ -293,7 +293,7 @@ class RequestTable:
                 complete.append(self._serve(request))
         return complete
 
-    def shorten(self, job: PoolJob, ticket: Ticket) -> list[Serve]:
+    def shorten(self, job: CacheJob, ticket: Ticket) -> list[Serve]:
         """`job` releases this ticket: answer the requests that are complete without it."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
@@ -312,7 +312,7 @@ class RequestTable:
         partly = [request for request in self._open.values() if request.missing < len(request.tickets)]
         return [self._serve(request) for request in partly]
 
-    def abandon(self, job: PoolJob) -> list[Serve]:
+    def abandon(self, job: CacheJob) -> list[Serve]:
         """`job` has left: answer its requests with nothing."""
         numbers = list(job.requests)
         job.requests.clear()

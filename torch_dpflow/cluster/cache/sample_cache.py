@@ -1,4 +1,4 @@
-"""A shard's pool: prefetch buffer and cache over one set of objects (thesis 3.4.2, 3.4.3, figure 4-12).
+"""A shard's sample cache: prefetch buffer and cache over one set of objects (thesis 3.4.2, 3.4.3, figure 4-12).
 
 A pure state machine: each call returns instructions, in order; there is no socket, thread or clock inside.
 
@@ -28,11 +28,11 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.cluster.cache.object_table import ObjectTable
 from torch_dpflow.cluster.cache.objects import (
     Arrival,
+    CacheInstruction,
+    CacheJob,
     Cancel,
     Load,
     LoadQueue,
-    PoolInstruction,
-    PoolJob,
     PoolObject,
     PoolStatistics,
     RequestId,
@@ -46,7 +46,7 @@ from torch_dpflow.lookahead import Lookahead
 AHEAD_SHARE = 0.5
 
 
-class Pool:
+class SampleCache:
     """Decides what is loaded, kept and served. Not thread-safe: one thread owns it.
 
     Every call costs amortised O(log n) for each sample in it, except `leave`, which costs O(cached) for random
@@ -81,7 +81,7 @@ class Pool:
             raise OptionError(
                 "by_draw=True with a policy: a policy keeps one object for each sample; leave out one of the two"
             )
-        self._jobs: dict[str, PoolJob] = {}
+        self._jobs: dict[str, CacheJob] = {}
         kept = None if policy is None else policy(capacity_bytes)
         self._objects = ObjectTable(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
         self._queue = LoadQueue()
@@ -103,16 +103,16 @@ class Pool:
         counts: whether its wants are reported to the cache's policy as reads; if not, call `note_read`.
         """
         if job not in self._jobs:
-            self._jobs[job] = PoolJob(job, counts)
+            self._jobs[job] = CacheJob(job, counts)
             if counts:
                 self._objects.join(job)
 
-    def leave(self, job: str) -> list[PoolInstruction]:
+    def leave(self, job: str) -> list[CacheInstruction]:
         """A job has ended or died: release everything that it wants. An unknown one is ignored."""
         gone = self._jobs.pop(job, None)
         if gone is None:
             return []
-        out: list[PoolInstruction] = [*self._requests.abandon(gone)]
+        out: list[CacheInstruction] = [*self._requests.abandon(gone)]
         out += self._release(gone, list(gone.wants))
         self._objects.leave(job, self._jobs)
         return self._admit(out)
@@ -145,7 +145,7 @@ class Pool:
         """Whether a job holds this ticket."""
         return ticket in self._job(job).wants
 
-    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[PoolInstruction]:
+    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[CacheInstruction]:
         """`job` will fetch these: (ticket, key), nearest first. A ticket that it holds already is ignored.
 
         draw: determines the random draws of samples that have to be loaded; differs between jobs and epochs.
@@ -163,7 +163,7 @@ class Pool:
             self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest))
         return self._admit([])
 
-    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[PoolInstruction]:
+    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
         """`job` waits for these, which it wants; one `Serve` answers with all of them, or with some.
 
         Raises:
@@ -171,7 +171,7 @@ class Pool:
         """
         return self._admit([*self._requests.open(request, self._job(job), tickets)])
 
-    def release(self, job: str, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
+    def release(self, job: str, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
         """`job` has these, or no longer wants them. Unknown ones are ignored.
 
         Raises:
@@ -188,7 +188,7 @@ class Pool:
         """How many samples the cache can hold, by the size of the latest; 0 before the first."""
         return self._objects.cache_samples
 
-    def resize(self, capacity_bytes: int) -> list[PoolInstruction]:
+    def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
         """Change the capacity; bytes beyond it are dropped as soon as no request waits for them.
 
         Raises:
@@ -201,9 +201,9 @@ class Pool:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def loaded(self, arrivals: Iterable[Arrival]) -> list[PoolInstruction]:
+    def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
         """These loads have ended; cancelled ones are ignored."""
-        out: list[PoolInstruction] = []
+        out: list[CacheInstruction] = []
         for load, value, size, keep in arrivals:
             arrived = self._loading.pop(load, None)
             if arrived is None:
@@ -234,13 +234,13 @@ class Pool:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _job(self, job: str) -> PoolJob:
+    def _job(self, job: str) -> CacheJob:
         try:
             return self._jobs[job]
         except KeyError:
-            raise UsageError(f"job {job!r} has not joined this pool, or has left it; join first") from None
+            raise UsageError(f"job {job!r} has not joined this cache, or has left it; join first") from None
 
-    def _want(self, reader: PoolJob, ticket: Ticket, key: int, draw: int, distance: int) -> None:
+    def _want(self, reader: CacheJob, ticket: Ticket, key: int, draw: int, distance: int) -> None:
         self._wants += 1
         wanted = self._objects.find(key, reader.name, draw)
         if wanted is not None:
@@ -255,8 +255,8 @@ class Pool:
             self._queue.push(wanted, distance, wanted.number)
         reader.wants[ticket] = wanted
 
-    def _release(self, reader: PoolJob, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
-        out: list[PoolInstruction] = []
+    def _release(self, reader: CacheJob, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
+        out: list[CacheInstruction] = []
         cancelled: list[int] = []
         for ticket in tickets:
             wanted = reader.wants.get(ticket)
@@ -277,7 +277,7 @@ class Pool:
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _admit(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
+    def _admit(self, out: list[CacheInstruction]) -> list[CacheInstruction]:
         """Begin loads while they fit, the nearest first; every call ends with this."""
         self._must_flush = False
         queue, loading, objects = self._queue, self._loading, self._objects

@@ -1,15 +1,15 @@
-"""A pool for datasets with two stages: a cacheable one, and a per-draw one that is run for each job and epoch.
+"""A sample cache for datasets with two stages: a cacheable one, and a per-draw one that is run for each job and epoch.
 
-Two pools, one behind the other, over one budget of bytes. The *kept* pool has the outputs of the cacheable stage, one
-object for each sample, under the cache's policy. The *drawn* pool has the outputs of the per-draw stage, one object for
-each sample and draw, while a job wants it. A load of the drawn pool waits for the kept pool's output, which a worker
-gets as the task's input and which stays in the kept pool until the per-draw stage has run.
+Two caches, one behind the other, over one budget of bytes. The *kept* cache has the outputs of the cacheable stage, one
+object for each sample, under the cache's policy. The *drawn* cache has the outputs of the per-draw stage, one object
+for each sample and draw, while a job wants it. A load of the drawn cache waits for the kept cache's output, which a
+worker gets as the task's input and which stays in the kept cache until the per-draw stage has run.
 
-A pure state machine like `pool`, with the same calls.
+A pure state machine like `sample_cache`, with the same calls.
 
-**Capacity.** The drawn pool may take half of it; the kept pool has what the drawn one does not use. There are at most
-`concurrency` loads of the drawn pool, so few inputs are held for them, and the kept pool makes room for an input that
-such a load waits for as for a sample that a job waits for. Hence neither pool blocks the other for ever.
+**Capacity.** The drawn cache may take half of it; the kept cache has what the drawn one does not use. There are at most
+`concurrency` loads of the drawn cache, so few inputs are held for them, and the kept cache makes room for an input that
+such a load waits for as for a sample that a job waits for. Hence neither cache blocks the other for ever.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import msgspec
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.cluster.cache.objects import (
     Arrival,
+    CacheInstruction,
     Cancel,
     Load,
-    PoolInstruction,
     PoolStatistics,
     RequestId,
     Serve,
     Ticket,
 )
-from torch_dpflow.cluster.cache.sample_cache import Pool
+from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 
-#: The job of the kept pool that wants inputs; no other job has this name.
+#: The job of the kept cache that wants inputs; no other job has this name.
 _INPUTS = ""
-#: The share of the capacity that the drawn pool may take.
+#: The share of the capacity that the drawn cache may take.
 _DRAWN_SHARE = 0.5
-#: The kept pool is resized in steps of this share of the capacity.
+#: The kept cache is resized in steps of this share of the capacity.
 _STEP = 1 / 32
 
 
@@ -58,22 +58,22 @@ class Loaded(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _DrawnLoad:
-    """A load of the drawn pool. It is its own request for its input, under a ticket that is its number."""
+    """A load of the drawn cache. It is its own request for its input, under a ticket that is its number."""
 
     load: Load
     #: Whether it has its input.
     started: bool = False
 
 
-class StagedPool:
+class StagedSampleCache:
     """Decides what is loaded, kept, drawn and served. Not thread-safe: one thread owns it.
 
     A job wants either samples or, with a draw of None, outputs of the cacheable stage.
 
     Args:
-        capacity_bytes: as for `Pool`, of both pools together.
-        concurrency: most running loads of each pool.
-        policy: makes the kept pool's policy; None keeps nothing.
+        capacity_bytes: as for `SampleCache`, of both caches together.
+        concurrency: most running loads of each cache.
+        policy: makes the kept cache's policy; None keeps nothing.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class StagedPool:
     ) -> None:
         self._capacity = capacity_bytes
         numbers = itertools.count(1)
-        self._kept = Pool(
+        self._kept = SampleCache(
             capacity_bytes=capacity_bytes,
             concurrency=concurrency,
             repeatable=True,
             policy=policy,
             numbers=numbers,
         )
-        self._drawn = Pool(
+        self._drawn = SampleCache(
             capacity_bytes=_drawn_bytes(capacity_bytes),
             concurrency=concurrency,
             repeatable=True,
@@ -96,7 +96,7 @@ class StagedPool:
             numbers=numbers,
         )
         self._kept.join(_INPUTS, counts=False)
-        #: The drawn pool's loads, by number.
+        #: The drawn cache's loads, by number.
         self._draws: dict[int, _DrawnLoad] = {}
         #: By job, whether it wants outputs of the cacheable stage, once it has wanted anything.
         self._cacheable_only: dict[str, bool] = {}
@@ -105,7 +105,7 @@ class StagedPool:
 
     @property
     def concurrency(self) -> int:
-        """Most running loads of each pool; may be changed at any time."""
+        """Most running loads of each cache; may be changed at any time."""
         return self._kept.concurrency
 
     @concurrency.setter
@@ -114,11 +114,11 @@ class StagedPool:
 
     @property
     def cache_samples(self) -> int:
-        """As `Pool.cache_samples`, of the cacheable stage's outputs."""
+        """As `SampleCache.cache_samples`, of the cacheable stage's outputs."""
         return self._kept.cache_samples
 
-    def resize(self, capacity_bytes: int) -> list[PoolInstruction]:
-        """As `Pool.resize`."""
+    def resize(self, capacity_bytes: int) -> list[CacheInstruction]:
+        """As `SampleCache.resize`."""
         out = self._of_drawn(self._drawn.resize(_drawn_bytes(capacity_bytes)))
         self._capacity = capacity_bytes
         return self._balanced(out)
@@ -126,24 +126,24 @@ class StagedPool:
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def join(self, job: str) -> None:
-        """As `Pool.join`."""
+        """As `SampleCache.join`."""
         self._kept.join(job)
         self._drawn.join(job)
 
-    def leave(self, job: str) -> list[PoolInstruction]:
-        """As `Pool.leave`."""
+    def leave(self, job: str) -> list[CacheInstruction]:
+        """As `SampleCache.leave`."""
         self._cacheable_only.pop(job, None)
         out = self._of_drawn(self._drawn.leave(job))
         return self._balanced(out + self._of_kept(self._kept.leave(job)))
 
     def hint(self, job: str, lookahead: Lookahead) -> None:
-        """As `Pool.hint`."""
+        """As `SampleCache.hint`."""
         self._kept.hint(job, lookahead)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None) -> list[PoolInstruction]:
-        """As `Pool.want`.
+    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None) -> list[CacheInstruction]:
+        """As `SampleCache.want`.
 
         draw: determines the random draws; None: outputs of the cacheable stage are wanted.
         Raises UsageError too if the job has wanted the other kind.
@@ -160,20 +160,20 @@ class StagedPool:
                 self._kept.note_read(job, key)
         return self._balanced(self._of_drawn(self._drawn.want(job, wanted, draw)))
 
-    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[PoolInstruction]:
-        """As `Pool.fetch`."""
+    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
+        """As `SampleCache.fetch`."""
         if self._cacheable_only.get(job):
             return self._balanced(self._of_kept(self._kept.fetch(job, request, tickets)))
         return self._balanced(self._of_drawn(self._drawn.fetch(job, request, tickets)))
 
-    def release(self, job: str, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
-        """As `Pool.release`."""
+    def release(self, job: str, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
+        """As `SampleCache.release`."""
         if self._cacheable_only.get(job):
             return self._balanced(self._of_kept(self._kept.release(job, tickets)))
         return self._balanced(self._of_drawn(self._drawn.release(job, tickets)))
 
     def tickets_outside(self, job: str, first: int, end: int) -> list[Ticket]:
-        """As `Pool.tickets_outside`."""
+        """As `SampleCache.tickets_outside`."""
         return [
             *self._kept.tickets_outside(job, first, end),
             *self._drawn.tickets_outside(job, first, end),
@@ -181,10 +181,10 @@ class StagedPool:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def loaded(self, arrivals: Iterable[Arrival]) -> list[PoolInstruction]:
-        """As `Pool.loaded`."""
+    def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
+        """As `SampleCache.loaded`."""
         outputs: list[Arrival] = []
-        out: list[PoolInstruction] = []
+        out: list[CacheInstruction] = []
         for arrival in arrivals:
             drawn = self._draws.get(arrival.load)
             if drawn is None:
@@ -196,7 +196,7 @@ class StagedPool:
         return self._balanced(out)
 
     def statistics(self) -> PoolStatistics:
-        """The kept pool's counts, the bytes and samples of both pools, and how often the per-draw stage was run."""
+        """The kept cache's counts, the bytes and samples of both caches, and how often the per-draw stage was run."""
         kept, drawn = self._kept.statistics(), self._drawn.statistics()
         return replace(
             kept,
@@ -212,9 +212,9 @@ class StagedPool:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _of_drawn(self, instructions: list[PoolInstruction]) -> list[PoolInstruction]:
-        """The drawn pool's instructions in terms of tasks: its loads need their inputs first."""
-        out: list[PoolInstruction] = []
+    def _of_drawn(self, instructions: list[CacheInstruction]) -> list[CacheInstruction]:
+        """The drawn cache's instructions in terms of tasks: its loads need their inputs first."""
+        out: list[CacheInstruction] = []
         for instruction in instructions:
             match instruction:
                 case Load():
@@ -226,9 +226,9 @@ class StagedPool:
                     out.append(instruction)
         return out
 
-    def _of_kept(self, instructions: list[PoolInstruction]) -> list[PoolInstruction]:
-        """The kept pool's instructions in terms of tasks: what it serves to `_INPUTS` is an input."""
-        out: list[PoolInstruction] = []
+    def _of_kept(self, instructions: list[CacheInstruction]) -> list[CacheInstruction]:
+        """The kept cache's instructions in terms of tasks: what it serves to `_INPUTS` is an input."""
+        out: list[CacheInstruction] = []
         for instruction in instructions:
             match instruction:
                 case Serve(_DrawnLoad() as drawn, samples):
@@ -238,12 +238,12 @@ class StagedPool:
                     out.append(instruction)
         return out
 
-    def _fetch_input(self, load: Load) -> list[PoolInstruction]:
+    def _fetch_input(self, load: Load) -> list[CacheInstruction]:
         drawn = self._draws[load.load] = _DrawnLoad(load)
         out = self._kept.want(_INPUTS, [(load.load, load.key)], 0)
         return self._of_kept(out + self._kept.fetch(_INPUTS, drawn, [load.load]))
 
-    def _start(self, drawn: _DrawnLoad, value: Loaded) -> list[PoolInstruction]:
+    def _start(self, drawn: _DrawnLoad, value: Loaded) -> list[CacheInstruction]:
         if drawn.load.load not in self._draws:
             return []
         drawn.started = True
@@ -251,20 +251,20 @@ class StagedPool:
             return [msgspec.structs.replace(drawn.load, input=value)]
         return self._finish(drawn, value, value.nbytes)
 
-    def _finish(self, drawn: _DrawnLoad, value: Loaded, size: int) -> list[PoolInstruction]:
+    def _finish(self, drawn: _DrawnLoad, value: Loaded, size: int) -> list[CacheInstruction]:
         """The per-draw stage has run, or its input has failed."""
         number = drawn.load.load
         del self._draws[number]
         out = self._of_kept(self._kept.release(_INPUTS, [number]))
         return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
-    def _abandon(self, number: int) -> list[PoolInstruction]:
+    def _abandon(self, number: int) -> list[CacheInstruction]:
         """No job wants this draw any more."""
-        out: list[PoolInstruction] = [Cancel([number])] if self._draws.pop(number).started else []
+        out: list[CacheInstruction] = [Cancel([number])] if self._draws.pop(number).started else []
         return out + self._of_kept(self._kept.release(_INPUTS, [number]))
 
-    def _balanced(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
-        """Give the kept pool the capacity that the drawn one does not use; every call ends with this."""
+    def _balanced(self, out: list[CacheInstruction]) -> list[CacheInstruction]:
+        """Give the kept cache the capacity that the drawn one does not use; every call ends with this."""
         capacity = max(1, self._capacity - self._drawn.used)
         if abs(capacity - self._kept.capacity) > self._capacity * _STEP:
             out += self._of_kept(self._kept.resize(capacity))

@@ -31,7 +31,7 @@ STOLEN = 16
 
 @dataclass(frozen=True)
 class TwoStageDataset(Dataset[Any]):
-    """A dataset with a cacheable stage and a per-draw stage: the pool keeps the former's output for all jobs.
+    """A dataset with a cacheable stage and a per-draw stage: the sample cache keeps the former's output for all jobs.
 
     Indexing runs both and returns a sample.
     """

@@ -1,4 +1,4 @@
-"""A shard of a shared flow: its pool, its workers, and the jobs that read (thesis 4.3.4, figure 4-11).
+"""A shard of a shared flow: its sample cache, its workers, and the jobs that read (thesis 4.3.4, figure 4-11).
 
 This shard and the private shard of one loader drive their workers by the same `Shard`; there a task is a batch, here a
 sample.
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
-from torch_dpflow.cluster.cache.sample_cache import Pool
-from torch_dpflow.cluster.cache.staged_sample_cache import StagedPool
+from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
+from torch_dpflow.cluster.cache.sample_cache import SampleCache
+from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
@@ -81,7 +81,7 @@ class SampleShard:
             task_timeout_s=spec.task_timeout_s,
             clock=clock,
         )
-        self._pool = self._make_pool(settings)
+        self._cache = self._make_cache(settings)
         self._jobs = Leases(lease_s=JOB_LEASE_S)
         #: By job: the epoch that it reads, and the tickets of samples that it has requested and not received.
         self._epochs: dict[str, int] = {}
@@ -123,8 +123,8 @@ class SampleShard:
     def apply_settings(self, settings: ShardSettings) -> None:
         """Change its number of workers or its memory. In the server's thread."""
         self._workers.resize(settings.workers)
-        self._pool.concurrency = _concurrency(settings)
-        self._apply(self._pool.resize(settings.memory_bytes))
+        self._cache.concurrency = _concurrency(settings)
+        self._apply(self._cache.resize(settings.memory_bytes))
 
     def serve_members(
         self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]
@@ -146,7 +146,7 @@ class SampleShard:
     @property
     def cache_samples(self) -> int:
         """How many samples its cache can hold; 0 until that is known. Any thread may call."""
-        return self._pool.cache_samples
+        return self._cache.cache_samples
 
     def assign(self, range_: RangeAssignment) -> None:
         """Own these keys from now on, by order of the router. In the server's thread.
@@ -166,19 +166,19 @@ class SampleShard:
         self._has_owned = self._has_owned or self._owned > 0
         self._epochs.clear()  # so that the next request of each job gives the policy a new lookahead
         for job, opened in self._open.items():
-            foreign = self._pool.tickets_outside(job, range_.first, range_.end)
+            foreign = self._cache.tickets_outside(job, range_.first, range_.end)
             opened.difference_update(foreign)
-            self._apply(self._pool.release(job, foreign))
+            self._apply(self._cache.release(job, foreign))
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
-        pool = self._pool.statistics()
+        cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {
             **self._workers.figures(),
-            **asdict(pool),
+            **asdict(cache),
             "asked": self._asked,
-            "due": pool.loads + pool.drawn + pool.queued,
+            "due": cache.loads + cache.drawn + cache.queued,
             "late_s": self._late_s,
             "link_s": self._link_s,
             "served": self._served,
@@ -218,7 +218,7 @@ class SampleShard:
         request = next(self._requests)
         self._calls[request] = call
         try:
-            out = self._pool.fetch(ask.job.name, request, tickets)
+            out = self._cache.fetch(ask.job.name, request, tickets)
         except UsageError:
             del self._calls[request]
             raise
@@ -246,20 +246,20 @@ class SampleShard:
         job = ask.job.name
         opened = self._open.setdefault(job, set())
         opened.difference_update(ask.taken)
-        self._apply(self._pool.release(job, ask.taken))
+        self._apply(self._cache.release(job, ask.taken))
         if len(opened) + len(ask.tickets) > MAX_WANTS:
             raise OverloadedError(f"job {job!r} has asked for {len(opened)} samples; {MAX_WANTS} are allowed")
 
-    def _want(self, ask: Ask) -> list[PoolInstruction]:
+    def _want(self, ask: Ask) -> list[CacheInstruction]:
         job = ask.job.name
         if self._epochs.get(job) != ask.epoch:
             self._epochs[job] = ask.epoch
-            self._pool.hint(job, self._lookahead(ask.epoch))
+            self._cache.hint(job, self._lookahead(ask.epoch))
         wants = zip(ask.tickets, ask.keys)
-        if isinstance(self._pool, StagedPool):
-            out = self._pool.want(job, wants, ask.draw)
+        if isinstance(self._cache, StagedSampleCache):
+            out = self._cache.want(job, wants, ask.draw)
         else:
-            out = self._pool.want(job, wants, ask.draw or 0)
+            out = self._cache.want(job, wants, ask.draw or 0)
         # Last: a refused request would count against the job's limit for as long as it lives.
         opened = self._open[job]
         self._asked -= len(opened)
@@ -296,7 +296,7 @@ class SampleShard:
                 case Lost():
                     self._remove_job(job.name)
                 case LeaseGranted():
-                    self._pool.join(job.name)
+                    self._cache.join(job.name)
                     self._open[job.name] = set()
 
     def _check_flow(self, job: JobId) -> None:
@@ -309,7 +309,7 @@ class SampleShard:
     def _remove_job(self, job: str) -> None:
         self._open.pop(job, None)
         self._epochs.pop(job, None)
-        self._apply(self._pool.leave(job))
+        self._apply(self._cache.leave(job))
 
     # -- loading and serving -----------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class SampleShard:
 
     def _on_loaded(self, arrived: list[tuple[int, DetachedParcel]]) -> None:
         arrivals = [Arrival(load, parcel, parcel.nbytes, parcel.is_sample) for load, parcel in arrived]
-        self._apply(self._pool.loaded(arrivals))
+        self._apply(self._cache.loaded(arrivals))
         for load, parcel in arrived:
             key = self._keys.pop(load, None)
             if key is None:
@@ -343,7 +343,7 @@ class SampleShard:
                 except UsageError:  # released since
                     call.answer(Served([]), [])
 
-    def _apply(self, instructions: list[PoolInstruction]) -> None:
+    def _apply(self, instructions: list[CacheInstruction]) -> None:
         loads = [one for one in instructions if isinstance(one, Load)]
         for instruction in instructions:
             match instruction:
@@ -373,12 +373,12 @@ class SampleShard:
         answer.served, answer.decodes = self._served, self._workers.decodes
         call.answer(answer, frames)
 
-    def _make_pool(self, settings: ShardSettings) -> Pool | StagedPool:
+    def _make_cache(self, settings: ShardSettings) -> SampleCache | StagedSampleCache:
         policy = None if self._spec.policy == "none" else self._make_policy
         capacity, concurrency = settings.memory_bytes, _concurrency(settings)
         if self._spec.staged:
-            return StagedPool(capacity_bytes=capacity, concurrency=concurrency, policy=policy)
-        return Pool(
+            return StagedSampleCache(capacity_bytes=capacity, concurrency=concurrency, policy=policy)
+        return SampleCache(
             capacity_bytes=capacity,
             concurrency=concurrency,
             repeatable=self._spec.repeatable,

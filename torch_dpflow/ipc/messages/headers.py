@@ -19,7 +19,7 @@ from torch_dpflow.ipc.messages.parcel_table import ParcelTable
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 
 #: Raised by every change that an older release would misread.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 

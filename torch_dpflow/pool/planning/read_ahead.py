@@ -1,8 +1,8 @@
 """Reading ahead of a known order, several samples a request: a pure state machine.
 
-What is held, who wants it and what has room is decided by `cluster.cache.Pool`, whose jobs are the readers and whose
-tickets are positions of their epochs: a sample that several readers want soon is fetched once, is gone when all have
-had it, and one that a reader waits for can always be fetched. Here is decided when the next samples are wanted.
+What is held, who wants it and what has room is decided by `cluster.cache.SampleCache`, whose jobs are the readers and
+whose tickets are positions of their epochs: a sample that several readers want soon is fetched once, is gone when all
+have had it, and one that a reader waits for can always be fetched. Here is decided when the next samples are wanted.
 
 With `lead=0` this is the patent's way ([0009]): a sample that is not there when it is read is fetched with the next
 k-1 of its list (the patent has a list for each storage node; see `order_of`). So every k-th read waits for storage.
@@ -34,8 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
-from torch_dpflow.cluster.cache.sample_cache import Pool
+from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
+from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.errors import UsageError
 from torch_dpflow.pool.planning.known_order import KnownOrder
 
@@ -91,7 +91,7 @@ class ReadAhead:
         self._k = check_int("k", k, minimum=1)
         self.lead = check_int("lead", lead, minimum=0)
         self._order_of = order_of
-        self._pool = Pool(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
+        self._cache = SampleCache(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
         self._readers: dict[str, _AheadReader] = {}
         self._requests = itertools.count()
         #: The mean size of samples that have arrived, and how many have.
@@ -102,14 +102,14 @@ class ReadAhead:
     @property
     def used(self) -> int:
         """Bytes that are held or on their way."""
-        return self._pool.used
+        return self._cache.used
 
     @property
     def room(self) -> int:
         """Samples that fit for each reader; until the size of one is known, as many as a request has."""
         if not self._arrived:
             return self._k
-        return int(self._pool.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
+        return int(self._cache.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
 
     @staticmethod
     def asked_by(request: RequestId) -> tuple[str, int]:
@@ -119,13 +119,13 @@ class ReadAhead:
 
     def is_open(self, reader: str, position: int) -> bool:
         """Whether `reader` may read this position: it has not consumed it. Raises UsageError."""
-        return not self._reader(reader).order.is_taken(position) or self._pool.is_wanted(reader, position)
+        return not self._reader(reader).order.is_taken(position) or self._cache.is_wanted(reader, position)
 
     def announce(self, reader: str, order: npt.ArrayLike) -> list[ReadAheadInstruction]:
         """`reader` begins to read these keys in this order; what is left of an earlier order is dropped."""
         known = self._order_of(order)
         out = self.leave(reader)
-        self._pool.join(reader)
+        self._cache.join(reader)
         self._readers[reader] = _AheadReader(known, next=min(1, self.lead))
         return [*out, *self._fill(reader)]
 
@@ -153,7 +153,7 @@ class ReadAhead:
         out = self._fill(reader)
         if not state.order.is_taken(position):  # there is no room, which what is waited for need not have
             out += self._want(reader, [position])
-        waiting = self._run(self._pool.fetch(reader, (reader, position, next(self._requests)), [position]))
+        waiting = self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
         served = any(isinstance(one, Serve) and one.samples for one in waiting)
         self.hits += served
         self.misses += not served
@@ -162,9 +162,9 @@ class ReadAhead:
     def consumed(self, reader: str, positions: Iterable[int]) -> list[ReadAheadInstruction]:
         """`reader` has these, or does not need them any more; unknown ones are ignored."""
         state = self._reader(reader)
-        known = {one for one in positions if self._pool.is_wanted(reader, one)}
+        known = {one for one in positions if self._cache.is_wanted(reader, one)}
         state.out -= len(known)
-        return [*self._run(self._pool.release(reader, known)), *self._fill(reader)]
+        return [*self._run(self._cache.release(reader, known)), *self._fill(reader)]
 
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
         """`reader` needs none of the positions before this one any more, whether it has read them or not."""
@@ -181,13 +181,13 @@ class ReadAhead:
         for one in arrivals:
             self._arrived += 1
             self._mean += (one.size - self._mean) / min(self._arrived, 100)
-        out = self._run(self._pool.loaded(arrivals))
+        out = self._run(self._cache.loaded(arrivals))
         return [*out, *itertools.chain.from_iterable(self._fill(reader) for reader in self._readers)]
 
     def leave(self, reader: str) -> list[ReadAheadInstruction]:
         """`reader` has ended: everything that only it wants goes. An unknown one is ignored."""
         self._readers.pop(reader, None)
-        return self._run(self._pool.leave(reader))
+        return self._run(self._cache.leave(reader))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class ReadAhead:
         for position in positions:
             heappush(state.asked, position)
         wanted = [(position, state.order.key(position)) for position in positions]
-        return self._run(self._pool.want(reader, wanted, 0))
+        return self._run(self._cache.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
         """Ask for what the window lacks, each with what follows it in its list, as far as there is room."""
@@ -222,8 +222,8 @@ class ReadAhead:
             out += self._want(reader, positions[: within + beyond])
         return out
 
-    def _run(self, instructions: Iterable[PoolInstruction]) -> list[ReadAheadInstruction]:
-        """The pool's instructions, loads joined."""
+    def _run(self, instructions: Iterable[CacheInstruction]) -> list[ReadAheadInstruction]:
+        """The cache's instructions, loads joined."""
         given = [*instructions]
         loads = [one for one in given if isinstance(one, Load)]
         out: list[ReadAheadInstruction] = [one for one in given if not isinstance(one, Load)]
@@ -231,8 +231,8 @@ class ReadAhead:
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""
-        self._pool.validate()
+        self._cache.validate()
         for name, state in self._readers.items():
-            wanted = [one for one in range(len(state.order)) if self._pool.is_wanted(name, one)]
+            wanted = [one for one in range(len(state.order)) if self._cache.is_wanted(name, one)]
             assert all(state.order.is_taken(position) for position in wanted)
             assert len(wanted) == state.out

@@ -54,7 +54,7 @@ from torch_dpflow.pool.messages.server_messages import (
 )
 from torch_dpflow.pool.server.door import MOST_CONNECTIONS, StreamDoor
 from torch_dpflow.pool.server.holdings import ANSWER_S, MOST_SETS, Holdings
-from torch_dpflow.pool.server.leader import PoolHead
+from torch_dpflow.pool.server.leader import PoolLeader
 from torch_dpflow.pool.server.membership import PoolMember
 
 #: Most memory for reading ahead where none is given.
@@ -126,9 +126,9 @@ class DataServer:
             listen=self.addresses,
             incarnation=incarnation,
         )
-        self._pool: PoolHead | PoolMember
+        self._pool: PoolLeader | PoolMember
         if head is None:
-            self._pool = PoolHead(server, idle_s, self._holdings)
+            self._pool = PoolLeader(server, idle_s, self._holdings)
         else:
             self._pool = PoolMember(server, head, self._holdings)
 
@@ -218,7 +218,7 @@ class DataServer:
             channel.close()
 
     def _leave(self, client: _PoolClient) -> None:
-        if client.member is not None and isinstance(self._pool, PoolHead):
+        if client.member is not None and isinstance(self._pool, PoolLeader):
             self._pool.gone(*client.member)
         self._holdings.leave(client.name)
         if client.reads:
@@ -264,7 +264,7 @@ class DataServer:
                 return self._answer_member(request, client), []
 
     def _answer_member(self, request: SetPart | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
-        if not isinstance(self._pool, PoolHead):
+        if not isinstance(self._pool, PoolLeader):
             raise UsageError(f"this server is a member itself; join its head, at {self._pool.head}")
         match request:
             case SetPart():

@@ -52,7 +52,7 @@ LEASE_S = 5.0
 _BEAT_S, _TICK_S = 1.0, 0.5
 
 
-class PoolHead:
+class PoolLeader:
     """Decides what the pool holds. Thread-safe.
 
     Args:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.worker import remote_batches as member_worker  # noqa: F401  (torch, before the first fork)
+from torch_dpflow.remote.worker import remote_batches  # noqa: F401  (torch, before the first fork)
 from torch_dpflow.remote.worker.forking import Fork, age_s
 from torch_dpflow.remote.worker.program import SAMPLES, run
 from torch_dpflow.workers.platform import End

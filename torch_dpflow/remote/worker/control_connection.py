@@ -82,7 +82,7 @@ class _Download:
         return [*late, *fresh]
 
 
-class Line(threading.Thread):
+class ControlConnection(threading.Thread):
     """Calls the shard and stays in touch with it. Ends the process where nobody answers any more.
 
     Args:
@@ -91,7 +91,7 @@ class Line(threading.Thread):
     """
 
     def __init__(self, order: Order, versions: dict[str, str]) -> None:
-        super().__init__(name="dpflow-line", daemon=True)
+        super().__init__(name="dpflow-control", daemon=True)
         self._order = order
         self._versions = versions
         self._identity = f"{order.number}/{order.incarnation}/{secrets.token_hex(8)}"

@@ -13,7 +13,7 @@ from torch_dpflow.ipc.messages.order import Order, decode_order
 from torch_dpflow.ipc.transport import is_loopback
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.fit import missing_modules, required_modules, versions_here
-from torch_dpflow.remote.worker.control_connection import Line, RefusedMemberError
+from torch_dpflow.remote.worker.control_connection import ControlConnection, RefusedMemberError
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
 SAMPLES = "torch_dpflow.cluster.shard.remote_samples"
@@ -30,10 +30,10 @@ def run(order: bytes) -> int:
     told = decode_order(order)
     if told.role == "node":
         raise MessageError(f"the order is for a {told.role}; this release can be a worker")
-    line = Line(told, versions_here())
-    line.start()
+    control = ControlConnection(told, versions_here())
+    control.start()
     try:
-        _work(told, line)
+        _work(told, control)
     except RefusedMemberError as error:
         if str(error):
             print(f"{told.name} is not wanted: {error}", file=sys.stderr)
@@ -41,33 +41,31 @@ def run(order: bytes) -> int:
     except BaseException as error:
         words = "".join(traceback.format_exception(error))
         print(words, file=sys.stderr)
-        line.bye(words)
+        control.bye(words)
         return 1
     finally:
-        if line.directory is not None:
-            line.directory.remove()
-    line.bye("")
+        if control.directory is not None:
+            control.directory.remove()
+    control.bye("")
     return 0
 
 
-def _work(order: Order, line: Line) -> None:
+def _work(order: Order, control: ControlConnection) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    welcome, contents = line.contents()
+    welcome, contents = control.contents()
     packed = contents.pop(welcome.content)
     if welcome.code:
-        line.directory = PrivateDirectory()
-        install_bundle(contents.pop(welcome.code), line.directory.path)
+        control.directory = PrivateDirectory()
+        install_bundle(contents.pop(welcome.code), control.directory.path)
     missing = missing_modules(required_modules(packed))
     if missing:
-        line.refused_for(missing)
-    from torch_dpflow.remote.worker import (
-        remote_batches as member_worker,  # not before: importing torch takes seconds
-    )
+        control.refused_for(missing)
+    from torch_dpflow.remote.worker import remote_batches  # here: importing torch takes seconds
 
     if order.role == "sample-worker":
-        connection, near = line.connect(), is_loopback(line.address)
-        directory = "" if line.directory is None else line.directory.path
+        connection, near = control.connect(), is_loopback(control.address)
+        directory = "" if control.directory is None else control.directory.path
         import_module(SAMPLES).load_samples(
             packed, order.number, order.incarnation, connection, is_near=near, directory=directory
         )
@@ -75,12 +73,12 @@ def _work(order: Order, line: Line) -> None:
         return
     try:
         try:
-            spec = member_worker.open_spec(packed)
+            spec = remote_batches.open_spec(packed)
         except ModuleNotFoundError as error:  # of a module that those which were sent import
-            line.refused_for([error.name or str(error)])
+            control.refused_for([error.name or str(error)])
         del packed
-        connection = line.connect()
-        near = is_loopback(line.address)
-        member_worker.work(spec, order.number, order.incarnation, connection, is_near=near)
-    except member_worker.RefusedError as error:
+        connection = control.connect()
+        near = is_loopback(control.address)
+        remote_batches.work(spec, order.number, order.incarnation, connection, is_near=near)
+    except remote_batches.RefusedError as error:
         raise RefusedMemberError(str(error)) from error

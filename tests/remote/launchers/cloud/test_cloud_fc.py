@@ -11,7 +11,7 @@ import pytest
 
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.remote.launchers import FunctionCompute
+from torch_dpflow.remote import FunctionCompute
 from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.fc import FunctionComputeAdapter
 from torch_dpflow.remote.launchers.fc_deploy import deploy, remove

@@ -10,7 +10,7 @@ import pytest
 
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.remote.launchers import Kubernetes
+from torch_dpflow.remote import Kubernetes
 from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
 from torch_dpflow.remote.launchers.registry import resolve

@@ -11,7 +11,7 @@ import pytest
 
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.remote.launchers import Lambda
+from torch_dpflow.remote import Lambda
 from torch_dpflow.remote.launchers.aws_lambda import LambdaAdapter
 from torch_dpflow.remote.launchers.contract import Adapter
 from torch_dpflow.remote.launchers.lambda_deploy import deploy, remove
