@@ -1,4 +1,4 @@
-"""What tests of the transport and of parcels have in common."""
+"""Fixtures of tests that open ZeroMQ sockets or send tensors between processes."""
 
 from tests.zeromq_thread import release_thread, uncollected
 

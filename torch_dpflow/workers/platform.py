@@ -20,7 +20,10 @@ MAX_REPORT_CHARS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the users of a platform may expect of it. The fields with a default concern members alone: see `members`."""
+    """What the users of a platform may expect of it.
+
+    The fields with a default concern remote workers alone: see `remote.launchers.contract`.
+    """
 
     #: Whether its processes and the one that starts them can read each other's memory mappings. They run on one host
     #: then, and reach each other by ipc sockets. Each worker still proves it by its probe.

@@ -11,7 +11,7 @@ import msgspec
 
 
 class MemberState(enum.Enum):
-    """Where a member is in its life; see `fleet`."""
+    """Where a member is in its life; see `lifecycle`."""
 
     #: The platform has not answered.
     REQUESTED = "requested"

@@ -7,10 +7,10 @@ explains ends.
 `Adapter` is what a platform's module implements, with blocking calls and no state machine of its own; `calls.Calls`
 makes a `MemberPlatform` of it. `torch_dpflow.testing.adapters` has the contract suite.
 
-Beside `base.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, because starts differ. A process
-of this host is started by a function with what a fork inherits, in the calling thread, which gets the error. A member
-is started by bytes; its start takes seconds, and may be refused or have happened unknown to us, so what became of it is
-news.
+Beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since starts differ.
+A process of this host is started by a function with what a fork inherits, in the calling thread, which gets the error.
+A member is started by bytes; its start takes seconds, and may be refused or have happened unknown to us, so what became
+of it is news.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 
 def run(order: bytes) -> int:
-    """Work as this order says, in the main thread of a process; returns the exit code. See `member.run`."""
+    """Work as this order says, in the main thread of a process; returns the exit code. See `program.run`."""
     from torch_dpflow.remote.worker.program import run as work  # once the order is out of the environment
 
     return work(order)
