@@ -323,7 +323,16 @@ def test_what_cannot_be_loaded_is_told_with_its_file(tmp_path: Path) -> None:
     path = tmp_path / "x.flow"
     for code, error, told in (
         (b"junk", DamagedStoreError, r"x\.flow holds no flow"),
-        (b"cnowhere_at_all\nthing\n.", UsageError, r"x\.flow cannot be loaded here: .*nowhere_at_all"),
+        (
+            b"cnowhere_at_all\nthing\n.",
+            UsageError,
+            r"cannot be loaded here: .*nowhere_at_all.*install the packages",
+        ),
+        (
+            b"ctorch_dpflow.dataservice\nPooledDataset\n.",
+            UsageError,
+            r"x\.flow cannot .* save it again with this",
+        ),
         (pickle.dumps(5), OptionTypeError, r"x\.flow holds a int"),
     ):
         _write(path, code)

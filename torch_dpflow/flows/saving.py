@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from torch_dpflow._core.checks import check_type
+from torch_dpflow._version import __version__
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.storage.credentials import kept_out
@@ -114,10 +115,10 @@ def _unpickled(code: bytes, url: str) -> Any:
     try:
         return cloudpickle.loads(code)
     except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"{url} cannot be loaded here: {type(error).__name__}: {error}; install the packages that its stages "
-            "come from, in the versions that it was saved with"
-        ) from error
+        advice = "install the packages that its stages come from, in the versions that it was saved with"
+        if (getattr(error, "name", None) or "").startswith("torch_dpflow."):
+            advice = f"another release than {__version__} saved it: save it again with this one"
+        raise UsageError(f"{url} cannot be loaded here: {type(error).__name__}: {error}; {advice}") from error
     except Exception as error:
         raise DamagedStoreError(f"{url} holds no flow: {type(error).__name__}: {error}") from error
 
