@@ -291,7 +291,7 @@ def test_writers_outlive_whoever_removes_empty_directories(tmp_path: Path) -> No
         remover.join()
 
 
-def test_a_directory_that_is_always_removed_is_told_as_such(
+def test_the_error_names_the_removal_of_a_directory_that_is_removed_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, make = itertools.count(), os.makedirs

@@ -36,7 +36,7 @@ RUN python -c "{check}"
 CMD ["python", "-m", "torch_dpflow.remote.worker"]
 """
 #: What the image has to be able to do: what a worker does before it is sent anything.
-CHECK = "from torch_dpflow.remote import worker as member; member.warm()"
+CHECK = "from torch_dpflow.remote.worker import warm; warm()"
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""The pure machines of the services: leases, routing, supervision, placement, flows and their order."""
+"""Pure state machines of the services: routing, supervision, placement, autoscaling, flows and their order."""

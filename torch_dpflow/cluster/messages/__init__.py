@@ -1,4 +1,4 @@
-"""Every struct and limit that two processes agree on: headers, bodies of calls, arguments and settings of processes.
+"""Bodies of the calls between the processes of a cluster, and their settings. Headers and limits: `ipc.messages`.
 
 No torch, no sockets, no threads: every process of a cluster imports these modules.
 """

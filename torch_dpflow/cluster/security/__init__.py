@@ -1,1 +1,1 @@
-"""How one finds a cluster, and proves who one is."""
+"""Addresses, connection files, keys and certificates of a cluster."""

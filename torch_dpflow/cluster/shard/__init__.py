@@ -1,1 +1,1 @@
-"""The owner of tasks and workers: a thread in the training process, or a service."""
+"""The service that owns the tasks, the cache and the workers of some samples of a flow."""

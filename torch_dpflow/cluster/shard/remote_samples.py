@@ -1,4 +1,4 @@
-"""The worker of a flow on another host: a member loads single samples by it."""
+"""Remote worker of a flow: loads single samples on another host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_dpflow.workers.sched_batch import use_sched_batch
 
 
 class MemberSampleWorker(SampleWorker):
-    """Says hello once: its other connection notices where that is lost, or the shard does not answer."""
+    """Sample worker that greets once: its control connection notices a lost greeting or a silent shard."""
 
     hello_s = None
     idle_s = None
@@ -22,7 +22,7 @@ class MemberSampleWorker(SampleWorker):
 def load_samples(
     packed: bytes, number: int, incarnation: int, connection: Connection, *, is_near: bool, directory: str
 ) -> None:
-    """Load single samples until the shard says that it is enough.
+    """Load single samples until the shard ends the worker.
 
     packed: a `SampleAssignment`. is_near: as of `work`. directory: removed where it ends with its shard.
     """

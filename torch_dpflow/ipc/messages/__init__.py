@@ -1,1 +1,1 @@
-"""The structs that two processes of any kind agree on: headers, fields, limits, launch specs."""
+"""Structs and limits shared by processes of any kind: headers, fields, launch specs. No torch, sockets or threads."""

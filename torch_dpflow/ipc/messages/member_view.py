@@ -1,4 +1,4 @@
-"""What is known of one worker that a platform runs: to print it, no room above has to be imported."""
+"""State of one remote worker, for display. It is here so that printing it imports no package above."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 
 
 class MemberView(Body):
-    """What a shard knows of one of its workers that a platform runs, for people."""
+    """State of a remote worker as its shard reports it."""
 
     name: Name
     #: Its place among the workers of the shard.

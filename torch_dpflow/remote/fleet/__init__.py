@@ -1,1 +1,1 @@
-"""How many workers there are beyond this host, who has called, and what to do about those that have not."""
+"""The fleet of remote workers: their number, their registration, and replacement of missing ones."""

@@ -1,4 +1,4 @@
-"""What a platform runs beyond this host: a member, which calls whoever had it started and works for them.
+"""The program that a platform runs: a remote worker, which connects to the shard that started it and loads for it.
 
 `run` is for platforms that call a function, `python -m torch_dpflow.remote.worker` for those that start a command.
 """
