@@ -18,7 +18,7 @@ from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client import flow_registration
 from torch_dpflow.cluster.client.open_job import SharedJob
-from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest
+from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest, Scale
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.security.cluster_address import find_cluster
@@ -113,6 +113,7 @@ def test_pieces_come_from_several_and_through_the_death_of_the_coordinator(
 
     with cluster.coordinator() as client:
         digest = registered(client, flow, content)
+        client.call("scale", Scale(flow, 1))  # answered once the state is written, unlike a registration
         assert store(client, 0, 4000) == 4000
         assert store(client, 0, 3000) == 4000, "another brings the same, and is told where to go on"
         assert store(client, 5000, 6000) == 4000, "a piece is missing"
