@@ -12,7 +12,8 @@ from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.packing import ShardPacks
 from torch_dpflow.datasets.spec import SampleMeta, data_url
-from torch_dpflow.errors import DatasetError, DPFlowError, SourceError
+from torch_dpflow.datasets.storage.urls import check_url
+from torch_dpflow.errors import DatasetError, DPFlowError, OptionError, SourceError
 
 
 class Describer:
@@ -57,7 +58,8 @@ class Describer:
         assert isinstance(item.path, str)
         try:
             url = data_url(self._dataset_url, self._own_root, item.path)
-        except DatasetError as error:
+            check_url(url)
+        except (DatasetError, OptionError) as error:
             raise SourceError(str(error)) from error
         return self._sample(item, url, offset=item.offset, length=item.length, checksum=item.checksum)
 

@@ -21,7 +21,7 @@ from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.per_process import PerProcess
-from torch_dpflow.datasets.storage.urls import file_system_of, join_url, split_chain, split_login
+from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, StorageError
 
 #: Options with which a put fails if the object exists, by protocol.
@@ -70,6 +70,7 @@ class Files:
         read_options: ReadOptions | None = None,
     ) -> None:
         address, login = split_login(str(url))
+        check_url(address)
         check_path("url", address)
         #: fsspec's options: those given, and the user and password of the URL
         self.options = {**(options or {}), **login}

@@ -194,6 +194,54 @@ def test_two_users_of_one_web_server_and_errors_without_passwords() -> None:
         assert "hidden" not in _everything_told(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h/a\tb.jpg",
+        "http://h/a\nb.jpg",
+        "http://h/a.jpg\n",
+        "https://h/a\r\nb.jpg",
+        "http://h/a\0b",
+        "http://h/a\x7fb",
+        "http://h/a\x85b",
+        "http://h/a?x=\t",
+        "http://h\t/a",
+        "http://h h/a",
+        "http://h\u3000/a",
+        "http:// h/a",
+        "s3://bu cket/a",
+        "s3://bucket\t/a",
+        "oss://bucket\n/a",
+        "ftp://h/a\r\nb",
+        "hdfs://h/a\tb",
+        "sftp://h h/a",
+        "zip://a b::http://h/a\tb.zip",
+    ],
+)
+def test_a_control_character_in_a_url_is_refused_before_anything_is_read(url: str, tmp_path: Path) -> None:
+    for use in (ByteRange, Files):
+        with pytest.raises(OptionError, match=r"has (a|whitespace or a) control"):
+            use(url)
+    draft = Draft(DatasetStore.create(str(tmp_path)), "core/x", "v1")
+    with pytest.raises(SourceError, match=r"has (a|whitespace or a) control"):
+        draft.add("train", IterableImporter([Item(path=url, length=1)]))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "/a\tb",
+        "file:///a\nb",
+        "s3://bucket/a\tb c",
+        "oss://bucket/a\nb",
+        "zip://a b\tc::/x.zip",
+        "http://h/a b",
+    ],
+)
+def test_names_that_nothing_parses_may_have_tabs(url: str) -> None:
+    assert ByteRange(url).url == url
+
+
 @pytest.mark.parametrize("url", ["ftp://", "ftp:///x", "tar://x", "zip://x"])
 def test_an_address_without_what_it_needs_is_refused(url: str) -> None:
     with pytest.raises((OptionError, StorageError, ImportError)):

@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch_dpflow.datasets.storage.urls import without_login
-from torch_dpflow.errors import OptionError
+from torch_dpflow.datasets.storage.urls import check_url, without_login
+from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """The bytes `start` to `stop` of the object at `url`, `stop` excluded; None: to the end.
 
-    Raises OptionError for a negative start or a stop before it.
+    Raises OptionError for a negative start, a stop before it, or a URL that does not name one object.
     """
 
     url: str
     start: int = 0
     stop: int | None = None
+    #: Bytes of the whole object, where they are known: an object of another size is an error.
+    size: int | None = None
 
     def __post_init__(self) -> None:
+        check_url(self.url)
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
             raise OptionError(
                 f"{without_login(self.url)}: bytes {self.start} to {self.stop} are no range; "
@@ -35,6 +38,21 @@ class ByteRange:
     def length(self) -> int | None:
         """Its bytes; None if only the storage knows."""
         return None if self.stop is None else self.stop - self.start
+
+    def check_size(self, found: int | None) -> None:
+        """Compare the bytes of the whole object, as the storage gives them, with `size`; None: not known.
+
+        Raises:
+            TruncatedObjectError: it has fewer.
+            ChecksumError: it has more.
+        """
+        if self.size is None or found is None or found == self.size:
+            return
+        kind = TruncatedObjectError if found < self.size else ChecksumError
+        raise kind(
+            f"{self}: the object has {found} bytes, its dataset says {self.size}; it was replaced or cut short: "
+            "restore it, or publish a new version"
+        )
 
     def __str__(self) -> str:
         url = without_login(self.url)

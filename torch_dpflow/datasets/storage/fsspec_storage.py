@@ -43,6 +43,8 @@ class FsspecStorage:
             raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
         if len(data) > self._longest:
             raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
+        if span.is_whole:
+            span.check_size(len(data))
         if span.length is None or len(data) == span.length:
             return data
         if self._scheme == "oss":  # ossfs includes the byte at `end`

@@ -49,6 +49,8 @@ class LocalStorage:
             if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 raise _not_regular(span)
             stop = found.st_size
+            if span.size is not None and stat.S_ISREG(found.st_mode):
+                span.check_size(stop)
         else:
             stop = span.stop  # reading a range of a file that is not regular fails, or ends
         if stop - span.start > self._longest:

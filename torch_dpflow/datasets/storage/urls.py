@@ -22,6 +22,10 @@ _NO_LOGINS = frozenset(
 )
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]+)://(?P<login>[^/?#]*)@")
 _CHAIN = re.compile(r"::(?=[a-z][a-z0-9+.-]*://|/)")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+#: Schemes whose paths nothing parses.
+_LITERAL = frozenset({"file", "local", "memory", "s3", "s3a", "oss", "zip", "tar", "libarchive", "dir"})
+_WITH_HOSTS = frozenset({*_LOGINS, "s3", "s3a", "oss"})
 _CACHE = re.compile(r"[a-z0-9]+::")
 
 
@@ -32,6 +36,28 @@ class ChainedUrl(NamedTuple):
     inner: str
     #: the outer object, with the colons: `::s3://bucket/data.zip`; "" if there is none
     outer: str
+
+
+def check_url(url: str) -> None:
+    """Raise OptionError for a control character in a URL that is parsed, or for whitespace in a host or bucket.
+
+    Parsers drop tabs and line breaks, or end there, and would read another object. Keys of S3 and OSS, members of
+    archives and paths are taken as they are, and may have them.
+    """
+    if url.isprintable() and " " not in url:
+        return
+    inner, outer = split_chain(url)
+    if outer:
+        check_url(outer.removeprefix("::"))
+    scheme, separator, rest = inner.partition("://")
+    host = rest.partition("/")[0] if scheme in _WITH_HOSTS else ""
+    if separator and scheme not in _LITERAL and _CONTROL.search(inner):
+        what = "a control character, such as a tab or a line break; remove it, or escape it (%09, %0A)"
+    elif _CONTROL.search(host) or any(letter.isspace() for letter in host):
+        what = "whitespace or a control character in its host or bucket; remove it"
+    else:
+        return
+    raise OptionError(f"{without_login(url)!r} has {what}")
 
 
 def split_chain(url: str) -> ChainedUrl:
