@@ -81,5 +81,5 @@ class Objects:
 
 def _span(url: str, sample: SampleMeta) -> ByteRange:
     if sample.offset is None or sample.length is None:
-        return ByteRange(url)
+        return ByteRange(url, size=sample.length)
     return ByteRange(url, sample.offset, sample.offset + sample.length)

@@ -275,7 +275,7 @@ def _sample_of(shard: LoadedShard, offset: int) -> SampleMeta | DPFlowError:
 
 def _span(url: str, meta: SampleMeta) -> ByteRange:
     if meta.offset is None:
-        return ByteRange(url)
+        return ByteRange(url, size=meta.length)
     assert meta.length is not None
     return ByteRange(url, meta.offset, meta.offset + meta.length)
 

@@ -30,7 +30,8 @@ def server(oss: OSSServer) -> OSSServer:
 
 @pytest.fixture
 def reader(server: OSSServer) -> Iterator[ObjectReader]:
-    with ObjectReader(server.storage_options(), options=ReadOptions(concurrency=8)) as reader:
+    options = ReadOptions(concurrency=8, backoff_s=0.01)
+    with ObjectReader(server.storage_options(), options=options) as reader:
         yield reader
 
 

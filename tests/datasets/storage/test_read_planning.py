@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.datasets.storage import ByteRange, ReadOptions
+from torch_dpflow.datasets.storage import ByteRange, ReadOptions, retrying
 from torch_dpflow.datasets.storage.merging import plan_reads
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
-from torch_dpflow.errors import ObjectMissingError, StorageTimeoutError, StorageUnavailableError
+from torch_dpflow.errors import (
+    ChecksumError,
+    ObjectMissingError,
+    StorageError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+    TruncatedObjectError,
+)
 
 CONTENT = bytes(range(200))
 SPANS = st.builds(
@@ -104,6 +113,39 @@ def test_gives_up_when_the_deadline_leaves_no_time() -> None:
     storage = Failing(*[StorageUnavailableError("x: reset")] * 9)
     with pytest.raises(StorageUnavailableError, match=r"attempt 3 of 100"):
         storage.read(attempts=100, deadline_s=2.5, backoff_s=0.0)
+
+
+def test_attempts_fill_the_deadline() -> None:
+    storage = Failing(*[StorageUnavailableError("x: reset")] * 1000)
+    with pytest.raises(StorageUnavailableError, match=r"x: reset \(attempt \d+, 1\d\d\.\d s\)"):
+        storage.read(deadline_s=120.0)
+    assert storage.time > 100.0 + 119.0
+    assert max(storage.slept) <= 10.0
+
+
+def test_five_seconds_without_a_server_are_waited_for_and_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retrying, "_reported_at", -math.inf)
+    storage = Failing(*[StorageUnavailableError("x: refused")] * 8)
+    with caplog.at_level(logging.WARNING, logger="torch_dpflow"):
+        assert storage.read() == b"done"
+    (record,) = caplog.records
+    assert "x: refused (attempt " in record.getMessage()
+    assert "(ReadOptions.deadline_s)" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", [TruncatedObjectError, ChecksumError])
+def test_another_length_is_tried_again_some_times(kind: type[StorageError]) -> None:
+    storage = Failing(kind("x: short"), kind("x: short"))
+    assert storage.read() == b"done"
+    storage = Failing(*[kind("x: short")] * 9)
+    with pytest.raises(kind, match=r"x: short \(attempt 5 of 5"):
+        storage.read()
+    local = Failing(kind("x: short"))
+    local.is_remote = False
+    with pytest.raises(kind, match=r"^x: short$"):
+        local.read()
 
 
 def test_does_not_try_again_what_cannot_pass() -> None:

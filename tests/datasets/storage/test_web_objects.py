@@ -15,9 +15,16 @@ from urllib.parse import quote
 import pytest
 
 from tests.datasets.storage.web_server import Answer, WebServer, reply, serve_ranges
+from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.importers import Item
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, Storage, open_storage
+from torch_dpflow.datasets.storage.connections import Origin
+from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,
+    ChecksumError,
     ObjectMissingError,
     OptionError,
     StorageError,
@@ -196,6 +203,34 @@ def test_a_connection_that_always_drops_is_an_error(
     assert len(web.requests) == 3
 
 
+def test_a_server_that_is_away_for_longer_is_waited_for(web: WebServer) -> None:
+    web.answer = _then_right(*[_disconnect, lambda handler: reply(handler, 503)] * 8)
+    with ObjectReader(options=ReadOptions(backoff_s=0.001, longest_backoff_s=0.01)) as reader:
+        assert reader.read(f"{web.url}/x") == DATA
+    assert len(web.requests) == 17
+
+
+@pytest.mark.parametrize("status", [425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529])
+def test_statuses_that_pass_are_tried_again(web: WebServer, status: int) -> None:
+    web.answer = _then_right(lambda handler: reply(handler, status))
+    with ObjectReader(options=ReadOptions(backoff_s=0.0)) as reader:
+        assert reader.read(f"{web.url}/x") == DATA
+
+
+def test_an_object_that_a_proxy_passes_on_is_read(web: WebServer, reader: ObjectReader) -> None:
+    web.answer = lambda handler: reply(handler, 203, DATA)
+    assert reader.read(f"{web.url}/x") == DATA
+    assert reader.read(f"{web.url}/x", 5, 9) == DATA[5:9]
+
+
+@pytest.mark.parametrize("encoding", ["", "Identity", "aws-chunked", "aws-chunked, identity", ","])
+def test_an_encoding_that_changes_nothing_is_read(
+    web: WebServer, reader: ObjectReader, encoding: str
+) -> None:
+    web.answer = lambda handler: reply(handler, 200, DATA, content_encoding=encoding)
+    assert reader.read(f"{web.url}/x") == DATA
+
+
 def test_a_chunked_body_is_read(web: WebServer, reader: ObjectReader) -> None:
     web.answer = _chunked
     assert reader.read(f"{web.url}/x") == DATA
@@ -217,12 +252,159 @@ def _zipped(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello")
 
 
+#: Responses whose body ends where only a guess can say, or before it should. The connection ends behind each.
+_AMBIGUOUS = {
+    "chunked twice": b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "chunked, chunked": b"Transfer-Encoding: chunked, chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "compressed": b"Transfer-Encoding: gzip, chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "unknown coding": b"Transfer-Encoding: xchunked\r\n\r\nhello",
+    "empty coding": b"Transfer-Encoding:\r\nContent-Length: 5\r\n\r\nhello",
+    "chunked and a length": b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "two lengths": b"Content-Length: 5\r\nContent-Length: 3\r\n\r\nhello",
+    "two lengths in one": b"Content-Length: 5, 3\r\n\r\nhello",
+    "a length twice, cut": b"Content-Length: 50\r\nContent-Length: 50\r\n\r\n01234567890123456789",
+    "a signed length": b"Content-Length: +5\r\n\r\nhello",
+    "a negative length": b"Content-Length: -5\r\n\r\nhello",
+    "a hexadecimal length": b"Content-Length: 0x5\r\n\r\nhello",
+    "a length with underscore": b"Content-Length: 0_5\r\n\r\nhello",
+    "a length with a unit": b"Content-Length: 5 bytes\r\n\r\nhello",
+    "an empty length": b"Content-Length:\r\n\r\nhello",
+    "a folded length": b"Content-Length: 5\r\n 0\r\n\r\nhello",
+    "a length with a no-break space": b"Content-Length: 5\xa0\r\n\r\nhello",
+    "a space before the colon": b"Content-Length : 5\r\n\r\nhello world",
+    "a field without a colon": b"Content-Length 5\r\n\r\nhello world",
+    "a field without a name": b": 5\r\nContent-Length: 5\r\n\r\nhello",
+    "a fold of nothing": b" Content-Length: 5\r\n\r\nhello world",
+    "a carriage return": b"X: y\rContent-Length: 3\r\nContent-Length: 5\r\n\r\nhello",
+    "a null byte": b"X: \0\r\nContent-Length: 5\r\n\r\nhello",
+    "a longer chunk": b"Transfer-Encoding: chunked\r\n\r\n3\r\nhello\r\n0\r\n\r\n",
+    "a chunk longer by a chunk": b"Transfer-Encoding: chunked\r\n\r\n1\r\nh\n3\r\nell\r\n1\r\no\r\n0\r\n\r\n",
+    "a shorter chunk": b"Transfer-Encoding: chunked\r\n\r\n7\r\nhello\r\n0\r\n\r\n",
+    "a chunk of 5g": b"Transfer-Encoding: chunked\r\n\r\n5g\r\nhello\r\n0\r\n\r\n",
+    "a chunk of 0x5": b"Transfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
+    "a chunk of +5": b"Transfer-Encoding: chunked\r\n\r\n+5\r\nhello\r\n0\r\n\r\n",
+    "a chunk without carriage return": b"Transfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n",
+    "no last chunk": b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+    "no end of the trailers": b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n",
+}
+
+
+def _raw(response: bytes) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        handler.wfile.write(response)
+
+    return answer
+
+
+def _then_right(*faults: Answer) -> Answer:
+    """What a server does that answers wrong at first."""
+    left = [*faults]
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        (left.pop(0) if left else serve_ranges(DATA))(handler)
+
+    return answer
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "oss"])
+def test_a_body_whose_end_is_ambiguous_is_tried_again(web: WebServer, scheme: str) -> None:
+    options = {} if scheme == "http" else {"endpoint": web.url, "anon": True}
+    with ObjectReader(options, options=ReadOptions(backoff_s=0.0)) as reader:
+        for name, fields in _AMBIGUOUS.items():
+            web.answer = _then_right(*[_raw(b"HTTP/1.1 200 OK\r\n" + fields)] * 2)
+            before = len(web.requests)
+            url = f"{web.url}/x" if scheme == "http" else f"{scheme}://data/x"
+            assert reader.read(url) == DATA, name
+            assert len(web.requests) == before + 3, name
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/2 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 +20 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"ICY 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+    ],
+)
+def test_a_head_that_is_not_of_http_1_is_tried_again(web: WebServer, response: bytes) -> None:
+    web.answer = _then_right(_raw(response))
+    with ObjectReader(options=ReadOptions(backoff_s=0.0)) as reader:
+        assert reader.read(f"{web.url}/x") == DATA
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
+        b"Content-Length: 5, 5\r\n\r\nhello",
+        b"Transfer-Encoding: , Chunked\r\n\r\n5 ; a=b\r\nhello\r\n0\r\nX: y\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n0000005  \r\nhello\r\n00\r\n\r\n",
+    ],
+)
+def test_unusual_framing_that_is_allowed_is_read(web: WebServer, reader: ObjectReader, fields: bytes) -> None:
+    web.answer = lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + fields) and None
+    assert [reader.read(f"{web.url}/x") for _ in range(2)] == [b"hello"] * 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Content-Length: %d\r\n\r\n%b",
+        b"X: %d\r\n\r\n%b",
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize(("wrong", "kind"), [(DATA[:-1], TruncatedObjectError), (DATA + b"x", ChecksumError)])
+def test_an_object_of_another_length_than_its_dataset_says_is_tried_again(
+    web: WebServer, tmp_path: Path, fields: bytes, wrong: bytes, kind: type[StorageError]
+) -> None:
+    store = DatasetStore.create(str(tmp_path))
+    draft = Draft(store, "core/x", "v1")
+    draft.add("train", IterableImporter([Item(path="x", length=len(DATA))], root=web.url))
+    draft.publish()
+    fault = _raw(b"HTTP/1.1 200 OK\r\n" + fields % (len(wrong), wrong))
+    reader = DatasetReader(store.open("core/x"), read_options=ReadOptions(backoff_s=0.0))
+    web.answer = _then_right(fault, fault)
+    assert reader[0][0] == DATA
+    assert len(web.requests) == 3
+    web.answer = fault
+    with pytest.raises(kind, match=rf"/x: the object has {len(wrong)} bytes, its dataset says {len(DATA)}"):
+        reader[0]
+    assert len(web.requests) == 3 + 5  # it may have been replaced: not until the deadline
+    reader.close()
+
+
+def test_a_web_page_in_the_place_of_an_image_is_refused(web: WebServer) -> None:
+    page = b"<!doctype html>"
+    faults = [
+        lambda handler: reply(handler, 200, page, content_type="text/html; charset=utf-8"),
+        lambda handler: reply(handler, 200, page, content_type="Application/XHTML+xml"),
+    ]
+    with ObjectReader(options=ReadOptions(backoff_s=0.0)) as reader:
+        for name in ("a.jpg", "a.PNG?size=1", "a.flac", "a.mp4"):
+            web.answer = _then_right(*faults)
+            assert reader.read(f"{web.url}/{name}") == DATA
+        web.answer = faults[0]
+        for name in ("a.html", "a", "a.txt", "image?name=a.jpg"):
+            assert reader.read(f"{web.url}/{name}") == page
+    with (
+        ObjectReader(options=ReadOptions(attempts=1)) as reader,
+        pytest.raises(StorageUnavailableError, match=r"a web page \(text/html\) .* promises image/jpeg"),
+    ):
+        reader.read(f"{web.url}/a.jpg", 0, 5)
+    with ObjectReader({"endpoint": web.url, "anon": True}) as reader:  # S3's type is what an upload has said
+        assert reader.read("s3://data/a.jpg") == page
+
+
 @pytest.mark.parametrize("part", [(), (0, 3)])
 def test_an_encoding_that_was_not_asked_for_is_refused(
     web: WebServer, reader: ObjectReader, part: tuple[int, ...]
 ) -> None:
     web.answer = _zipped
-    with pytest.raises(StorageError, match="in the encoding 'gzip', though asked for none"):
+    with pytest.raises(StorageError, match="in the encoding 'gzip', though none was requested"):
         reader.read(f"{web.url}/x", *part)
 
 
@@ -285,6 +467,42 @@ def test_redirects_are_followed_and_given_headers_stay_at_home(web: WebServer, r
     assert (web.requests[0]["path"], web.requests[0]["range"]) == ("/far?x=1", "bytes=5-8")
     assert not {"x-api-key", "authorization"} & web.requests[0].keys()
     assert other.requests[-1]["path"] == "/deep/near"
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        (b"/far#part", "/far"),
+        (b"/far?x=1#part", "/far?x=1"),
+        (b"#part", "/near"),
+        ("/ä b".encode(), "/%C3%A4%20b"),
+        (b"/caf\xe9", "/caf%E9"),
+        (b"/100%", "/100%25"),
+        (b"/100%/%41%zz?a=%", "/100%25/%41%25zz?a=%25"),
+        (b"/a%23b", "/a%23b"),
+    ],
+)
+def test_redirects_may_be_unusual(web: WebServer, reader: ObjectReader, location: bytes, path: str) -> None:
+    redirect = b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: %b\r\n\r\n" % location
+    web.answer = _then_right(lambda handler: handler.wfile.write(redirect) and None)
+    assert reader.read(f"{web.url}/near", 5, 9) == DATA[5:9]
+    assert web.requests[-1]["path"] == path
+
+
+def test_a_host_with_umlauts_is_looked_up_by_its_ascii_name() -> None:
+    origin = WebService({}).origin("http://bücher.example:81/x")
+    assert origin == Origin(False, "xn--bcher-kva.example", 81)
+
+
+@pytest.mark.parametrize("url", ["http://h:x/a", "http://h:99999/a", f"http://{'ü' * 80}/a"])
+def test_a_host_or_port_that_cannot_be_is_refused(url: str) -> None:
+    with pytest.raises(OptionError, match="correct the host or the port"):
+        WebService({}).origin(url)
+
+
+def test_a_percent_sign_alone_is_escaped(web: WebServer, reader: ObjectReader) -> None:
+    assert reader.read(f"{web.url}/100%/%41 %4?a=50%&b=%2F", 5, 9) == DATA[5:9]
+    assert web.requests[-1]["path"] == "/100%25/%41%20%254?a=50%25&b=%2F"
 
 
 @pytest.mark.parametrize("location", ["/x", "ftp://127.0.0.1/x", "http://", "file:///etc/passwd"])

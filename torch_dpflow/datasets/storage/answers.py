@@ -19,14 +19,19 @@ def read_object(response: Response, span: ByteRange, longest: int) -> bytes:
     """The bytes of `span` from a response with status 200 or 206.
 
     Raises:
-        TruncatedObjectError: the object is shorter than the range.
-        StorageError: the response has another range, or is longer than `longest`.
+        TruncatedObjectError: the object is shorter than the range, or than its known size.
+        ChecksumError: it is longer than its known size.
+        StorageError: the response is longer than `longest`.
+        StorageUnavailableError: the response has another range.
         StorageUnavailableError, http.client.IncompleteRead: the connection ended before the body did.
     """
     if response.status == 206:
         return _read_range(response, span, longest)
+    span.check_size(response.left)
     if span.is_whole:
-        return _read_body(response, span, longest)
+        data = _read_body(response, span, longest)
+        span.check_size(len(data))
+        return data
     return _cut_out(response, span, longest)
 
 
@@ -37,10 +42,12 @@ def _read_range(response: Response, span: ByteRange, longest: int) -> bytes:
     is_rest = match is not None and match[3] in ("*", str(stop))
     is_asked = stop <= span.stop if span.stop is not None else is_rest
     if start != span.start or stop <= start or not is_asked:
-        raise StorageError(f"{span}: the server answered with another range: {header[:100]!r}")
+        raise StorageUnavailableError(f"{span}: the server answered with another range: {header[:100]!r}")
+    if match is not None and match[3] != "*":
+        span.check_size(int(match[3]))
     data = _read_body(response, span, longest)
     if len(data) != stop - start:
-        raise StorageError(
+        raise StorageUnavailableError(
             f"{span}: the server answered with another range: {len(data)} bytes as {header[:100]!r}"
         )
     if span.stop is not None and stop < span.stop:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import http.client
+import math
 import ssl
 
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.datasets.storage.credentials import about_left_out
+from torch_dpflow.datasets.storage.responses import MalformedResponseError
 from torch_dpflow.errors import (
     AccessDeniedError,
+    ChecksumError,
     ObjectMissingError,
     StorageError,
     StorageTimeoutError,
@@ -28,9 +31,13 @@ _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     408: (StorageTimeoutError, "the storage waited too long for the request"),
     416: (TruncatedObjectError, "the object ends before the range begins"),
     **dict.fromkeys(
-        (429, 500, 502, 503, 504), (StorageUnavailableError, "the storage is overloaded or broken")
+        # 425: too early; 520 to 524: Cloudflare, about the server behind it; 529: overloaded, of several vendors.
+        (425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529),
+        (StorageUnavailableError, "the storage is overloaded or broken"),
     ),
 }
+#: Attempts of a read whose object has another length than expected.
+_MAX_WRONG_LENGTH = 5
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
 
 
@@ -58,6 +65,10 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
         return StorageTimeoutError(f"{text}; the storage did not answer in time")
     if isinstance(error, http.client.IncompleteRead):
         return StorageUnavailableError(f"{text}; the connection ended before the object did")
+    if isinstance(error, MalformedResponseError):
+        return StorageUnavailableError(
+            f"{text}; the response breaks HTTP: a server or a proxy on the way is at fault"
+        )
     if isinstance(error, ConnectionError | OSError | http.client.HTTPException):
         return StorageUnavailableError(f"{text}; the connection failed")
     return StorageError(f"{text}{about_left_out()}")
@@ -72,8 +83,18 @@ def error_of_status(status: int, text: str) -> StorageError | None:
 
 
 def is_transient(error: StorageError) -> bool:
-    """Whether a retry may help: it does for failures of networks and overloaded servers, not for those of objects."""
+    """Whether networks or servers failed, which recover, and not an object."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
+
+
+def max_attempts(error: StorageError) -> float:
+    """Return how often to try a read that failed with `error`: infinity if it is transient, 1 for most others.
+
+    An object of another length may be a cut response, or that of one server of many, so it is tried some times.
+    """
+    if is_transient(error):
+        return math.inf
+    return _MAX_WRONG_LENGTH if isinstance(error, TruncatedObjectError | ChecksumError) else 1
 
 
 def _http_status(error: BaseException | None) -> int:

@@ -8,7 +8,9 @@ fork. With other options, and with proxies, fsspec reads.
 from __future__ import annotations
 
 import http.client
+import mimetypes
 import time
+from urllib.parse import urlsplit
 
 from torch_dpflow.datasets.storage.answers import read_object
 from torch_dpflow.datasets.storage.base import ByteRange
@@ -17,10 +19,15 @@ from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest, S
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.responses import Response
-from torch_dpflow.errors import DPFlowError, StorageError
+from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError
 
 #: Bytes of an error response that are read.
 _LONGEST_ERROR = 16 * 1024
+#: Statuses whose body is the object: 203 is one that a proxy has passed on.
+_WITH_OBJECT = frozenset({200, 203, 206})
+#: Values of Content-Encoding that leave the bytes as they are: "aws-chunked" is what an upload to S3 leaves behind.
+_NO_ENCODINGS = frozenset({"", "identity", "aws-chunked"})
+_PAGES = frozenset({"text/html", "application/xhtml+xml"})
 #: Most requests of one read: redirects, another region, other keys.
 _MOST_REQUESTS = 6
 
@@ -87,18 +94,13 @@ class HttpStorage:
         response: Response,
     ) -> bytes | ErrorResponse:
         is_done = False
-        encoding = response.fields.get("content-encoding", "identity")
         try:
-            if encoding != "identity" and response.status in (200, 206) and not self._service.notes_encoding:
-                raise StorageError(
-                    f"{span}: the server sent it in the encoding {encoding[:100]!r}, though asked for none; "
-                    "have it send the bytes as they are"
-                )
-            answer = (
-                read_object(response, span, self._options.longest)
-                if response.status in (200, 206)
-                else _refusal(response)
-            )
+            if response.status in _WITH_OBJECT:
+                if not self._service.notes_encoding:
+                    _check_headers(response, span)
+                answer: bytes | ErrorResponse = read_object(response, span, self._options.longest)
+            else:
+                answer = _refusal(response)
             is_done = response.leaves_connection
         finally:
             if is_done:
@@ -112,6 +114,29 @@ class HttpStorage:
 
     def close(self) -> None:
         self._connections.close()
+
+
+def _check_headers(response: Response, span: ByteRange) -> None:
+    """Check that a body is the object's bytes, as far as its headers tell.
+
+    Raises:
+        StorageError: it is compressed.
+        StorageUnavailableError: it is a web page in the place of an image, a sound or a video.
+    """
+    encoding = response.fields.get("content-encoding")
+    if encoding is not None and {part.strip().lower() for part in encoding.split(",")} - _NO_ENCODINGS:
+        raise StorageError(
+            f"{span}: the server sent it in the encoding {encoding[:100]!r}, though none was requested; "
+            "have it send the bytes as they are"
+        )
+    media_type = response.fields.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type in _PAGES:
+        expected = mimetypes.guess_type(urlsplit(span.url).path)[0] or ""
+        if expected.startswith(("image/", "audio/", "video/")):
+            raise StorageUnavailableError(
+                f"{span}: the server sent a web page ({media_type}) where the name promises {expected}: often a login "
+                "or an error page with status 200; open the URL in a browser, or correct the server's Content-Type"
+            )
 
 
 def _refusal(response: Response) -> ErrorResponse:

@@ -18,8 +18,9 @@ class ReadOptions:
     #: Seconds that one read may take, with all attempts and pauses; and that a batch of reads may continue without
     #: any of them succeeding.
     deadline_s: float = 120.0
-    #: Most attempts of a read whose failures are transient: resets, timeouts, overload, truncation.
-    attempts: int = 5
+    #: Most attempts of a read whose failures are transient: resets, timeouts, overload, truncation. None: as many as
+    #: `deadline_s` has time for.
+    attempts: int | None = None
     #: Seconds of the longest pause before the second attempt; doubles with each further one.
     backoff_s: float = 0.2
     #: Seconds of the longest pause.
@@ -35,4 +36,5 @@ class ReadOptions:
         check_fields(self, check_seconds, "timeout_s", "deadline_s", maximum=math.inf)
         check_fields(self, check_seconds, "backoff_s", "longest_backoff_s", zero=True, maximum=math.inf)
         check_fields(self, check_int, "merge_gap", minimum=0)
-        check_fields(self, check_int, "attempts", "concurrency", "longest", minimum=1)
+        check_fields(self, check_int, "concurrency", "longest", minimum=1)
+        check_fields(self, check_int, "attempts", minimum=1, optional=True)

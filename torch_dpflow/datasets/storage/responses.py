@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import re
 
 from torch_dpflow.datasets.storage.timed_socket import TimedSocket
 
-_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
+_STATUS_LINE = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9][0-9])(?: (.*))?")
+_FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+#: A chunk's size, perhaps with spaces, and extensions, which are ignored.
+_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n")
+#: Lines of the trailer section of a chunked body, at most.
+_MAX_TRAILERS = 100
+
+
+class MalformedResponseError(http.client.HTTPException):
+    """A response that RFC 9112 does not allow, or whose framing is ambiguous: where its body ends is a guess."""
 
 
 class Response:
-    """A response whose head has been read.
+    """A response whose head has been read, strictly by RFC 9112.
 
     `http.client` parses heads as e-mails, which takes most of a GET's processor time; here some splits do.
 
     Raises:
         http.client.HTTPException: the server does not speak HTTP/1, or the connection ended in the head.
+        MalformedResponseError: see there.
     """
 
     def __init__(self, source: TimedSocket) -> None:
@@ -24,8 +36,10 @@ class Response:
         self.status = 100
         while 100 <= self.status < 200:
             self._parse(source.read_head().decode("latin-1"))
-        self._is_chunked = self.fields.get("transfer-encoding", "").lower() == "chunked"
+            if self.status == 101:
+                raise MalformedResponseError("the server changes to another protocol (101), unrequested")
         self._chunk_left = 0
+        self._is_chunked = self._has_chunks()
         #: Bytes of the body that have not been read; None if the head has no length.
         self.left = 0 if self.status in (204, 304) else self._length()
         #: Whether the whole body has been read.
@@ -33,32 +47,59 @@ class Response:
         self._is_last = self._is_last_of_connection()
 
     def _parse(self, head: str) -> None:
-        status_line, *lines = head.split("\n")
-        version, _, status = status_line.strip().partition(" ")
-        code, _, reason = status.partition(" ")
-        if not version.startswith("HTTP/1.") or len(code) != 3 or not code.isdecimal():
+        head = head.replace("\r\n", "\n")
+        if "\r" in head or "\0" in head:
+            raise MalformedResponseError("the head has a carriage return or a null byte within a line")
+        status_line, *lines = head.removesuffix("\n\n").split("\n")
+        match = _STATUS_LINE.fullmatch(status_line)
+        if match is None:
             raise http.client.BadStatusLine(status_line[:100])
-        self._version, self.status, self.reason = version, int(code), reason.strip()
+        self._is_old, self.status, self.reason = match[1] == "0", int(match[2]), (match[3] or "").strip()
         #: by lower-case name
         self.fields: dict[str, str] = {}
         last = ""
         for line in lines:
-            if line[:1] in (" ", "\t"):  # continues the line before
-                self.fields[last] = f"{self.fields.get(last, '')} {line.strip()}".strip()
+            if line[:1] in (" ", "\t") and last:  # continues the line before
+                self.fields[last] = f"{self.fields[last]} {line.strip()}".strip()
                 continue
-            name, _, value = line.partition(":")
-            last, value = name.strip().lower(), value.strip()
+            name, colon, value = line.partition(":")
+            last, value = _field_name(name), value.strip(" \t")
+            if not colon or not last:
+                raise MalformedResponseError(f"the head has a line that is no field: {line[:100]!r}")
             self.fields[last] = f"{self.fields[last]}, {value}" if last in self.fields else value
 
+    def _has_chunks(self) -> bool:
+        codings = self.fields.get("transfer-encoding")
+        if codings is None:
+            return False
+        # With a length beside it, RFC 9112 (6.1) suspects an attack. Version 1.0 has no chunks (6.1), and two codings
+        # "chunked" may not be (7.1), nor one that was not requested.
+        if self._is_old or "content-length" in self.fields or _elements(codings) != ["chunked"]:
+            length = self.fields.get("content-length", "none")
+            raise MalformedResponseError(
+                f"Transfer-Encoding {codings[:100]!r} with Content-Length {length[:100]!r} in "
+                f"HTTP/1.{'0' if self._is_old else '1'} does not say where the body ends"
+            )
+        return True
+
     def _length(self) -> int | None:
-        text = self.fields.get("content-length", "")
-        return int(text) if text.isdecimal() and text.isascii() and not self._is_chunked else None
+        text = self.fields.get("content-length")
+        if text is None:
+            return None
+        if not _LENGTH.fullmatch(text):
+            values = {value.strip(" \t") for value in text.split(",")}  # the same one twice is allowed (6.3)
+            text = values.pop()
+            if values or not _LENGTH.fullmatch(text):
+                raise MalformedResponseError(
+                    f"Content-Length {self.fields['content-length'][:100]!r} is no single number"
+                )
+        return int(text)
 
     def _is_last_of_connection(self) -> bool:
         if self.left is None and not self._is_chunked:
             return True
         connection = self.fields.get("connection", "").lower()
-        return "close" in connection or (self._version == "HTTP/1.0" and "keep-alive" not in connection)
+        return "close" in connection or (self._is_old and "keep-alive" not in connection)
 
     @property
     def leaves_connection(self) -> bool:
@@ -92,22 +133,37 @@ class Response:
             parts.append(part)
             count -= len(part)
             self._chunk_left -= len(part)
-            if not self._chunk_left:
-                self._source.read_line()
+            if not self._chunk_left and self._exactly(2) != b"\r\n":
+                raise MalformedResponseError("a chunk of the answer is longer than its size")
         return b"".join(parts)
 
     def _begin_chunk(self) -> None:
-        size = _CHUNK_SIZE.match(self._source.read_line())
+        size = _CHUNK_SIZE.fullmatch(self._source.read_line())
         if size is None:
-            raise http.client.HTTPException("a chunk of the answer does not say how long it is")
-        self._chunk_left = int(size[0], 16)
+            raise MalformedResponseError("a chunk of the answer does not say how long it is")
+        self._chunk_left = int(size[1], 16)
         if not self._chunk_left:
-            while self._source.read_line().strip():
-                pass  # trailing headers
+            self._skip_trailers()
             self.is_read = True
+
+    def _skip_trailers(self) -> None:
+        for _ in range(_MAX_TRAILERS):
+            if self._source.read_line() in (b"\r\n", b"\n"):
+                return
+        raise MalformedResponseError(f"more than {_MAX_TRAILERS} fields follow the last chunk of the answer")
 
     def _exactly(self, count: int) -> bytes:
         data = self._source.read(count)
         if len(data) < count:
             raise http.client.IncompleteRead(data, count - len(data))
         return data
+
+
+@functools.lru_cache(maxsize=512)
+def _field_name(text: str) -> str:
+    """The name of a field in lower case; "" if it is none. Cached: responses of one server have the same names."""
+    return text.lower() if _FIELD_NAME.fullmatch(text) else ""
+
+
+def _elements(text: str) -> list[str]:
+    return [element for part in text.split(",") if (element := part.strip(" \t").lower())]

@@ -1,4 +1,4 @@
-"""Retries transient failures with exponential back-off and full jitter, within one deadline."""
+"""Retries transient failures with exponential back-off and full jitter, until one deadline."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from collections.abc import Callable
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
-from torch_dpflow.datasets.storage.failures import is_transient
+from torch_dpflow.datasets.storage.failures import max_attempts
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.errors import StorageError
+from torch_dpflow.log import DATASETS
+
+#: Seconds before the deadline in which no further attempt is worth it.
+_MIN_LEFT_S = 0.01
+#: Seconds of failures after which a read is reported.
+_REPORT_AFTER_S = 5.0
+#: Seconds between two reports of a process: when a server is away, all reads fail.
+_REPORT_AGAIN_S = 30.0
 
 
 def fetch_with_retries(
@@ -22,7 +30,9 @@ def fetch_with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
-    """Read `span`; retry transient failures until the attempts of `options` or the time to `deadline` are used up.
+    """Read `span`; retry transient failures until `deadline`, or until the attempts of `options` are used up.
+
+    The last pauses are shortened, so that the attempts reach to the deadline.
 
     Raises the last attempt's StorageError, with the number of attempts in its message.
     """
@@ -33,12 +43,30 @@ def fetch_with_retries(
         try:
             return storage.fetch(span, deadline)
         except StorageError as error:
-            backoff = backoff or Backoff(options.backoff_s, options.longest_backoff_s)
-            pause = backoff.pause_s()
-            is_last = backoff.failures >= options.attempts or clock() + pause >= deadline
-            if not is_transient(error):
+            allowed = max_attempts(error) if storage.is_remote else 1
+            if allowed == 1:
                 raise
-            if is_last:
-                text = f"{error} (attempt {backoff.failures} of {options.attempts}, {clock() - begun:.1f} s)"
-                raise type(error)(text) from error
-        sleep(pause)
+            if options.attempts is not None:
+                allowed = min(allowed, options.attempts)
+            backoff = backoff or Backoff(options.backoff_s, options.longest_backoff_s)
+            pause, now = backoff.pause_s(), clock()
+            left = deadline - now
+            if backoff.failures >= allowed or left <= max(options.backoff_s, _MIN_LEFT_S):
+                count = f"{backoff.failures}" if allowed == math.inf else f"{backoff.failures} of {allowed}"
+                raise type(error)(f"{error} (attempt {count}, {now - begun:.1f} s)") from error
+            if now - begun >= _REPORT_AFTER_S:
+                _report(error, backoff.failures, left)
+        sleep(min(pause, left / 2))
+
+
+_reported_at = -math.inf
+
+
+def _report(error: StorageError, failures: int, left_s: float) -> None:
+    """Log why a read takes long. Threads may report twice at once, which does no harm."""
+    global _reported_at
+    if time.monotonic() - _reported_at >= _REPORT_AGAIN_S:
+        _reported_at = time.monotonic()
+        DATASETS.warning(
+            "%s (attempt %d); trying again for up to %.0f s (ReadOptions.deadline_s)", error, failures, left_s
+        )
