@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple
+from urllib.parse import unquote
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -29,6 +30,10 @@ _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "s3": {"mode": "create"},
     "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
 }
+#: Parts of keys that a path does not have.
+_NO_NAMES = frozenset({"", ".", ".."})
+#: Storages whose keys are texts and no paths.
+_OF_KEYS = frozenset({"s3", "s3a", "oss"})
 #: How many deadlines of a read a listing may take: it is a request for every 1,000 entries.
 _LISTING_DEADLINES = 10
 
@@ -87,6 +92,7 @@ class Files:
         self.url: str = address
         # A vendor's client takes 28 MB, and who only reads needs none.
         is_needed = "://" not in address or service_of(file_system_of(address), self.options) is None
+        self._is_of_keys = file_system_of(address) in _OF_KEYS
         self._is_local = is_needed and isinstance(self.filesystem, LocalFileSystem)
         self.url = self.filesystem.unstrip_protocol(self._root) if self._is_local else _trimmed(address)
 
@@ -196,10 +202,16 @@ class Files:
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(full, data, **options)
 
-    def children(self, path: str = "") -> list[DirectoryEntry]:
-        """The entries of a directory but hidden ones, sorted by name; none if there is no such directory."""
+    def children(self, path: str = "", *, all_keys: bool = False) -> list[DirectoryEntry]:
+        """The entries of a directory but hidden ones, sorted by name; none if there is no such directory.
+
+        all_keys: raise StorageError for a key of S3 or OSS that no path names, instead of leaving it out.
+        """
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
+        is_checked = all_keys and self._is_of_keys
+        if is_checked and not _NO_NAMES.isdisjoint(full.strip("/").split("/")):
+            raise self._without_path(path)
         try:
             with self._storage_errors(path):
                 longest = _LISTING_DEADLINES * self.read_options.deadline_s
@@ -209,9 +221,26 @@ class Files:
         found = []
         for entry in entries:
             name = entry["name"].rstrip("/").rpartition("/")[2]
+            if is_checked and _has_no_path(entry, full):
+                raise self._without_path(path)
             if name and not name.startswith(".") and entry["name"].rstrip("/") != full.rstrip("/"):
                 found.append(DirectoryEntry(name, _is_directory(fs, entry), entry.get("size")))
         return sorted(found)
+
+    def _without_path(self, path: str) -> StorageError:
+        return StorageError(
+            f"{self._url(path)} has keys that no path names: with an empty part ('//'), a part '.' or '..', or a '/' "
+            "at the end of an object with bytes; rename these objects"
+        )
+
+    def label(self, name: str) -> str:
+        """A name in a listing as text: web servers list names with %-escapes, with which they are read."""
+        if not self.url.startswith(("http://", "https://")):
+            return name
+        try:
+            return unquote(name, errors="strict")
+        except UnicodeDecodeError:  # escapes of another encoding
+            return name
 
     def real(self, path: str) -> str:
         """The path of a directory with all links resolved, on a local disk; elsewhere the path itself."""
@@ -315,6 +344,14 @@ def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
     if entry["type"] == "other" and entry.get("islink"):
         return bool(fs.isdir(entry["name"]))  # a local listing does not follow links
     return bool(entry["type"] == "directory")
+
+
+def _has_no_path(entry: Mapping[str, Any], folder: str) -> bool:
+    """Whether an entry of a listing of keys is left out, though it is, or has below it, an object with bytes."""
+    name = entry["name"].rstrip("/")
+    if name == folder.rstrip("/"):  # else an object without bytes that stands for the directory
+        return bool(entry["type"] == "directory" or entry.get("size"))
+    return name.rpartition("/")[2] in _NO_NAMES
 
 
 def _written_beside(path: str, data: bytes) -> str:

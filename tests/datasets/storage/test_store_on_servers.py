@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import oss2
 import pytest
 from fsspec.registry import _registry
 
 from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, content, contents, numbers, publish
-from tests.datasets.storage.servers import BUCKET, S3_KEYS
+from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.copying import copy
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.removal import delete, prune
-from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -70,6 +72,19 @@ def _close_oss(options: dict[str, Any]) -> None:
     type(files).clear_instance_cache()  # those of other threads
 
 
+def _put_s3(options: dict[str, Any], bucket: str, key: str, data: bytes) -> None:
+    client = s3_client(options["endpoint_url"])
+    client.put_object(Bucket=bucket, Key=key, Body=data)
+    client.close()
+
+
+def _put_oss(options: dict[str, Any], bucket: str, key: str, data: bytes) -> None:
+    auth = oss2.Auth(options["key"], options["secret"])
+    session = oss2.Session()
+    oss2.Bucket(auth, options["endpoint"], bucket, session=session).put_object(key, data)
+    session.session.close()
+
+
 @pytest.fixture(params=["s3_address", "oss_address"])
 def address(request: pytest.FixtureRequest, s3_endpoint: str) -> Address:
     """The URL of a store that does not exist, and what it takes to reach it."""
@@ -91,6 +106,44 @@ def test_a_store_is_the_same_as_on_a_disk(address: Address) -> None:
     assert list(verify(second, data=True)) == []
     with pytest.raises(PublishedError):
         Draft(store, "core/numbers", "v2")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "cat//1.jpg",
+        "cat/deep//1.jpg",
+        "/cat/1.jpg",
+        "cat/./1.jpg",
+        "./cat/1.jpg",
+        "cat/../1.jpg",
+        "cat/..",
+        "cat/2.jpg/",
+        "cat///",
+    ],
+)
+def test_a_key_that_no_path_names_is_not_left_out_of_an_import(address: Address, key: str) -> None:
+    url, options = address
+    files = Files(url, options)
+    files.filesystem.pipe_file(files._full("cat/0.jpg"), b"0")
+    bucket, _, folder = url.partition("://")[2].partition("/")
+    put = _put_s3 if url.startswith("s3") else _put_oss
+    for marker in ("", "cat/", "dog/", "dog/deep/"):  # those that consoles make
+        put(options, bucket, f"{folder}/{marker}", b"")
+    put(options, bucket, f"{folder}/dog/1.jpg", b"1")
+    found = [(item.path, item.meta["class"]) for item in ImageFolderImporter(url, options=options).items()]
+    assert found == [("cat/0.jpg", "cat"), ("dog/1.jpg", "dog")]
+    put(options, bucket, f"{folder}/{key}", b"2")
+    with pytest.raises(StorageError, match="keys that no path names"):
+        list(ImageFolderImporter(url, options=options).items())
+    with ObjectReader(options) as reader:
+        assert reader.read(f"{url}/{key}") == b"2"
+
+
+def test_a_folder_that_no_path_names_is_refused(address: Address) -> None:
+    url, options = address
+    with pytest.raises(StorageError, match="keys that no path names"):
+        list(ImageFolderImporter(url.replace("/datasets", "//datasets"), options=options).items())
 
 
 def test_an_import_goes_on_and_is_discarded(address: Address) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.datasets.storage.web_server import Answer, WebServer, reply, serve_ranges
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers import Item
+from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, Storage, open_storage
@@ -106,6 +107,24 @@ def test_a_server_without_ranges_gives_the_right_bytes(
     assert reader.read(url) == DATA
     with pytest.raises(TruncatedObjectError, match="only 102400 bytes"):
         reader.read(url, 102_000, 102_500)
+
+
+def test_names_of_classes_are_those_of_the_directories(plain: str, tmp_path: Path) -> None:
+    names = ["a b", "a-b", "ä", "z", "100%", "b#c", "q?x", "a%20c"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for image in ("2 ü.jpg", "2%2.jpg", "1#.jpg"):
+            (tmp_path / name / image).write_bytes(f"{name}/{image}".encode())
+    local = [item.meta for item in ImageFolderImporter(tmp_path).items()]
+    store = DatasetStore.create("memory://classes-of-a-web-server")
+    draft = Draft(store, "core/x", "v1")
+    draft.add("train", ImageFolderImporter(plain))
+    assert draft.publish().variants["train"].info["classes"] == sorted(names)
+    reader = DatasetReader(store.open("core/x"))
+    assert [meta for _, meta in reader.__getitems__([*range(24)])] == local
+    order = [f"{name}/{image}" for name in sorted(names) for image in ("1#.jpg", "2 ü.jpg", "2%2.jpg")]
+    assert [data.decode() for data, _ in reader.__getitems__([*range(24)])] == order
+    reader.close()
 
 
 def test_an_object_of_the_length_of_the_range_is_not_taken_for_it(plain: str, tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ class ImageFolderImporter:
     def items(self, start: int = 0) -> Iterator[Item]:
         present = self._find_classes()
         position = 0
-        for name in present:
-            found = self._images(name)
+        for name, folder in present.items():
+            found = self._images(folder)
             if position + len(found) > start:
                 for image in found[max(0, start - position) :]:
                     meta = {"label": self._labels[name], "class": name}
@@ -76,8 +76,12 @@ class ImageFolderImporter:
     def info(self) -> Mapping[str, Any]:
         return {"classes": list(self._labels)}
 
-    def _find_classes(self) -> list[str]:
-        present = [child.name for child in self._files.children() if child.is_directory]
+    def _find_classes(self) -> dict[str, str]:
+        """The directory of each class that is present, in the order of their names."""
+        folders = [child.name for child in self._files.children(all_keys=True) if child.is_directory]
+        present = dict(sorted((self._files.label(folder), folder) for folder in folders))
+        if len(present) < len(folders):
+            raise SourceError(f"{self.root} lists a directory in two spellings; correct the server's listing")
         if not present:
             check_folder(self._files)
             raise SourceError(f"{self.root} has no directories; an ImageFolder tree has one for each class")

@@ -55,25 +55,30 @@ class SpeechImporter:
 
     def _all_items(self) -> Iterator[Item]:
         check_folder(self._files)
-        for speaker in self._files.children():
+        for speaker in self._files.children(all_keys=True):
             if speaker.is_directory:
-                for chapter in self._files.children(speaker.name):
+                for chapter in self._files.children(speaker.name, all_keys=True):
                     if chapter.is_directory:
                         yield from self._chapter(speaker.name, chapter.name)
 
     def _chapter(self, speaker: str, chapter: str) -> Iterator[Item]:
         folder = f"{speaker}/{chapter}"
-        children = self._files.children(folder)
+        children = self._files.children(folder, all_keys=True)
         words = self._transcripts(folder, children)
         for child in children:
-            stem, dot, ending = child.name.rpartition(".")
+            stem, dot, ending = self._files.label(child.name).rpartition(".")
             if (dot + ending).lower() not in self._endings:
                 continue
             if stem not in words:
                 raise SourceError(
                     f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} beside it"
                 )
-            meta = {"utterance": stem, "speaker": speaker, "chapter": chapter, "text": words.pop(stem)}
+            meta = {
+                "utterance": stem,
+                "speaker": self._files.label(speaker),
+                "chapter": self._files.label(chapter),
+                "text": words.pop(stem),
+            }
             yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta)
         if words:
             raise SourceError(

@@ -35,13 +35,14 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
     pending = [(folder, frozenset({files.real(folder)}))]
     while pending:
         directory, above = pending.pop()
-        for child in files.children(directory):
+        for child in files.children(directory, all_keys=True):
             path = f"{directory}/{child.name}"
             if not child.is_directory:
                 found.append((directory, FoundFile(path, child.size)))
             elif (real := files.real(path)) not in above:
                 pending.append((path, above | {real}))
-    return [file for _, file in sorted(found)]
+    found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].path)))
+    return [file for _, file in found]
 
 
 def check_links(files: Files, found: Iterable[FoundFile]) -> None:
