@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from email.utils import format_datetime
+from email.utils import format_datetime, parsedate_to_datetime
 from urllib.parse import quote, unquote
 from xml.etree import ElementTree
 
@@ -137,12 +137,20 @@ def _delete_many(request: Request, buckets: Buckets) -> Reply:
 
 def _get_object(request: Request, buckets: Buckets) -> Reply:
     stored = buckets.get(request.bucket, request.key)
+    _check_unmodified(request.headers, stored)
     span = _requested_range(request.headers.get("range"), len(stored.data))
     if span is None:
         return Reply(headers=_object_headers(stored), body=stored.data)
     start, stop = span
     extent = {"Content-Range": f"bytes {start}-{stop - 1}/{len(stored.data)}"}
     return Reply(status=206, headers=_object_headers(stored) | extent, body=stored.data[start:stop])
+
+
+def _check_unmodified(headers: Mapping[str, str], stored: StoredObject) -> None:
+    since = headers.get("if-unmodified-since")
+    is_newer = since is not None and stored.modified.replace(microsecond=0) > parsedate_to_datetime(since)
+    if is_newer or headers.get("if-match", stored.etag) != stored.etag:
+        raise OSSError(412, "PreconditionFailed", "At least one of the preconditions did not hold.")
 
 
 def _requested_range(header: str | None, size: int) -> tuple[int, int] | None:

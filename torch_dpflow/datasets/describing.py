@@ -61,7 +61,16 @@ class Describer:
             check_url(url)
         except (DatasetError, OptionError) as error:
             raise SourceError(str(error)) from error
-        return self._sample(item, url, offset=item.offset, length=item.length, checksum=item.checksum)
+        # What is in the dataset's directory is copied with it, and has another ETag then.
+        is_own = url.startswith(f"{self._dataset_url}/")
+        return self._sample(
+            item,
+            url,
+            offset=item.offset,
+            length=item.length,
+            checksum=item.checksum,
+            revision=None if is_own or item.checksum is not None else item.revision,
+        )
 
     def _packed(self, item: Item, packs: ShardPacks) -> SampleMeta:
         assert item.data is not None
@@ -76,12 +85,21 @@ class Describer:
         return checksum_of(data, self._checksum or "crc32")
 
     def _sample(
-        self, item: Item, url: str, *, offset: int | None, length: int | None, checksum: str | None
+        self,
+        item: Item,
+        url: str,
+        *,
+        offset: int | None,
+        length: int | None,
+        checksum: str | None,
+        revision: str | None = None,
     ) -> SampleMeta:
         path = url.removeprefix(f"{self._root.rstrip('/')}/")
         meta = encode_annotations(item.meta, path)
         try:
-            return SampleMeta(path=path, offset=offset, length=length, checksum=checksum, meta=meta)
+            return SampleMeta(
+                path=path, offset=offset, length=length, checksum=checksum, revision=revision, meta=meta
+            )
         except ValueError as error:
             raise SourceError(f"{path}: {error}") from error
 
@@ -97,6 +115,6 @@ class Describer:
                 if isinstance(content, DPFlowError):
                     raise SourceError(f"{url} cannot be read: {type(content).__name__}: {content}")
                 samples[position] = msgspec.structs.replace(
-                    sample, length=len(content), checksum=checksum_of(content, algorithm)
+                    sample, length=len(content), checksum=checksum_of(content, algorithm), revision=None
                 )
         return samples

@@ -19,7 +19,7 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
+from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
@@ -45,6 +45,8 @@ class DirectoryEntry(NamedTuple):
     is_directory: bool
     #: bytes; None if the storage does not report it
     size: int | None
+    #: see `revision_of`; None on other storages than S3 and OSS, and of directories
+    revision: str | None = None
 
 
 class Files:
@@ -224,7 +226,8 @@ class Files:
             if is_checked and _has_no_path(entry, full):
                 raise self._without_path(path)
             if name and not name.startswith(".") and entry["name"].rstrip("/") != full.rstrip("/"):
-                found.append(DirectoryEntry(name, _is_directory(fs, entry), entry.get("size")))
+                revision = revision_of(entry) if self._is_of_keys else None
+                found.append(DirectoryEntry(name, _is_directory(fs, entry), entry.get("size"), revision))
         return sorted(found)
 
     def _without_path(self, path: str) -> StorageError:

@@ -14,7 +14,7 @@ from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
-#: Samples whose bytes are in memory at a time, and sizes that are requested at a time.
+#: Samples whose bytes are in memory at a time, and entries that are requested at a time.
 _TOGETHER = 32
 
 
@@ -38,11 +38,11 @@ class Objects:
                 [_span(url, sample) for url, sample in places[first : first + _TOGETHER]]
             )
 
-    def sizes(self, urls: Sequence[str]) -> Iterator[int | DPFlowError | None]:
-        """The size of each object, bytes; None if the storage does not report it; or its error."""
+    def entries(self, urls: Sequence[str]) -> Iterator[dict[str, Any] | DPFlowError]:
+        """As `entry` for each object; the requests overlap."""
         for url in urls:
             self._file_system(url)  # before the threads start, each of which would make its own
-        return self._threads.map(self._size, urls)
+        return self._threads.map(self.entry, urls)
 
     def entry(self, url: str) -> dict[str, Any] | DPFlowError:
         """What fsspec's file system tells of an object, or its error."""
@@ -57,18 +57,12 @@ class Objects:
             return ObjectMissingError(f"{without_login(url)} is a directory")
         return dict(entry)
 
-    def _size(self, url: str) -> int | DPFlowError | None:
-        entry = self.entry(url)
-        if isinstance(entry, DPFlowError):
-            return entry
-        size = entry.get("size")
-        return None if size is None else int(size)
-
     def _file_system(self, url: str) -> Any:
         address = file_system_of(url)
         if address not in self._file_systems:
             seconds = self._reader.options.deadline_s
             self._file_systems[address] = open_file_system(address, self._options, seconds)[0]
+            self._file_systems[address].invalidate_cache()  # of listings, which other users of it have filled
         return self._file_systems[address]
 
     def __enter__(self) -> Objects:
@@ -81,5 +75,5 @@ class Objects:
 
 def _span(url: str, sample: SampleMeta) -> ByteRange:
     if sample.offset is None or sample.length is None:
-        return ByteRange(url, size=sample.length)
-    return ByteRange(url, sample.offset, sample.offset + sample.length)
+        return ByteRange(url, size=sample.length, revision=sample.revision)
+    return ByteRange(url, sample.offset, sample.offset + sample.length, revision=sample.revision)

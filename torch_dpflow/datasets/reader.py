@@ -22,7 +22,8 @@ class DatasetReader(SampleReader, Dataset[Sample]):
         read_options: timeouts, retries, concurrency.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
         check: compare each sample with its checksum, if the dataset has one; None: only those that do not come from
-            local files. Lengths are always compared.
+            local files. False also reads objects of S3 and OSS that were written again after their import. Lengths are
+            always compared.
         on_error: "skip" leaves samples that cannot be read out of a batch, logs them
             (`torch_dpflow.datasets`) and counts them. A batch without any sample left raises its last error,
             as does a sample that is read by itself.

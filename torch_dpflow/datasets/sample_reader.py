@@ -205,7 +205,7 @@ class SampleReader:
         if isinstance(meta, DPFlowError):
             return meta
         try:
-            span = _span(opened.data_url(meta), meta)
+            span = _span(opened.data_url(meta), meta, None if self._check is False else meta.revision)
             # A CRC of 100 kB takes 35 µs: as long as reading them from a local file, whose file system has its own
             # checks, and a fifth of a GET, whose response may have been altered on its way.
             checksum = meta.checksum
@@ -273,11 +273,11 @@ def _sample_of(shard: LoadedShard, offset: int) -> SampleMeta | DPFlowError:
     return shard if isinstance(shard, DPFlowError) else shard.samples[offset]
 
 
-def _span(url: str, meta: SampleMeta) -> ByteRange:
+def _span(url: str, meta: SampleMeta, revision: str | None) -> ByteRange:
     if meta.offset is None:
-        return ByteRange(url, size=meta.length)
+        return ByteRange(url, size=meta.length, revision=revision)
     assert meta.length is not None
-    return ByteRange(url, meta.offset, meta.offset + meta.length)
+    return ByteRange(url, meta.offset, meta.offset + meta.length, revision=revision)
 
 
 class _OpenedVariant:

@@ -24,11 +24,13 @@ import msgspec
 
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN, sha256_of
 from torch_dpflow.datasets.names import ID_PATTERN, LABEL_PATTERN
+from torch_dpflow.datasets.storage.base import REVISION_PATTERN
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError
 
-#: The format that this release writes, and the newest that it reads.
+#: The format that this release writes, and the newest that it reads; of metadata shards the newest.
 FORMAT = 1
+SHARD_FORMAT = 2
 
 #: Errors of decoding bytes that are not the expected JSON.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -39,6 +41,7 @@ DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespa
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
+Revision = Annotated[str, msgspec.Meta(pattern=REVISION_PATTERN, description="ETag or HTTP date")]
 # Encoded in memory: only the annotations of samples that are read are decoded.
 EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
@@ -67,6 +70,8 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
     #: Bytes of the sample; None: not known (then `offset` is None too).
     length: WholeNumber | None = None
     checksum: Checksum | None = None
+    #: The state of the object in S3 or OSS when it was imported; None: not known, or there is a checksum.
+    revision: Revision | None = None
     #: The annotations as a JSON object, still encoded: a shard costs little more in memory than on disk.
     meta: EncodedObject
 
@@ -89,7 +94,8 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
 class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
     """`ms-<n>.json`: the metadata of consecutive samples of one variant."""
 
-    format: Literal[1]
+    #: 2: samples have revisions, which earlier releases refuse.
+    format: Literal[1, 2]
     dataset: DatasetId
     #: The version that wrote this shard; later ones may refer to it too.
     version: Label
@@ -253,9 +259,10 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
     """
     try:
         header = msgspec.json.decode(data, type=_FileHeader)
-        if header.format > FORMAT:
+        newest = SHARD_FORMAT if kind is DatasetShardMeta else FORMAT
+        if header.format > newest:
             raise NewerFormatError(
-                f"{name} has format {header.format}; this release reads up to {FORMAT}: update torch_dpflow"
+                f"{name} has format {header.format}; this release reads up to {newest}: update torch_dpflow"
             )
         return msgspec.json.decode(data, type=kind)
     except _UNREADABLE as error:

@@ -10,6 +10,7 @@ from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage.file_systems import revision_of
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
 
@@ -130,9 +131,15 @@ def _check_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Comp
 
 
 def _check_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
-    for (number, url, sample), size in zip(numbered, objects.sizes([url for _, url, _ in numbered])):
-        if isinstance(size, DPFlowError):
-            yield Problem(number, 1, _text_of(size))
+    for (number, url, sample), entry in zip(numbered, objects.entries([url for _, url, _ in numbered])):
+        if isinstance(entry, DPFlowError):
+            yield Problem(number, 1, _text_of(entry))
+            continue
+        size, revision = entry.get("size"), revision_of(entry)
+        if sample.revision is not None and revision is not None and revision != sample.revision:
+            yield Problem(
+                number, 1, f"{url} was written again after its import: {revision}, not {sample.revision}"
+            )
         elif size is None or sample.length is None:
             compared.presence += 1
         elif sample.offset is None and size != sample.length:

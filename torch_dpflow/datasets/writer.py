@@ -152,7 +152,7 @@ class VariantWriter:
 
     def _write_shard(self, number: int, samples: list[SampleMeta]) -> ShardEntry:
         shard = DatasetShardMeta(
-            format=1,
+            format=1 if all(sample.revision is None for sample in samples) else 2,
             dataset=self._id,
             version=self._version,
             variant=self._variant,

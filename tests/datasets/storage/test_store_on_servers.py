@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import oss2
 import pytest
 from fsspec.registry import _registry
 
-from benchmarks.oss_server import Fault, OSSServer
+from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.samples_source import Numbered, content, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets import DatasetStore, Draft, verify
@@ -22,11 +23,13 @@ from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import (
     AccessDeniedError,
+    ChecksumError,
     DatasetNotFoundError,
     MissingExtraError,
     OptionError,
@@ -144,6 +147,63 @@ def test_a_folder_that_no_path_names_is_refused(address: Address) -> None:
     url, options = address
     with pytest.raises(StorageError, match="keys that no path names"):
         list(ImageFolderImporter(url.replace("/datasets", "//datasets"), options=options).items())
+
+
+def _overwrite(address: Address, path: str, data: bytes, oss: OSSServer) -> None:
+    """Write an object again, at a later second."""
+    url, options = address
+    bucket, _, folder = url.partition("://")[2].partition("/")
+    if url.startswith("s3"):
+        _put_s3(options, bucket, f"{folder}/{path}", data)
+    else:
+        later = datetime.now(timezone.utc) + timedelta(seconds=5)
+        new = StoredObject(data=data, content_type="x", modified=later)
+        oss.buckets.put(bucket, f"{folder}/{path}", new)
+
+
+def test_an_object_that_was_overwritten_after_its_import_is_not_given_out(
+    address: Address, oss: OSSServer, tmp_path: Path
+) -> None:
+    url, options = address
+    files = Files(url, options)
+    for name in ("cat/0.jpg", "cat/1.jpg"):
+        files.filesystem.pipe_file(files._full(name), name.encode())
+    store = DatasetStore.create(str(tmp_path))
+    draft = Draft(store, "core/cats", "v1")
+    draft.add("train", ImageFolderImporter(url, options=options))
+    draft.publish()
+    stored = store.open("core/cats")
+    shard = stored.shard(0)
+    assert (shard.format, all(sample.revision for sample in shard.samples)) == (2, True)
+    limits = ReadOptions(backoff_s=0.0)
+    reader = DatasetReader(stored, storage_options=options, read_options=limits)
+    assert [data for data, _ in reader.__getitems__([0, 1])] == [b"cat/0.jpg", b"cat/1.jpg"]
+    assert list(verify(stored, data=True, options=options)) == []
+    _overwrite(address, "cat/1.jpg", b"CAT/1.jpg", oss)
+    assert reader[0][0] == b"cat/0.jpg"
+    with pytest.raises(ChecksumError, match=r"cat/1\.jpg: .*412.*written again after its import"):
+        reader[1]
+    (problem,) = verify(stored, data=True, options=options)
+    assert (problem.sample, "written again after its import" in problem.what) == (1, True)
+    trusting = DatasetReader(stored, storage_options=options, check=False)
+    assert trusting[1][0] == b"CAT/1.jpg"
+    for one in (reader, trusting):
+        one.close()
+
+
+def test_objects_in_the_store_or_with_checksums_have_no_revision(address: Address) -> None:
+    url, options = address
+    files = Files(url, options)
+    files.filesystem.pipe_file(files._full("core/cats/data/cat/0.jpg"), b"0")
+    files.filesystem.pipe_file(files._full("cats/cat/0.jpg"), b"0")
+    store = DatasetStore.create(url, **options)
+    draft = Draft(store, "core/cats", "v1")
+    draft.add("own", ImageFolderImporter(f"{url}/core/cats/data", options=options))  # a copy has another ETag
+    draft.add("checked", ImageFolderImporter(f"{url}/cats", options=options), checksum="crc32")
+    draft.publish()
+    for variant in ("own", "checked"):
+        shard = store.open(f"core/cats:v1:{variant}").shard(0)
+        assert (shard.format, shard.samples[0].revision) == (1, None)
 
 
 def test_an_import_goes_on_and_is_discarded(address: Address) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN
+from torch_dpflow.datasets.storage.base import REVISION_PATTERN
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import SourceError
 
@@ -35,6 +36,9 @@ class Item:
     length: int | None = None
     #: "crc32:" or "sha256:" and hexadecimal digits.
     checksum: str | None = None
+    #: The state of the object in S3 or OSS: its ETag, in quotes, or the time of its last change as an HTTP date. Used
+    #: where there is no checksum.
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.data is None):
@@ -52,6 +56,7 @@ class Item:
         if self.offset is not None and self.length is None:
             raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
         object.__setattr__(self, "checksum", _checksum(self.checksum))
+        _check_revision(self.revision)
 
 
 def local_url(path: os.PathLike[str]) -> str:
@@ -97,6 +102,13 @@ def _checksum(value: Any) -> str | None:
             f"checksum={value!r:.80}: give 'crc32:' and 8 hexadecimal digits, 'sha256:' and 64, or None"
         )
     return lowered
+
+
+def _check_revision(value: Any) -> None:
+    if value is not None and not (isinstance(value, str) and re.fullmatch(REVISION_PATTERN, value)):
+        raise SourceError(
+            f"revision={value!r:.80}: give an ETag in quotes, a time as 'Mon, 03 Oct 2016 22:32:00 GMT', or None"
+        )
 
 
 class Importer(Protocol):

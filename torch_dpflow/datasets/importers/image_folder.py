@@ -67,7 +67,7 @@ class ImageFolderImporter:
             if position + len(found) > start:
                 for image in found[max(0, start - position) :]:
                     meta = {"label": self._labels[name], "class": name}
-                    yield Item(path=image.path, length=image.size, meta=meta)
+                    yield Item(path=image.path, length=image.size, meta=meta, revision=image.revision)
             position += len(found)
 
     def total(self) -> int | None:

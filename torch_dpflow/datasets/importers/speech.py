@@ -79,7 +79,7 @@ class SpeechImporter:
                 "chapter": self._files.label(chapter),
                 "text": words.pop(stem),
             }
-            yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta)
+            yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta, revision=child.revision)
         if words:
             raise SourceError(
                 f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}"

@@ -16,6 +16,8 @@ class FoundFile(NamedTuple):
     path: str
     #: bytes; None if the storage does not report it
     size: int | None
+    #: see `Item`
+    revision: str | None = None
 
 
 def check_folder(files: Files) -> None:
@@ -38,7 +40,7 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
         for child in files.children(directory, all_keys=True):
             path = f"{directory}/{child.name}"
             if not child.is_directory:
-                found.append((directory, FoundFile(path, child.size)))
+                found.append((directory, FoundFile(path, child.size, child.revision)))
             elif (real := files.real(path)) not in above:
                 pending.append((path, above | {real}))
     found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].path)))

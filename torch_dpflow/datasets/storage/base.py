@@ -8,6 +8,11 @@ from typing import Protocol
 from torch_dpflow.datasets.storage.urls import check_url, without_login
 from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
+#: A strong ETag, or an HTTP date.
+REVISION_PATTERN = (
+    '^("[!#-~]+"|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT)$'
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
@@ -21,6 +26,9 @@ class ByteRange:
     stop: int | None = None
     #: Bytes of the whole object, where they are known: an object of another size is an error.
     size: int | None = None
+    #: The state of the object that is wanted, see `revision_of`: another one is an error, where S3 or OSS is read
+    #: directly.
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         check_url(self.url)

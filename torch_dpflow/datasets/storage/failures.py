@@ -23,12 +23,20 @@ from torch_dpflow.errors import (
 
 #: Characters of another library's message, which may quote a server's response.
 _LONGEST_TEXT = 300
+_WRITTEN_AGAIN = (
+    "the object was written again after its import; restore it, or publish a new version, or read with check=False if "
+    "its bytes are the same"
+)
 #: Errors for these statuses, and advice.
 _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     401: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     404: (ObjectMissingError, "check the bucket, the key and the region"),
     408: (StorageTimeoutError, "the storage waited too long for the request"),
+    412: (
+        ChecksumError,
+        _WRITTEN_AGAIN,
+    ),
     416: (TruncatedObjectError, "the object ends before the range begins"),
     **dict.fromkeys(
         # 425: too early; 520 to 524: Cloudflare, about the server behind it; 529: overloaded, of several vendors.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
+from email.utils import formatdate
 from typing import Any
 
 import fsspec
 
-from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange
 from torch_dpflow.datasets.storage.credentials import about_left_out
 from torch_dpflow.datasets.storage.deadlines import call_within
 from torch_dpflow.datasets.storage.failures import storage_error
@@ -69,6 +71,20 @@ def path_of(file_system: Any, url: str) -> str:
     ):
         return "/" + rest.partition("/")[2]  # fsspec would cut off a "?" as a query
     return str(file_system._strip_protocol(inner))
+
+
+def revision_of(entry: Mapping[str, Any]) -> str | None:
+    """The state of an object in an entry of a listing of S3 or OSS: its ETag, or the time of its last change.
+
+    The former in quotes, the latter as an HTTP date. None: the entry has neither, or a weak ETag.
+    """
+    tag, changed = entry.get("ETag"), entry.get("LastModified")
+    if isinstance(tag, str):
+        quoted = '"' + tag.strip('"') + '"'  # some servers leave the quotes out
+        return quoted if re.fullmatch(REVISION_PATTERN, quoted) else None
+    if isinstance(changed, int | float):  # ossfs
+        return formatdate(changed, usegmt=True)
+    return None
 
 
 def needs_host(kind: type) -> bool:

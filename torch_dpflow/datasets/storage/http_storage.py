@@ -68,6 +68,8 @@ class HttpStorage:
         headers = dict(request.headers)
         if not span.is_whole:
             headers["range"] = f"bytes={span.start}-{'' if span.stop is None else span.stop - 1}"
+        if span.revision is not None:
+            headers["if-match" if span.revision[:1] == '"' else "if-unmodified-since"] = span.revision
         connection = self._connections.take(request.origin)
         is_used = connection is not None
         if connection is None:

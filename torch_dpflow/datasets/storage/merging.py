@@ -97,7 +97,7 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, longest: int) -> B
     stop = max(one.stop, other.stop)
     if other.start > one.stop + merge_gap or (stop - one.start > longest and other.start >= one.stop):
         return None
-    return ByteRange(one.url, one.start, stop, one.size)
+    return ByteRange(one.url, one.start, stop, one.size, one.revision)
 
 
 def _alternated(lists: list[deque[Read]]) -> list[Read]:
