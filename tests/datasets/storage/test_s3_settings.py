@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import ssl
+import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import boto3
+import botocore.config
+import botocore.exceptions
+import fsspec
+import oss2
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.datasets.storage.signed_s3 import SignedS3
-from tests.datasets.storage.web_server import WebServer, serve_ranges
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, s3_endpoints
 from torch_dpflow.datasets.storage.credentials import Credentials
+from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.datasets.storage.services import OSSService, S3Service
-from torch_dpflow.errors import OptionError, OptionTypeError, StorageError
+from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StorageError
 
 DATA = bytes(range(250))
 KEYS = Credentials("key", "secret")
 OPTIONS = {"key": "key", "secret": "secret"}
 SPANS = [ByteRange(f"s3://data/{number}") for number in range(32)]
 _BUNDLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_first(s3_endpoint: str) -> None:
+    """fsspec's thread lives as long as the session."""
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +165,169 @@ def test_a_bucket_in_another_region_is_followed_there(redirects: bool) -> None:
 def test_without_an_endpoint_another_region_is_another_host() -> None:
     service = S3Service(OPTIONS | {"region": "cn-north-1"}, {})
     assert service.origin("s3://data/x").host == "data.s3.cn-north-1.amazonaws.com.cn"
+
+
+POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
+LAMBDA = "arn:aws:s3-object-lambda:eu-west-1:123456789012:accesspoint/mine"
+OUTPOST = "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01/accesspoint/mine"
+
+
+@pytest.mark.parametrize(
+    ("bucket", "region", "settings"),
+    [
+        (bucket, region, settings)
+        for bucket in ("data", "my.bucket", "My_Bucket", "a_b", "-x", "ab", "mine-abc-s3alias", POINT, LAMBDA)
+        for region in ("us-east-1", "eu-central-2", "us-gov-west-1", "us-iso-east-1", "eusc-de-east-1")
+        for settings in ({}, {"use_fips_endpoint": True}, {"use_dualstack_endpoint": True})
+    ]
+    + [
+        ("data", "cn-north-1", {}),
+        ("data", "mars-1", {}),
+        (POINT.replace("accesspoint/", "accesspoint:"), "us-east-1", {}),
+        ("data", "us-gov-east-1", {"use_fips_endpoint": True, "use_dualstack_endpoint": True}),
+        (POINT, "us-east-1", {"use_fips_endpoint": True}),
+    ],
+)
+def test_buckets_are_looked_for_where_botocore_does(
+    bucket: str, region: str, settings: dict[str, bool]
+) -> None:
+    """Or refused where it refuses them."""
+    environ = {f"AWS_{name.upper()}": "true" for name in settings}
+    service = S3Service(OPTIONS | {"region": region}, environ)
+    # Else presigned URLs are those of the global endpoint.
+    regional = {"us_east_1_regional_endpoint": "regional", "addressing_style": "virtual"}
+    client = boto3.client(
+        "s3",
+        region_name=region,
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        config=botocore.config.Config(signature_version="s3v4", s3=regional, **settings),
+    )
+    try:
+        try:
+            expected = client.generate_presigned_url(
+                "get_object", Params={"Bucket": bucket, "Key": "a b/c+d"}
+            )
+        except botocore.exceptions.BotoCoreError:
+            with pytest.raises(OptionError, match="correct the address or the region"):
+                service.request(f"s3://{bucket}/a b/c+d")
+            return
+    finally:
+        client.close()
+    parts = urlsplit(expected)
+    request = service.request(f"s3://{bucket}/a b/c+d")
+    assert (request.origin.host, request.target) == (parts.hostname, parts.path)
+    scope = parse_qs(parts.query)["X-Amz-Credential"][0].partition("/")[2].partition("/")[2]
+    assert f"/{scope}, SignedHeaders=" in request.headers["authorization"]
+
+
+def test_an_access_point_on_an_outpost_is_signed_for_its_service() -> None:
+    request = S3Service(OPTIONS, {}).request(f"s3://{OUTPOST}/x")
+    assert request.origin.host == "mine-123456789012.op-01.s3-outposts.us-west-2.amazonaws.com"
+    assert "/us-west-2/s3-outposts/aws4_request" in request.headers["authorization"]
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "target"),
+    [
+        ("use_fips_endpoint = true", "data.s3-fips.us-east-1.amazonaws.com", "/x"),
+        ("s3 =\n  use_dualstack_endpoint = true", "data.s3.dualstack.us-east-1.amazonaws.com", "/x"),
+        ("s3 =\n  use_accelerate_endpoint = true", "data.s3-accelerate.amazonaws.com", "/x"),
+        ("s3 =\n  addressing_style = path", "s3.us-east-1.amazonaws.com", "/data/x"),
+        ("services = mine\n[services mine]\ns3 =\n  endpoint_url = https://h/p", "h", "/p/data/x"),
+        (
+            "endpoint_url = https://h\nignore_configured_endpoint_urls = true",
+            "data.s3.us-east-1.amazonaws.com",
+            "/x",
+        ),
+    ],
+)
+def test_settings_of_the_shared_configuration_count(
+    tmp_path: Path, config: str, host: str, target: str
+) -> None:
+    (tmp_path / "config").write_text(f"[default]\n{config}\n")
+    service = S3Service(OPTIONS, {"AWS_CONFIG_FILE": str(tmp_path / "config")})
+    request = service.request("s3://data/x")
+    assert (request.origin.host, request.target) == (host, target)
+
+
+@pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
+def test_endpoints_that_only_aws_has_are_not_ignored(variable: str) -> None:
+    with pytest.raises(OptionError, match=r"with the endpoint 'https://minio': only AWS has such endpoints"):
+        S3Service(OPTIONS | {"endpoint": "https://minio"}, {variable: "true"})
+    with pytest.raises(OptionError, match=f"{variable}='1': give true or false"):
+        S3Service(OPTIONS, {variable: "1"})
+    assert (
+        S3Service(OPTIONS | {"endpoint": "https://minio"}, {variable: "false"}).origin("s3://data/x").host
+        == "minio"
+    )
+
+
+def test_what_needs_rules_of_botocore_says_so_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_endpoints._rules.cache_clear()
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    service = S3Service(OPTIONS, {})
+    assert service.origin("s3://data/x").host == "data.s3.us-east-1.amazonaws.com"
+    assert service.origin("s3://My_Bucket/x").host == "s3.us-east-1.amazonaws.com"
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[s3\]'"):
+        service.request(f"s3://{POINT}/x")
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[s3\]'"):
+        S3Service(OPTIONS, {"AWS_USE_FIPS_ENDPOINT": "true"}).request("s3://data/x")
+
+
+@pytest.mark.parametrize("style", ["path", "virtual"])
+def test_an_endpoint_may_have_a_path(style: str) -> None:
+    with WebServer(SignedS3(DATA, KEYS)) as server:
+        endpoint = f"{server.url}/some%20base/"
+        with ObjectReader(OPTIONS | {"endpoint": endpoint, "addressing_style": style}) as reader:
+            assert reader.read("s3://My_Bucket/x", 5, 9) == DATA[5:9]
+    assert server.requests[0]["path"] == "/some%20base/My_Bucket/x"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["https://h:x", "https://h?x", "https://h#x", "https://h\t/x", "https://a b", "//h"]
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    for service in (S3Service, OSSService):
+        with pytest.raises(OptionError, match=r"endpoint .*; give http"):
+            service(OPTIONS | {"endpoint": endpoint}, {})
+
+
+def test_a_domain_of_a_bucket_of_oss_is_used_as_it_is() -> None:
+    options = OPTIONS | {"endpoint": "https://img.example.com", "cname": True}
+    service = OSSService(options, {})
+    bucket = oss2.Bucket(oss2.Auth("key", "secret"), "https://img.example.com", "data", is_cname=True)
+    expected = urlsplit(bucket.sign_url("GET", "a b/c", 60, slash_safe=True))
+    request = service.request("oss://data/a b/c")
+    assert (request.origin.host, request.target) == (expected.hostname, expected.path)
+    with pytest.raises(OptionError, match="cname=True only reads objects by their names"):
+        fsspec_options("oss", options)
+    with pytest.raises(OptionError, match="OSS has no endpoints with a path"):
+        OSSService(OPTIONS | {"endpoint": "https://oss.example/path"}, {})
+
+
+def test_s3_express_is_read_in_sessions_by_the_vendors_client() -> None:
+    bucket = "fast--usw2-az1--x-s3"
+    session = (
+        b"<CreateSessionResult><Credentials><SessionToken>tok</SessionToken><SecretAccessKey>s</SecretAccessKey>"
+        b"<AccessKeyId>a</AccessKeyId><Expiration>2999-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"
+    )
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if "session" in handler.path:
+            reply(handler, 200, session)
+        elif handler.headers.get("x-amz-s3session-token") == "tok":
+            serve_ranges(DATA)(handler)
+        else:
+            reply(handler, 403)
+
+    with WebServer(answer) as server:
+        options = OPTIONS | {"endpoint": server.url, "region": "us-west-2"}
+        with ObjectReader(options) as reader:
+            assert reader.read(f"s3://{bucket}/x", 5, 9) == DATA[5:9]
+        files = fsspec.filesystem("s3", **fsspec_options("s3", options))
+        files.close_session(files.loop, files._s3)
+        type(files).clear_instance_cache()
 
 
 def test_tls_can_be_done_without() -> None:

@@ -243,6 +243,19 @@ def aws_setting(name: str, environ: Mapping[str, str] = os.environ) -> str | Non
     return None
 
 
+def nested_aws_setting(
+    name: str, environ: Mapping[str, str] = os.environ, section: str | None = None
+) -> Mapping[str, str]:
+    """The settings below one of a profile, or of another `section`, such as those of `s3 =`; empty without it."""
+    if section is None:
+        found = aws_setting(name, environ)
+    else:
+        texts = (parser.get(section, name, fallback=None) for parser in _aws_files(environ))
+        found = next(filter(None, texts), None)
+    pairs = [line.partition("=") for line in (found or "").splitlines() if "=" in line]
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
+
+
 def ossutil_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
     """The settings of ossutil's configuration file, by lower-case name; empty without one."""
     path = os.path.join(environ.get("HOME", ""), ".ossutilconfig")

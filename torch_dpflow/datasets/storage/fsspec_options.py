@@ -60,6 +60,12 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if name in found:
         found[name] = endpoint
     if scheme == "oss":
+        if options.get("cname"):
+            raise OptionError(
+                "oss:// with cname=True only reads objects by their names; to list or write, give the endpoint of the "
+                "bucket's region without cname, as in https://oss-cn-hangzhou.aliyuncs.com"
+            )
+        found.pop("cname", None)
         found = {**_oss_keys(options), **found}
     else:
         _move(found, "region", "client_kwargs", "region_name")

@@ -24,7 +24,8 @@ from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.overlapping import Overlap
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
-from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
+from torch_dpflow.datasets.storage.s3_endpoints import needs_vendor
+from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service, split_url
 from torch_dpflow.datasets.storage.urls import file_system_of, split_login
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
@@ -186,6 +187,9 @@ class _OpenedFile:
         address = file_system_of(url)
         if "@" in url:
             address = self._address_with_login(url)
+        elif ("-s3/" in url or "://arn:" in url) and address in ("s3", "s3a"):
+            bucket = split_url(url)[0]
+            address = f"{address}://{bucket}" if needs_vendor(bucket) else address
         try:
             return self._storages[address]
         except KeyError:
@@ -235,7 +239,8 @@ def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | No
     """
     scheme = address.partition("://")[0]
     is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
-    if scheme in ("s3", "s3a") and is_direct and storage_options.keys() <= S3_OPTIONS:
+    is_ours = not needs_vendor(address.partition("://")[2])
+    if scheme in ("s3", "s3a") and is_ours and is_direct and storage_options.keys() <= S3_OPTIONS:
         return S3Service(storage_options)
     if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
         return OSSService(storage_options)

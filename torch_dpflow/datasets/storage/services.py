@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import ssl
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.storage.botocore_chain import BotocoreChain
@@ -23,8 +21,10 @@ from torch_dpflow.datasets.storage.credentials import (
     no_credentials,
     ossutil_settings,
 )
+from torch_dpflow.datasets.storage.endpoints import Endpoint, is_address, parse_endpoint
 from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
+from torch_dpflow.datasets.storage.s3_endpoints import Place, S3Endpoints, split_arn
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 from torch_dpflow.datasets.storage.tls import tls_context
 from torch_dpflow.errors import OptionError
@@ -34,7 +34,7 @@ _COMMON_OPTIONS = frozenset(
 )
 #: Options that we support, by the same names for both. With any other the vendor's own client has to read.
 S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
-OSS_OPTIONS = _COMMON_OPTIONS
+OSS_OPTIONS = _COMMON_OPTIONS | {"cname"}
 #: Statuses of S3's responses for a bucket in another region.
 _ELSEWHERE = frozenset({301, 307, 400, 403})
 _REGION = re.compile("[a-z0-9-]{1,40}")
@@ -43,8 +43,9 @@ _REGION = re.compile("[a-z0-9-]{1,40}")
 class S3Service:
     """S3 and compatible servers. `options` are those in S3_OPTIONS.
 
-    With an `endpoint` the bucket is in the path, which every such server supports, unless
-    `addressing_style` is "virtual"; at AWS itself it is in the host's name.
+    With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
+    "virtual"; at AWS itself it is in the host's name if it may be. In the place of a bucket there may be the ARN of an
+    access point.
     """
 
     notes_encoding = True
@@ -63,30 +64,22 @@ class S3Service:
             or aws_setting("region", environ)
             or "us-east-1"
         )
-        endpoint = (
-            endpoint_of("s3", options)
-            or environ.get("AWS_ENDPOINT_URL_S3")
-            or environ.get("AWS_ENDPOINT_URL")
-            or aws_setting("endpoint_url", environ)
+        self._endpoints = S3Endpoints(
+            endpoint_of("s3", options),
+            options.get("addressing_style"),
+            "https" if _switch(options, "use_ssl", True) else "http",
+            environ,
         )
-        style = options.get("addressing_style") or ("path" if endpoint else "virtual")
-        if style not in ("path", "virtual"):
-            raise OptionError(f"addressing_style={style!r}: give 'path' or 'virtual'")
-        self._is_virtual = style == "virtual"
-        self._scheme = "https" if _switch(options, "use_ssl", True) else "http"
-        self._endpoint = _parse_endpoint(endpoint, self._scheme) if endpoint else None
         #: regions of buckets, from the responses of servers in other regions
         self._regions: dict[str, str] = {}
         self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
-        bucket = split_url(url)[0]
-        return self._locate(bucket, self._region_of(bucket))[0]
+        return self._place(split_url(url)[0]).endpoint.origin
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
-        region = self._region_of(bucket)
-        origin, prefix = self._locate(bucket, region)
+        (origin, prefix), region, service = self._place(bucket)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {}, region=region)
@@ -94,7 +87,7 @@ class S3Service:
         if credentials is None:
             raise no_credentials(url, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile")
         now = datetime.now(timezone.utc)
-        headers = sign_s3(origin.host_header, path, region, credentials, now)
+        headers = sign_s3(origin.host_header, path, region, credentials, now, service)
         return GetRequest(origin, path, headers, credentials, region)
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
@@ -108,21 +101,15 @@ class S3Service:
         bundle = self._environ.get("AWS_CA_BUNDLE") or aws_setting("ca_bundle", self._environ)
         return tls_context(self._options, self._environ, bundle)
 
-    def _region_of(self, bucket: str) -> str:
-        return self._regions.get(bucket, self._region)
-
-    def _locate(self, bucket: str, region: str) -> tuple[Origin, str]:
-        suffix = ".cn" if region.startswith("cn-") else ""
-        endpoint = self._endpoint or _parse_endpoint(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
-        # No certificate covers two labels below the endpoint, so a bucket with a dot has to be in the path.
-        is_virtual = self._is_virtual and not ("." in bucket and endpoint.is_tls)
-        return _locate(endpoint, bucket, is_virtual=is_virtual)
+    def _place(self, bucket: str) -> Place:
+        return self._endpoints.place(bucket, self._regions.get(bucket, self._region))
 
 
 class OSSService:
     """Alibaba Cloud OSS. `options` are those in OSS_OPTIONS.
 
-    Requests are signed with version 4 if the region is known (`region`, OSS_REGION), else with version 1.
+    Requests are signed with version 4 if the region is known (`region`, OSS_REGION), else with version 1. With `cname`
+    the endpoint is a domain that is bound to the bucket.
     """
 
     notes_encoding = True
@@ -135,21 +122,24 @@ class OSSService:
                 "oss:// needs the endpoint of the bucket's region: give storage_options={'endpoint': "
                 "'https://oss-cn-hangzhou.aliyuncs.com'} or set OSS_ENDPOINT"
             )
-        self._endpoint = _parse_endpoint(endpoint)
+        self._endpoint = parse_endpoint(endpoint)
+        if self._endpoint.prefix:
+            raise OptionError(f"endpoint {endpoint!r}: OSS has no endpoints with a path; give the host alone")
         self._region = options.get("region") or environ.get("OSS_REGION") or settings.get("region")
         self._is_anonymous = _switch(options, "anon", False)
         self._credentials = CredentialSource(
             lambda: None if self._is_anonymous else find_oss_credentials(options, environ)
         )
-        self._is_virtual = not _is_address(self._endpoint.host)
+        self._is_cname = _switch(options, "cname", False)
+        self._is_virtual = not is_address(self._endpoint.origin.host)
         self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
-        return _locate(self._endpoint, split_url(url)[0], is_virtual=self._is_virtual)[0]
+        return self._located(split_url(url)[0]).origin
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
-        origin, prefix = _locate(self._endpoint, bucket, is_virtual=self._is_virtual)
+        origin, prefix = self._located(bucket)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {})
@@ -163,6 +153,11 @@ class OSSService:
 
     def tls(self) -> ssl.SSLContext:
         return tls_context(self._options, self._environ)
+
+    def _located(self, bucket: str) -> Endpoint:
+        if self._is_cname:  # the domain is that of the bucket
+            return self._endpoint
+        return self._endpoint.of_bucket(bucket, is_virtual=self._is_virtual)
 
     def _sign(self, bucket: str, key: str, credentials: Credentials) -> dict[str, str]:
         now = datetime.now(timezone.utc)
@@ -188,30 +183,8 @@ def _has_other_keys(source: CredentialSource, request: GetRequest, refusal: Erro
 def split_url(url: str) -> tuple[str, str]:
     """Bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing."""
     # ossfs puts a slash before the bucket.
-    bucket, _, key = url.partition("://")[2].lstrip("/").partition("/")
+    path = url.partition("://")[2].lstrip("/")
+    bucket, key = split_arn(path) or path.partition("/")[::2]
     if not bucket or not key:
         raise OptionError(f"{url}: give a bucket and a key, as in oss://bucket/folder/name.jpg")
     return bucket, key
-
-
-def _locate(endpoint: Origin, bucket: str, *, is_virtual: bool) -> tuple[Origin, str]:
-    if is_virtual:
-        return endpoint._replace(host=f"{bucket}.{endpoint.host}"), ""
-    return endpoint, f"/{bucket}"
-
-
-def _parse_endpoint(endpoint: str, scheme: str = "https") -> Origin:
-    parts = urlsplit(endpoint if "://" in endpoint else f"{scheme}://{endpoint}")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise OptionError(f"endpoint {endpoint!r}: give http:// or https:// and a host, without a path")
-    is_tls = parts.scheme == "https"
-    return Origin(is_tls, parts.hostname, parts.port or (443 if is_tls else 80))
-
-
-def _is_address(host: str) -> bool:
-    """Whether the host is an IP address or localhost, below which there are no names for buckets."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return True

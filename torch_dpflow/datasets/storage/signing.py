@@ -23,7 +23,9 @@ def encode_path(path: str) -> str:
     return quote(path, safe="/~")
 
 
-def sign_s3(host: str, path: str, region: str, credentials: Credentials, now: datetime) -> dict[str, str]:
+def sign_s3(
+    host: str, path: str, region: str, credentials: Credentials, now: datetime, service: str = "s3"
+) -> dict[str, str]:
     """Headers of a signed GET of S3's encoded `path` (AWS Signature Version 4). `now` is in UTC."""
     time = _basic_format(now)
     headers = {"host": host, "x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": time}
@@ -33,7 +35,7 @@ def sign_s3(host: str, path: str, region: str, credentials: Credentials, now: da
     names = ";".join(headers)
     lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
     canonical = f"GET\n{path}\n\n{lines}\n{names}\n{_EMPTY_SHA256}"
-    scope = (time[:8], region, "s3", "aws4_request")
+    scope = (time[:8], region, service, "aws4_request")
     signature = _sign_v4("AWS4-HMAC-SHA256", "AWS4" + credentials.secret, scope, time, canonical)
     headers["authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={credentials.key_id}/{'/'.join(scope)}, "
