@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from tests.new_process import held_by_child
 from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
@@ -155,6 +156,22 @@ def test_rows_that_a_worker_has_come_to_keep_stay_as_they_were(tmp_path: Path) -
         for batch, expected in zip(loader, np.split(rows, 2)):
             assert np.array_equal(batch, expected)
             batch.zero_()
+
+
+def test_batches_that_are_held_while_it_forks_or_shared_stay_as_they_were(tmp_path: Path) -> None:
+    rows = np.arange(64 * 4096, dtype=np.float32).reshape(64, 4096)
+    np.save(tmp_path / "rows.npy", rows)
+    array = PooledArray(open_array(tmp_path / "rows.npy"), tmp_path / "nobody")
+    batches = iter(DPFlowDataLoader(array, batch_size=4, num_workers=1))
+    held = [next(batches)]
+    alone = array.read_batch([0, 1])
+    view = np.asarray(alone)
+    alone.share_memory_()
+    with held_by_child("os.fork", lambda: np.array_equal(held[0], rows[:4])) as looked:
+        held.clear()
+        assert [batch[0, 0].item() for batch in batches] == [*rows[4::4, 0]]
+        assert looked()
+    assert np.array_equal(view, rows[:2])
 
 
 def test_a_killed_server_costs_no_row(tmp_path: Path) -> None:

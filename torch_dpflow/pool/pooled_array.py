@@ -18,6 +18,7 @@ from torch_dpflow._core.checks import check_seconds, check_type
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import DPFlowError, PeerLostError
+from torch_dpflow.ipc.memory.conversions import from_array
 from torch_dpflow.pool.lanes.guards import check_keys
 from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.pool.lanes.regions import PoolRegion
@@ -121,7 +122,7 @@ class PooledArray(Dataset[Rows]):
         if len(missing):
             self._load(numbers, missing, out)
         with suppress(TypeError, ValueError):
-            return torch.from_numpy(out)
+            return from_array(out)
         return out
 
     def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:
