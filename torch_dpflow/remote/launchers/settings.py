@@ -95,7 +95,8 @@ class _Source:
         """Where a key of a table stands, for people. table: empty for the file's own."""
         wanted, current = f"{table}.{key}".strip("."), ""
         if not self.lines:
-            return f"the variable {next(one for one in _variables() if one.startswith(_variable(wanted)))}"
+            variable = _variable(wanted)
+            return f"the variable {next((one for one in _variables() if one.startswith(variable)), variable)}"
         for number, line in enumerate(self.lines, 1):
             if heading := _HEADING.match(line):
                 name = current = heading[1].removeprefix("tool.dpflow").strip(".")
