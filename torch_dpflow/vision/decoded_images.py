@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionTypeError
 from torch_dpflow.vision.encoded import Source, naming
@@ -70,7 +71,7 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
         return found
 
     def _decoded(self, sources: list[Source]) -> Any:
-        batch = getattr(self._decode, "batch", None)
+        batch = working(self._decode, "batch")
         if batch is not None:
             return batch(sources).unbind()
         images = []
