@@ -24,6 +24,7 @@ from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.pool.lanes.regions import PoolRegion
 from torch_dpflow.pool.lanes.stream_lane import WantedRecord
 from torch_dpflow.pool.messages.protocol import ArraySource
+from torch_dpflow.pool.reader.fallback import check_directory
 from torch_dpflow.pool.reader.reading import SetReading
 from torch_dpflow.pool.sources.arrays import ArrayReader, array_identity, array_set
 from torch_dpflow.pool.sources.set_names import source_of
@@ -64,6 +65,7 @@ class PooledArray(Dataset[Rows]):
         self.source = source
         pool = find_address(address, connection, trust_network=trust_network)
         check_keys(pool)
+        check_directory(pool)
         check_seconds("silence_s", silence_s)
         self._rows = array_set(source)
         name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
