@@ -308,6 +308,11 @@ def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"format":' + b"[" * 200_000)
     with pytest.raises(DamagedStoreError, match=r"x\.flow is no file of a flow"):
         load_flow(str(path))
+    path.write_bytes(whole.replace(b'"format":2', b'"more":' + b"[" * 101 + b"]" * 101 + b',"format":2'))
+    with pytest.raises(
+        DamagedStoreError, match=r"x\.flow is no file of a flow: it is nested deeper than 100 levels"
+    ):
+        load_flow(str(path))
 
 
 @pytest.mark.parametrize(
