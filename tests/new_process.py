@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,44 @@ def _call(there: Connection, function: Callable[..., Any], arguments: tuple[Any,
     except BaseException:
         result = ExceptionWrapper(where="in the new process")
     there.send(result)
+
+
+@contextlib.contextmanager
+def held_by_child(method: str, look: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """A child that is forked now; yields a function that returns what `look` returns there by then.
+
+    method: "os.fork" or "Process".
+    """
+    here, there = FORK.Pipe()
+    if method == "Process":
+        child: Any = FORK.Process(target=_look_later, args=(there, look))
+        child.start()
+    else:
+        child = os.fork()
+        if child == 0:
+            try:
+                _look_later(there, look)
+            finally:
+                os._exit(0)
+    there.close()
+
+    def looked() -> Any:
+        here.send(None)
+        return here.recv()
+
+    with here:
+        yield looked
+    if method == "Process":
+        child.join()
+        child.close()
+    else:
+        os.waitpid(child, 0)
+
+
+def _look_later(there: Connection, look: Callable[[], Any]) -> None:
+    with contextlib.suppress(EOFError):
+        there.recv()
+        there.send(look())
 
 
 class Interpreter(subprocess.Popen[str]):

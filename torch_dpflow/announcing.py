@@ -23,7 +23,7 @@ def takes_orders(dataset: Any) -> bool:
     data = sys.modules.get("torch.utils.data")
     while data is not None and type(dataset) is data.Subset:
         dataset = dataset.dataset
-    return hasattr(type(dataset), "announce_order")
+    return callable(getattr(type(dataset), "announce_order", None))
 
 
 def announce_order(dataset: Any, order: Order, spread: int, extends: bool = False) -> None:
@@ -42,5 +42,5 @@ def announce_order(dataset: Any, order: Order, spread: int, extends: bool = Fals
         return
     # Of the class: a user's dataset may have a `__getattr__` that runs code, or passes it to a dataset inside.
     own = getattr(type(dataset), "announce_order", None)
-    if own is not None:
+    if callable(own):
         own(dataset, order, spread, extends)

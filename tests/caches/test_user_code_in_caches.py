@@ -92,3 +92,33 @@ def test_indices_that_are_no_numbers_take_one_number_each() -> None:
     cache = ALSDCache(dataset, 8)
     assert [cache[name] for name in ["a", "b"] * 50] == ["a", "b"] * 50
     assert max(cache._store._policy) == 1
+
+
+class _Touchy:
+    """Samples with a slot that is not set, of a dataset that finds nothing that it does not have."""
+
+    __slots__ = ("unset", "value")
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class _TouchyDataset:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> _Touchy:
+        return _Touchy(index)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_attributes_that_fail_are_as_if_they_were_not_there() -> None:
+    cache = ALSDCache(_TouchyDataset(), 1 << 20, copy=False)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [sample.value for sample in cache.__getitems__([0, 3, 1])] == [0, 3, 1]
+    assert cache.statistics().hits == 3

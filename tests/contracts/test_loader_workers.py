@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
-from tests.new_process import in_fork
+from tests.new_process import held_by_child, in_fork
 from tests.shared_cluster import wait
 from tests.worker_cases import worker_pids
 from torch_dpflow.errors import StateError
@@ -333,3 +334,77 @@ def test_workers_that_are_threads_have_no_state(OurLoader: Any) -> None:
     for ask in (loader.state_dict, lambda: loader.load_state_dict(state)):
         with pytest.raises(StateError, match="multiprocessing_context='ThreadContext' are threads"):
             ask()
+
+
+class Filled(Dataset[torch.Tensor]):
+    """Sample `i` is 100 kB of `i // 2`: its batches of two are sent through shared memory."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((25_000,), index // 2, dtype=torch.int32)
+
+
+class Keeps(Indices):
+    """Item `i` is what the kept batch holds by then, once the gate is open."""
+
+    def __init__(self, batch: torch.Tensor, gate: Any) -> None:
+        super().__init__(1)
+        self.batch, self.gate = batch, gate
+
+    def __getitem__(self, index: int) -> list[int]:
+        self.gate.wait()
+        return values(self.batch)
+
+
+def values(batch: Any) -> list[int]:
+    return sorted({*batch.reshape(-1).tolist()})
+
+
+@pytest.mark.parametrize("method", ["os.fork", "Process"])
+def test_a_forked_child_keeps_the_batch_that_it_holds(Loader: Any, method: str) -> None:
+    batches = iter(Loader(Filled(), batch_size=2, num_workers=2))
+    held = [next(batches) for _ in range(2)]
+    with held_by_child(method, lambda: [values(one) for one in held]) as looked:
+        held.clear()
+        assert [values(batch) for batch in batches] == [[number] for number in range(2, 30)]
+        assert looked() == [[0], [1]]
+
+
+def test_a_second_loader_s_workers_keep_a_batch_of_the_first(Loader: Any) -> None:
+    batches = iter(Loader(Filled(), batch_size=2, num_workers=2))
+    gate = FORK.Event()
+    keeps = Keeps(next(batches), gate)
+    second = iter(
+        Loader(keeps, batch_size=None, num_workers=1, multiprocessing_context="fork", collate_fn=as_it_is)
+    )
+    del keeps.batch
+    assert [values(batch) for batch in batches] == [[number] for number in range(1, 30)]
+    gate.set()
+    assert [*second] == [[0]]
+
+
+@pytest.mark.parametrize("how", ["share_memory_", "queue", "pool"])
+def test_an_array_of_a_batch_can_be_read_after_the_batch_was_sent(Loader: Any, how: str) -> None:
+    numbers = [[number] for number in range(30)]
+    # In a process of its own: torch shares descriptors by a thread that stays.
+    assert in_fork(arrays_of_sent_batches, Loader, how) == (numbers, numbers, numbers)
+
+
+def arrays_of_sent_batches(Loader: Any, how: str) -> tuple[Any, Any, Any]:
+    """The values of arrays, of their batches, and of what was received."""
+    kept: list[tuple[Any, torch.Tensor]] = []
+    received: list[list[int]] = []
+    sent = torch.multiprocessing.get_context("fork").SimpleQueue()
+    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
+        for batch in Loader(Filled(), batch_size=2, num_workers=2):
+            kept.append((batch.numpy(), batch))
+            if how == "share_memory_":
+                received.append(values(batch.share_memory_()))
+            elif how == "queue":
+                sent.put(batch)
+                received.append(values(sent.get()))
+            else:
+                received.append(pool.submit(values, batch).result())
+    return [values(array) for array, _ in kept], [values(batch) for _, batch in kept], received

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler
 
 from tests.loader_cases import Indices, StatefulSampler
 from tests.stateful_parts import SIZE, WORKERS, Noisy, OwnIterator, Spanning, plain
+from torch_dpflow import LoaderOptions
+from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.errors import StateError
 
 
@@ -171,3 +173,100 @@ def test_a_state_is_loaded_also_where_the_dataset_has_an_equal_one(OurLoader: An
     resumed = OurLoader(Curriculum(4), batch_size=2, num_workers=workers)
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == [[102, 103]]
+
+
+class ByProperty:
+    """Names that only our loader looks for are there, and fail."""
+
+    error: type[Exception] = KeyError
+
+    def _fails(self) -> Any:
+        raise self.error("not set up yet")
+
+    state_dict = load_state_dict = epoch = batch_size = announce_order = property(_fails)
+
+
+class ByLookup:
+    """Whatever it has not is looked up, and not found."""
+
+    error: type[Exception] = KeyError
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__getitems__":  # for which torch looks too
+            raise AttributeError(name)
+        raise type(self).error(name)
+
+
+class Once(IterableDataset[int]):
+    """Its iterator, too, is one of these."""
+
+    def __init__(self, touchy: type) -> None:
+        self.touchy = touchy
+
+    def __iter__(self) -> Iterator[int]:
+        class Iterated(self.touchy):  # type: ignore[misc, name-defined]
+            rest = iter(range(7))
+
+            def __iter__(self) -> Any:
+                return self
+
+            def __next__(self) -> int:
+                return next(self.rest)
+
+        return Iterated()
+
+
+def touchy(of: type, touchy: type, error: type[Exception]) -> Any:
+    return type(f"{touchy.__name__}{of.__name__}", (touchy, of), {"error": error})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("error", [KeyError, RuntimeError, NotImplementedError])
+@pytest.mark.parametrize("how", [ByProperty, ByLookup])
+@pytest.mark.parametrize("part", ["dataset", "iterable", "sampler", "batch_sampler"])
+def test_attributes_that_fail_are_as_if_they_were_not_there(
+    Loader: Any, part: str, how: type, error: type[Exception], num_workers: int
+) -> None:
+    given: dict[str, Any] = {"dataset": Indices(7), "batch_size": 2}
+    if part == "dataset":
+        given["dataset"] = touchy(Indices, how, error)(7)
+    elif part == "iterable":
+        given["dataset"] = touchy(Once, how, error)(touchy(object, how, error))
+    elif part == "sampler":
+        given["sampler"] = touchy(StatelessSampler, how, error)(7)
+    else:
+        del given["batch_size"]
+        given["batch_sampler"] = touchy(StatelessBatches, how, error)(7)
+    loader = Loader(**given, num_workers=num_workers)
+    batches = plain(loader)
+    assert batches == [[0, 1], [2, 3], [4, 5], [6]]
+    if hasattr(loader, "state_dict"):
+        iterator = iter(loader)
+        next(iterator)
+        loader.load_state_dict(loader.state_dict())
+        assert plain(loader) == batches[1:]
+
+
+class StatelessSampler(Sampler[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+class StatelessBatches(StatelessSampler):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[*range(first, min(first + 2, self.size))] for first in range(0, self.size, 2)])
+
+
+def test_a_dataset_that_looks_up_all_names_can_be_read_by_threads_and_is_digested(OurLoader: Any) -> None:
+    """torch's own fetcher fails on it, as it asks for `__getitems__` too."""
+
+    class Looks(Indices):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    options = LoaderOptions(read_threads=2)
+    assert plain(OurLoader(Looks(4), batch_size=2, num_workers=1, options=options)) == [[0, 1], [2, 3]]
+    assert fingerprint(Looks(4)) == fingerprint(Looks(4))

@@ -120,9 +120,11 @@ def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
     _coco(path, images=3)
     with pytest.raises(SourceError, match="there is no folder file:///no/such"):
         list(CocoImporter(str(path), images="/no/such").items())
-    path.write_text('{"images": [' + "[" * 100_000)
-    with pytest.raises(SourceError, match="a value is nested too deeply"):
-        list(CocoImporter(str(path), images=str(tmp_path)).items())
+    deep = ("[" * 100_000, "[" * 101 + "]" * 101, '{"a":' * 500 + "1" + "}" * 500)
+    for text in ('{"images": [' + value + "]}" for value in deep):
+        path.write_text(text)
+        with pytest.raises(SourceError, match="a value is nested too deeply"):
+            list(CocoImporter(str(path), images=str(tmp_path)).items())
     path.write_text(
         '{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}'
     )

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from tests.datasets.samples_source import Numbered, contents, publish
+from torch_dpflow._core.depth import MAX_DEPTH
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets import packing as packing_module
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.errors import SourceError
+from torch_dpflow.datasets.spec import SampleMeta, StoreRecord, decode_file
+from torch_dpflow.errors import DamagedStoreError, SourceError
 
 
 def test_annotations_may_hold_numpy_and_torch(store: DatasetStore) -> None:
@@ -31,13 +33,30 @@ def test_annotations_that_are_no_json_are_named(store: DatasetStore, meta: dict[
         publish(store, [(b"x", meta)])
 
 
-@pytest.mark.parametrize("inner", [1, None])
-def test_annotations_that_are_nested_too_deep_are_told(inner: int | None) -> None:
+@pytest.mark.parametrize("inner", [1, None, np.ones((2, 2))])
+@pytest.mark.parametrize("levels", [MAX_DEPTH, 500, 5_000, 200_000])
+def test_annotations_that_are_nested_too_deep_are_told(inner: Any, levels: int) -> None:
     meta: Any = inner
-    for _ in range(sys.getrecursionlimit()):
+    for _ in range(levels):
         meta = [meta]
-    with pytest.raises(SourceError, match="annotations of a sample are nested too deep"):
+    with pytest.raises(
+        SourceError, match="of a sample cannot be kept: it is nested deeper than 100 levels"
+    ):
         encode_annotations({"x": meta}, "a sample")
+
+
+def test_annotations_of_a_store_that_are_nested_too_deep_are_told() -> None:
+    for levels, is_read in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False), (500, False)):
+        meta = msgspec.Raw(b'{"x":' + b"[" * levels + b"]" * levels + b"}")
+        sample = SampleMeta(path="a", meta=meta)
+        if is_read:
+            assert [*sample.fields()] == ["x"]
+        else:
+            with pytest.raises(DamagedStoreError, match="nested deeper than 100 levels"):
+                sample.fields()
+    text = b'{"format":1,"kind":"dataset-store","created":"x","more":' + b"[" * 300 + b"]" * 300 + b"}"
+    with pytest.raises(DamagedStoreError, match="nested deeper than 100 levels"):
+        decode_file(text, StoreRecord, "store.json")
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,23 @@ def test_a_transform_may_be_anything_that_fits() -> None:
     assert read.to_mapped()[0] == {"value": 3, "square": 9}
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_samples_that_look_up_all_names_are_read_one_by_one(on_error: Any) -> None:
+    class Looks:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return index * 10
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    flow = DataLoadFlow("a/b", 1, on_error=on_error).dataset("core/x", samples=Looks()).map("text", str)
+    read = flow.prepare_read(LocalDataLoadFlowReader()).to_mapped()
+    assert read.__getitems__([2, 0]) == ["20", "0"]
+
+
 def _flow() -> DataLoadFlow:
     return DataLoadFlow("a/b", 1).map("one", bytes)
 
@@ -290,6 +307,11 @@ def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
         load_flow(str(path))
     path.write_bytes(b'{"format":' + b"[" * 200_000)
     with pytest.raises(DamagedStoreError, match=r"x\.flow is no file of a flow"):
+        load_flow(str(path))
+    path.write_bytes(whole.replace(b'"format":2', b'"more":' + b"[" * 101 + b"]" * 101 + b',"format":2'))
+    with pytest.raises(
+        DamagedStoreError, match=r"x\.flow is no file of a flow: it is nested deeper than 100 levels"
+    ):
         load_flow(str(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from tests.new_process import held_by_child
 from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
@@ -155,6 +157,62 @@ def test_rows_that_a_worker_has_come_to_keep_stay_as_they_were(tmp_path: Path) -
         for batch, expected in zip(loader, np.split(rows, 2)):
             assert np.array_equal(batch, expected)
             batch.zero_()
+
+
+def test_batches_that_are_held_while_it_forks_or_shared_stay_as_they_were(tmp_path: Path) -> None:
+    rows = np.arange(64 * 4096, dtype=np.float32).reshape(64, 4096)
+    np.save(tmp_path / "rows.npy", rows)
+    array = PooledArray(open_array(tmp_path / "rows.npy"), tmp_path / "nobody")
+    batches = iter(DPFlowDataLoader(array, batch_size=4, num_workers=1))
+    held = [next(batches)]
+    alone = array.read_batch([0, 1])
+    view = np.asarray(alone)
+    alone.share_memory_()
+    with held_by_child("os.fork", lambda: np.array_equal(held[0], rows[:4])) as looked:
+        held.clear()
+        assert [batch[0, 0].item() for batch in batches] == [*rows[4::4, 0]]
+        assert looked()
+    assert np.array_equal(view, rows[:2])
+
+
+def test_a_directory_that_others_may_enter_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(8))
+    source, place = open_array(tmp_path / "rows.npy"), tmp_path / "p"
+
+    def read() -> list[str]:
+        caplog.clear()
+        for _ in range(2):
+            array = PooledArray(source, place)
+            assert array.read_batch([3]).tolist() == [3]
+            assert len([*DPFlowDataLoader(array, batch_size=4, num_workers=1)]) == 2
+            array.close()
+        return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+    assert read() == [], "no server is no mistake"
+    place.mkdir()
+    place.chmod(0o750)
+    (warning,) = read()
+    assert warning.startswith("the pool is not used, and samples are read from storage: ")
+    assert f"{place} must be a directory of this user that nobody else may enter (mode 0700)" in warning
+    assert read() == []
+
+
+def test_a_directory_that_others_may_enter_later_is_warned_of_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(8))
+    place = tmp_path / "p"
+    place.mkdir(mode=0o700)
+    array = PooledArray(open_array(tmp_path / "rows.npy"), place)
+    place.chmod(0o755)
+    for row in range(3):
+        assert array.read_batch([row]).tolist() == [row]
+    array.close()
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "is read from storage for now: " in record.message
+    assert "(mode 0700)" in record.message
 
 
 def test_a_killed_server_costs_no_row(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +25,7 @@ from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.errors import (
     DatasetError,
+    MessageError,
     OptionError,
     OptionTypeError,
     PoolFullError,
@@ -30,9 +34,11 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 from torch_dpflow.pool import DataClient, PooledArray, open_array
+from torch_dpflow.pool.lanes.framing import PacketChannel, StreamChannel
 from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import OpenSet, PushStripe, WantRecords
+from torch_dpflow.pool.messages.protocol import REQUESTS, OpenSet, PreloadSet, PushStripe, WantRecords
 from torch_dpflow.pool.messages.server_messages import AskTable, TablePart
+from torch_dpflow.pool.messages.set_source import SetSource
 from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT = 40
@@ -183,3 +189,26 @@ def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClien
             with pytest.raises(UsageError):
                 connection.ask(PushStripe(identity, stripe))
     assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
+
+
+@pytest.mark.parametrize(
+    ("channel", "kind"), [(PacketChannel, socket.SOCK_SEQPACKET), (StreamChannel, socket.SOCK_STREAM)]
+)
+def test_a_message_is_nested_as_deep_with_every_python(channel: type[Any], kind: socket.SocketKind) -> None:
+    source = SetSource(store="/s", ref="a/b:v1:c", options={"a": "b"})
+    message = msgspec.msgpack.encode(
+        PreloadSet(source=source, identity=bytes(16), is_explicit=True, whole=True)
+    )
+    assert message.count(b"\xa1a\xa1b") == 1
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    with ours, theirs:
+        receiver = channel(ours)
+        for levels in (90, 101, 500, 5_000):
+            packet = message.replace(b"\xa1a\xa1b", b"\xa1a" + b"\x81\xa1a" * levels + b"\x00")
+            theirs.sendall((struct.pack("<I", len(packet)) if channel is StreamChannel else b"") + packet)
+            if levels == 90:
+                request, _ = receiver.receive(REQUESTS)
+                assert isinstance(request, PreloadSet)
+            else:
+                with pytest.raises(MessageError, match="nested deeper than 100 levels"):
+                    receiver.receive(REQUESTS)

@@ -118,9 +118,27 @@ def test_a_broken_file_fails_its_batch_as_it_fails_alone_and_leaves_no_file_open
             read()
         failed.append((type(raised.value), str(raised.value)))
     assert failed[0] == failed[1]
+    assert samples[7][0] in failed[0][1]
     Path(samples[2][0]).unlink()
     with pytest.raises(FileNotFoundError, match=samples[2][0]):
         images.__getitems__(range(12))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_any_step_name_the_file(samples: list[tuple[str, int]], workers: int) -> None:
+    def fails(what: Any) -> Any:
+        raise LookupError("no such colour")
+
+    crop = DecodeRandomResizedCrop(24)
+    for images in (
+        DecodedImages(samples, fails),
+        DecodedImages(samples, crop, transform=fails),
+        DecodedImages(samples, crop, target_transform=fails),
+    ):
+        with pytest.raises(LookupError, match=f"{samples[0][0]}: no such colour"):
+            next(iter(DPFlowDataLoader(images, batch_size=2, num_workers=workers)))
+        with pytest.raises(LookupError, match=f"{samples[3][0]}: no such colour"):
+            images[3]
 
 
 def test_arguments_are_checked(samples: list[tuple[str, int]]) -> None:

@@ -6,6 +6,7 @@ import importlib
 import io
 import pickle
 import random
+import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 from torch.utils.data import default_collate
@@ -32,6 +34,7 @@ from torch_dpflow.vision import (
     load_rgb,
     random_resized_crop_params,
 )
+from torch_dpflow.vision.jpeg_frame import read_frame
 
 transforms: Any = Later("torchvision.transforms")
 datasets: Any = Later("torchvision.datasets")
@@ -63,6 +66,34 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     return data.getvalue()
 
 
+def subsampled(image: Image.Image, sampling: str) -> bytes:
+    """The JPEG with a subsampling that Pillow does not write: 4:4:0, 4:1:1 or 4:4:1.
+
+    simplejpeg does not write 4:4:1 either. Four blocks beside each other in a file of 4:1:1 become four in a column.
+    """
+    pixels = np.asarray(image.convert("RGB"))
+    if sampling != "4:4:1":
+        return bytes(simplejpeg.encode_jpeg(pixels, 92, colorsubsampling=sampling.replace(":", "")))
+    height, width = pixels.shape[:2]
+    down, across = -(-height // 32), -(-width // 8)
+    padded = np.pad(pixels, ((0, 32 * down - height), (0, 8 * across - width), (0, 0)), "edge")
+    tiles = padded.reshape(down, 4, 8, across, 8, 3).transpose(0, 3, 2, 1, 4, 5)
+    strip = np.ascontiguousarray(tiles.reshape(down * across * 8, 32, 3))
+    data = bytearray(simplejpeg.encode_jpeg(strip, 92, colorsubsampling="411"))
+    frame = read_frame(data)
+    assert frame is not None
+    data[frame.height_at : frame.height_at + 4] = struct.pack(">HH", height, width)
+    assert data[frame.height_at + 6] == 0x41
+    data[frame.height_at + 6] = 0x14
+    return bytes(data)
+
+
+def jpeg(image: Image.Image, kind: str) -> bytes:
+    if kind == "grey":
+        return encode(image.convert("L"))
+    return subsampled(image, kind) if kind in UNUSUAL else encode(image, **JPEGS[kind])
+
+
 def by_pillow(data: bytes) -> np.ndarray[Any, Any]:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
@@ -89,6 +120,9 @@ JPEGS: dict[str, dict[str, Any]] = {
 }
 
 
+UNUSUAL = ("4:4:0", "4:1:1", "4:4:1")
+
+
 @pytest.fixture(params=["simplejpeg", "pillow"])
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way of decoding in turn."""
@@ -99,11 +133,10 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.mark.parametrize("kind", [*JPEGS, "grey"])
+@pytest.mark.parametrize("kind", [*JPEGS, *UNUSUAL, "grey"])
 def test_pixels_of_jpegs_are_pillow_s_in_the_whole_and_from_the_top(kind: str, decoder: str) -> None:
     for width, height in ((97, 131), (160, 96), (17, 9), (1, 1)):
-        image = photograph(width, height).convert("L" if kind == "grey" else "RGB")
-        data = encode(image, **JPEGS.get(kind, {}))
+        data = jpeg(photograph(width, height), kind)
         expected = by_pillow(data)
         assert np.array_equal(load_rgb(data).permute(1, 2, 0).numpy(), expected)
         for rows in {1, 7, 8, 15, 16, 17, 31, 32, 33, 95, 96, height} - set(range(height + 1, 200)):
@@ -185,6 +218,55 @@ def test_a_missing_file_and_one_that_is_no_image_are_named(tmp_path: Path) -> No
         load_rgb(tmp_path / "text.jpg")
 
 
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a"), KeyError(6), RuntimeError("b"), TypeError("c"), MemoryError(), AssertionError()],
+    ids=repr,
+)
+@pytest.mark.parametrize("function", ["decode_jpeg", "decode_jpeg_header"])
+def test_whatever_a_decoder_raises_is_left_to_pillow(
+    error: Exception, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode(photograph(64, 48))
+    monkeypatch.setattr(simplejpeg, function, failing(error))
+    assert np.array_equal(load_rgb(data).permute(1, 2, 0).numpy(), by_pillow(data))
+    assert decode_random_resized_crop(data, 8).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError("cut short"), "{path}: cut short"),
+        (OSError(5, "Input/output error"), "[Errno 5] Input/output error: '{path}'"),
+        (SyntaxError("broken PNG"), "{path}: broken PNG"),
+        (Image.DecompressionBombError("large"), "{path}: large"),
+        (ValueError(), "{path}: "),
+        (KeyError(6), "'{path}: 6'"),
+        (ValueError("in {path}"), "in {path}"),
+    ],
+    ids=repr,
+)
+def test_errors_name_the_file_and_stay_of_their_kind(
+    error: Exception, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(encode(photograph(8, 8), "PNG"))
+    if error.args and "{path}" in str(error):
+        error.args = (f"in {path}",)
+    monkeypatch.setattr(Image.Image, "convert", failing(error))
+    for read in (load_rgb, DecodeCenterCrop(4, 4), DecodeRandomResizedCrop(4)):
+        with pytest.raises(type(error)) as raised:
+            read(path)
+        assert str(raised.value) == expected.format(path=path)
+
+
 def test_what_pillow_refuses_for_its_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(photograph(100, 80))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3_000)
@@ -235,11 +317,10 @@ def test_draws_are_torchvision_s_in_any_default_dtype(dtype: torch.dtype) -> Non
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("kind", [*JPEGS, "grey"])
+@pytest.mark.parametrize("kind", [*JPEGS, *UNUSUAL, "grey"])
 def test_random_crops_are_torchvision_s_within_the_tolerance(kind: str, decoder: str) -> None:
     for number, (width, height) in enumerate([(250, 187), (166, 250), (90, 70)]):
-        image = photograph(width, height, number).convert("L" if kind == "grey" else "RGB")
-        data = encode(image, **JPEGS.get(kind, {}))
+        data = jpeg(photograph(width, height, number), kind)
         for size in (64, (96, 48)):
             torch.manual_seed(number)
             ours = decode_random_resized_crop(data, size)
@@ -247,6 +328,21 @@ def test_random_crops_are_torchvision_s_within_the_tolerance(kind: str, decoder:
             theirs = transforms.RandomResizedCrop(size)(Image.open(io.BytesIO(data)).convert("RGB"))
             assert ours.permute(1, 2, 0).is_contiguous()
             assert off(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["4:4:4", "4:2:2", "4:2:0", *UNUSUAL])
+def test_crops_of_larger_images_differ_by_less_than_one(kind: str, decoder: str) -> None:
+    """Whatever the subsampling: an image is not decoded so small that its colours would show it."""
+    for seed, size in enumerate((110, 90, 40, 20)):
+        data = jpeg(photograph(640, 640, seed), kind)
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        torch.manual_seed(seed)
+        ours = decode_random_resized_crop(data, size, scale=(0.5, 1.0))
+        torch.manual_seed(seed)
+        assert off(ours, transforms.RandomResizedCrop(size, scale=(0.5, 1.0))(image)) < 1
+    assert encoded.open_image(data).unevenness == {"4:2:2": 2, "4:4:0": 2, "4:1:1": 4, "4:4:1": 4}.get(
+        kind, 1
+    )
 
 
 def test_larger_images_are_decoded_smaller_and_differ_little(decoder: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.caches.capacity import parse_capacity
@@ -64,7 +65,7 @@ class ALSDCache(Dataset[Any]):
         sampler: LookaheadSampler | None = None,
         copy: bool = True,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if isinstance(dataset, IterableDataset) or working(dataset, "__getitem__") is None:
             raise OptionTypeError(
                 f"dataset is a {type(dataset).__name__}, which cannot be indexed; ALSDCache keeps samples by "
                 "index, so give a map-style dataset (one with __getitem__)"
@@ -158,7 +159,7 @@ class ALSDCache(Dataset[Any]):
             return None
 
     def _load_many(self, indices: list[Any]) -> list[Any]:
-        together = getattr(self.dataset, "__getitems__", None)
+        together = working(self.dataset, "__getitems__")
         if callable(together):
             return list(together(indices))
         return [self.dataset[index] for index in indices]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow.errors import OptionTypeError
 from torch_dpflow.lookahead import Lookahead
 
@@ -24,7 +25,7 @@ class LookaheadPoller:
     """Polls a sampler when the certain samples have been read, and when its `epoch`, if it has one, changes."""
 
     def __init__(self, sampler: LookaheadSampler) -> None:
-        if not callable(getattr(sampler, "lookahead", None)):
+        if not callable(working(sampler, "lookahead")):
             raise OptionTypeError(
                 f"sampler={sampler!r} has no method lookahead(); pass a DynaGCSSampler or another with one, "
                 "or leave it out"
@@ -36,7 +37,7 @@ class LookaheadPoller:
 
     def poll(self, count: int) -> Lookahead | None:
         """The new lookahead, if any, before `count` samples are read. Runs the sampler's code: hold no lock."""
-        epoch = getattr(self.sampler, "epoch", None)
+        epoch = working(self.sampler, "epoch")
         lookahead = None
         if self._left <= 0 or epoch != self._epoch:
             # Set before the call: the sampler may read samples itself.

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow.errors import OptionTypeError
 
 _UNCHANGEABLE = frozenset(
@@ -93,11 +94,11 @@ def _parts(part: Any) -> Iterable[object]:
         parts += part.values()
     elif isinstance(part, (list, tuple, set, frozenset, deque)):
         parts += part
-    parts += getattr(part, "__dict__", {}).values()
+    parts += working(part, "__dict__", {}).values()
     for kind in type(part).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
-        parts += (getattr(part, name) for name in names if hasattr(part, name))
+        parts += (value for name in names if (value := working(part, name)) is not None)
     return parts
 
 

@@ -249,7 +249,7 @@ def _run(
 
 
 def _only_variant(version: Dataset) -> str:
-    if len(version.variants) > 1:
+    if len(version.variants) != 1:
         raise DatasetNotFoundError(
             f"{version.id}:{version.version} has variants {sorted(version.variants)}; name one"
         )

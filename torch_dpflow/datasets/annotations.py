@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from torch_dpflow._core.depth import TOO_DEEP, check_json
 from torch_dpflow.errors import SourceError
 
 
@@ -21,9 +22,10 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     try:
         encoded = _ENCODER.encode(meta)
         # NaN and infinity are written as null.
+        check_json(encoded)
         wrong = next(_not_finite(meta, ""), None) if b"null" in encoded else None
     except RecursionError as error:  # nor can they be shown
-        raise SourceError(f"the annotations of {name} are nested too deep for JSON: {error}") from error
+        raise SourceError(f"the annotations of {name} cannot be kept: {TOO_DEEP}") from error
     except (TypeError, ValueError, OverflowError) as error:
         raise SourceError(
             f"the annotations of {name} cannot be written as JSON: {error}: {meta!r:.500}"

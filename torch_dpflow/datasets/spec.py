@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from torch_dpflow._core.depth import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN, sha256_of
 from torch_dpflow.datasets.names import ID_PATTERN, LABEL_PATTERN
 from torch_dpflow.datasets.storage.base import REVISION_PATTERN
@@ -86,7 +87,10 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
             DamagedStoreError: they are no JSON object.
         """
         try:
-            return _FIELDS.decode(self.meta)
+            fields = _FIELDS.decode(self.meta)
+            if may_be_too_deep(memoryview(self.meta)) and is_too_deep(fields):
+                raise RecursionError(TOO_DEEP)
+            return fields
         except _UNREADABLE as error:
             raise DamagedStoreError(f"the annotations of {self.path} are no JSON object: {error}") from error
 
@@ -258,6 +262,8 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
         DamagedStoreError: it is no JSON, of another kind, or breaks the schema.
     """
     try:
+        if kind is not DatasetShardMeta:  # whose samples are decoded one by one
+            check_json(data)
         header = msgspec.json.decode(data, type=_FileHeader)
         newest = SHARD_FORMAT if kind is DatasetShardMeta else FORMAT
         if header.format > newest:

@@ -8,13 +8,14 @@ import inspect
 import pickle
 from typing import Any
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.errors import StateError
 
 
 def has_state(part: Any) -> bool:
     """Whether `part` has a state of its own that can be restored."""
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+    return callable(working(part, "state_dict")) and callable(working(part, "load_state_dict"))
 
 
 class Unsaved:
@@ -77,7 +78,7 @@ def takes(part: Any, argument: str) -> bool:
     """Whether the `state_dict` of `part` has this argument."""
     try:
         return has_state(part) and argument in inspect.signature(part.state_dict).parameters
-    except (TypeError, ValueError):  # not every function has a signature
+    except Exception:  # not every function has a signature
         return False
 
 

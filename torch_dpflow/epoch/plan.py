@@ -16,6 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_state, takes
 from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep
@@ -294,7 +295,7 @@ def sampler_generators(
     samplers = [index_sampler, sampler]
     for part in samplers:
         # Its `__dict__`, because other access may run code of the sampler's.
-        held = getattr(part, "__dict__", {})
+        held = working(part, "__dict__", {})
         for value in held.values():
             if isinstance(value, torch.Generator) and not any(
                 value is other for other in [generator, *found]

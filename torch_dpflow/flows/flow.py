@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
@@ -100,7 +101,7 @@ class DataLoadFlow:
             OptionError, OptionTypeError: the name is not allowed, or contradicts `version` or
                 `variant`; `samples` cannot be indexed.
         """
-        if samples is not None and not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        if samples is not None and not all(working(samples, name) for name in ("__getitem__", "__len__")):
             raise OptionTypeError(
                 f"samples is a {type(samples).__name__}, which has no length or cannot be indexed; give a "
                 "map-style dataset"
@@ -182,7 +183,7 @@ class DataLoadFlow:
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
         """Build the flow; `reader` determines where it runs. Raises as the reader's `read`."""
-        if isinstance(reader, type) or not callable(getattr(reader, "read", None)):
+        if isinstance(reader, type) or not callable(working(reader, "read")):
             raise OptionTypeError(
                 f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"
             )

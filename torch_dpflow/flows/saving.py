@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from torch_dpflow._core.checks import check_type
+from torch_dpflow._core.depth import check_json
 from torch_dpflow._version import __version__
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
@@ -125,6 +126,7 @@ def _unpickled(code: bytes, url: str) -> Any:
 
 def _record(line: bytes, url: str) -> FlowRecord:
     try:
+        check_json(line)
         found = msgspec.json.decode(line, type=_Format).format
         if found > _FORMAT:
             raise NewerFormatError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.epoch.rng import preserved_rng, seed_batch
 from torch_dpflow.errors import DPFlowError, StageError
@@ -48,7 +49,7 @@ class StagedDataset(Dataset[Any]):
         return self.through(index, self._samples[index])
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        together = getattr(self._samples, "__getitems__", None)
+        together = working(self._samples, "__getitems__")
         if together is None:
             return [self[index] for index in indices]
         samples = list(together(indices))
@@ -90,11 +91,11 @@ def _each(samples: Any, indices: list[int]) -> list[Any]:
     """A dataset's samples, with a Failed for each that fails; read together if the dataset can."""
     if isinstance(samples, StagedDataset):
         return samples.load_each(indices)
-    if hasattr(samples, "read_each"):
-        found = samples.read_each(indices)
+    if (read_each := working(samples, "read_each")) is not None:
+        found = read_each(indices)
         return [Failed(sample) if isinstance(sample, DPFlowError) else sample for sample in found]
-    if hasattr(samples, "__getitems__"):
-        together = _attempt(samples.__getitems__, indices)
+    if (read_together := working(samples, "__getitems__")) is not None:
+        together = _attempt(read_together, indices)
         # Fewer samples: it is not known which of them the dataset left out.
         if not isinstance(together, Failed) and len(together) == len(indices):
             return list(together)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.epoch.plan import Plan, settled_length
@@ -25,7 +26,7 @@ class EpochAnnouncement:
 
     def __init__(self, loader: Any, plan: Plan, batches: int) -> None:
         self._dataset = loader.dataset
-        samples = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        samples = loader.batch_size or _batch_size(loader.batch_sampler)
         if samples is None:
             samples = _SAMPLES if loader._auto_collation else 1
         self._spread = batches * samples
@@ -54,3 +55,9 @@ class EpochAnnouncement:
 def _keys(batches: list[Any]) -> npt.NDArray[np.int64]:
     is_flat = bool(batches) and not isinstance(batches[0], Iterable)
     return np.fromiter(batches if is_flat else chain.from_iterable(batches), dtype=np.int64)
+
+
+def _batch_size(batch_sampler: Any) -> int | None:
+    """How many samples its batches have, as far as it says so by a number."""
+    size = working(batch_sampler, "batch_size")
+    return size if type(size) is int and size > 0 else None

@@ -9,7 +9,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 
 from torch_dpflow._core.torch_private import DatasetKind, sharding_worker_init_fn
 from torch_dpflow.epoch.own_state import has_state
-from torch_dpflow.ipc.memory.headroom import of_machine
+from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 
@@ -23,7 +23,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
         )
     shared_memory = options.shared_memory
     if shared_memory is None and loader.platform is None:
-        shared_memory = of_machine("MemTotal") // SHARED_FRACTION // iterator._num_workers
+        shared_memory = machine_total() // SHARED_FRACTION // iterator._num_workers
     return LoadSpec(
         dataset=iterator._dataset,
         dataset_kind=iterator._dataset_kind,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.ipc.memory.headroom import of_machine
+from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.loader.loader_arguments import name_of
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.loader.worker_processes import WorkerProcesses
@@ -124,7 +124,7 @@ def workers_of(
 
 def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> WorkerProcesses:
     if spec.shared_memory is None:
-        spec = replace(spec, shared_memory=of_machine("MemTotal") // SHARED_FRACTION // options.local_workers)
+        spec = replace(spec, shared_memory=machine_total() // SHARED_FRACTION // options.local_workers)
     platform = local_platform(loader.multiprocessing_context or torch.multiprocessing)
     return WorkerProcesses(platform, spec, options.local_workers)
 

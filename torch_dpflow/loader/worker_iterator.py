@@ -14,7 +14,7 @@ from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
 from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
-from torch_dpflow.ipc.memory.headroom import of_machine
+from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.messages.headers import END, FAILURE
 from torch_dpflow.loader.announced_epoch import EpochAnnouncement
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
@@ -68,9 +68,7 @@ class WorkerIterator(BaseDataLoaderIter):
         self._largest = 0
         self._room = FlightRoom(self._most)
         if loader.platform is not None:
-            self._room = BoundedRoom(
-                self._most, loader.num_workers, of_machine("MemTotal") // SHARED_FRACTION
-            )
+            self._room = BoundedRoom(self._most, loader.num_workers, machine_total() // SHARED_FRACTION)
         self._generation = 0
         self._restarts = Restarts(self._options.restart_limit, loader.num_workers, self._runtime.meter)
         self._ended_workers: list[Any] = []

@@ -14,6 +14,7 @@ from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.pool.lanes.guards import check_keys
 from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.pool.pool_samples import PoolSamples
+from torch_dpflow.pool.reader.fallback import check_directory
 
 
 class PooledDataset(DatasetReader):
@@ -57,6 +58,7 @@ class PooledDataset(DatasetReader):
     ) -> None:
         pool = find_address(address, connection, trust_network=trust_network)
         check_keys(pool)
+        check_directory(pool)
         check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
         check_how_to_read(storage_options, read_options, metadata_cache, check)
         self._pool = PoolSamples(

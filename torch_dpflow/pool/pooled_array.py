@@ -18,11 +18,13 @@ from torch_dpflow._core.checks import check_seconds, check_type
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import DPFlowError, PeerLostError
+from torch_dpflow.ipc.memory.conversions import from_array
 from torch_dpflow.pool.lanes.guards import check_keys
 from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.pool.lanes.regions import PoolRegion
 from torch_dpflow.pool.lanes.stream_lane import WantedRecord
 from torch_dpflow.pool.messages.protocol import ArraySource
+from torch_dpflow.pool.reader.fallback import check_directory
 from torch_dpflow.pool.reader.reading import SetReading
 from torch_dpflow.pool.sources.arrays import ArrayReader, array_identity, array_set
 from torch_dpflow.pool.sources.set_names import source_of
@@ -63,6 +65,7 @@ class PooledArray(Dataset[Rows]):
         self.source = source
         pool = find_address(address, connection, trust_network=trust_network)
         check_keys(pool)
+        check_directory(pool)
         check_seconds("silence_s", silence_s)
         self._rows = array_set(source)
         name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
@@ -121,7 +124,7 @@ class PooledArray(Dataset[Rows]):
         if len(missing):
             self._load(numbers, missing, out)
         with suppress(TypeError, ValueError):
-            return torch.from_numpy(out)
+            return from_array(out)
         return out
 
     def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:

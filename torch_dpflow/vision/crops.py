@@ -223,7 +223,7 @@ def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpola
     """Fill `out`, a batch of one in `torch.channels_last`, with what is in the box."""
     top, left, height, width = box
     size = (out.shape[2], out.shape[3])
-    reduce = _reduction(height / size[0], width / size[1]) if image.reducible else 1
+    reduce = _reduction(min(height / size[0], width / size[1]), image.unevenness)
     pixels = image.pixels(top + height, reduce=reduce)
     if reduce > 1:
         # The crop's edges lie between the smaller image's pixels, where only Pillow can begin.
@@ -240,9 +240,12 @@ def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpola
         antialiased[mode](batch, size, False, None, out=out)
 
 
-def _reduction(down: float, across: float) -> int:
+def _reduction(times: float, unevenness: int | None) -> int:
     """The largest reduction for a crop of so many times the output's size."""
-    return next((k for k in (8, 4, 2) if min(down, across) >= _GAP * k), 1)
+    if unevenness is None:
+        return 1
+    # The decoder reduces colours along both sides alike, also along one where they are subsampled already.
+    return next((k for k in (8, 4, 2) if times >= _GAP * unevenness * k), 1)
 
 
 def _resized_size(image: EncodedImage, shorter: int) -> tuple[int, int]:

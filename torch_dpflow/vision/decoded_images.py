@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionTypeError
-from torch_dpflow.vision.encoded import Source
+from torch_dpflow.vision.encoded import Source, naming
 
 
 class DecodedImages(Dataset[tuple[Any, Any]]):
@@ -19,7 +20,8 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
 
         DecodedImages(ImageFolder(root).samples, DecodeRandomResizedCrop(224), transform=...)
 
-    For a batch, the crops of all its images are drawn first, then what the transforms draw, image after image.
+    An error of an image names its file. For a batch, the crops of all its images are drawn first, then what the
+    transforms draw, image after image.
 
     Args:
         samples: (path, target) of each image; encoded images in place of paths are allowed.
@@ -55,17 +57,28 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         source, target = self.samples[index]
-        return self._transformed(self._decode(source), target)
+        with naming(source):
+            return self._transformed(self._decode(source), target)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """The samples of a batch."""
         samples = [self.samples[index] for index in indices]
         images = self._decoded([source for source, _ in samples])
-        return [self._transformed(image, target) for image, (_, target) in zip(images, samples, strict=True)]
+        found = []
+        for image, (source, target) in zip(images, samples, strict=True):
+            with naming(source):
+                found.append(self._transformed(image, target))
+        return found
 
     def _decoded(self, sources: list[Source]) -> Any:
-        batch = getattr(self._decode, "batch", None)
-        return [self._decode(source) for source in sources] if batch is None else batch(sources).unbind()
+        batch = working(self._decode, "batch")
+        if batch is not None:
+            return batch(sources).unbind()
+        images = []
+        for source in sources:
+            with naming(source):
+                images.append(self._decode(source))
+        return images
 
     def _transformed(self, image: Any, target: Any) -> tuple[Any, Any]:
         return (

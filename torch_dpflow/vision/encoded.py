@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from torch_dpflow.errors import MissingExtraError
-from torch_dpflow.vision.jpeg_frame import JpegFrame, read_frame
+from torch_dpflow.vision.jpeg_frame import JpegFrame, read_frame, unevenness
 
 try:
     from PIL import Image
@@ -41,8 +43,9 @@ class EncodedImage(Protocol):
 
     height: int
     width: int
-    #: Whether `pixels` can be asked for a half, a quarter or an eighth.
-    reducible: bool
+    #: How much more its colours are subsampled along one side than along the other; None: `pixels` cannot be asked for
+    #: a half, a quarter or an eighth.
+    unevenness: int | None
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
         """RGB of shape (height, width, 3), writable; raises what Pillow raises for a file that is broken.
@@ -56,12 +59,28 @@ class EncodedImage(Protocol):
         """Close the file where it is open still, as `pixels` does."""
 
 
+@contextmanager
+def naming(source: Any) -> Iterator[None]:
+    """Have an error raised inside name the file, if `source` is the path of one. Its type stays the same."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(source, str | os.PathLike) and (name := os.fsdecode(source)) not in str(error):
+            if isinstance(error, OSError) and error.errno is not None:
+                error.filename = name
+            elif isinstance(error, SyntaxError):
+                error.msg = f"{name}: {error.msg}"
+            else:
+                error.args = (f"{name}: {error}", *error.args[1:])
+        raise
+
+
 def open_image(source: Source) -> EncodedImage:
     """The image of a file, or of its content. Raises what Pillow raises where there is none."""
     if simplejpeg is not None:
         data: Any = source
         if isinstance(source, str | os.PathLike):
-            with open(source, "rb", buffering=0) as file:
+            with naming(source), open(source, "rb", buffering=0) as file:
                 data = file.read()
         frame = read_frame(data)
         # Of more pixels than this Pillow warns, or refuses them.
@@ -80,7 +99,8 @@ def load_rgb(source: Source) -> torch.Tensor:
         source: the path of a file, or its bytes.
 
     Raises:
-        What Pillow raises: OSError, of which UnidentifiedImageError is one; SyntaxError; DecompressionBombError.
+        What Pillow raises: OSError, of which UnidentifiedImageError is one; SyntaxError; DecompressionBombError. The
+            message names the file.
     """
     return torch.from_numpy(open_image(source).pixels()).permute(2, 0, 1)
 
@@ -98,10 +118,10 @@ def resized_part(
 
 
 class _TurboJpeg:
-    reducible = True
+    unevenness: int | None
 
     def __init__(self, source: Source, data: Any, frame: JpegFrame) -> None:
-        self.height, self.width = frame.height, frame.width
+        self.height, self.width, self.unevenness = frame.height, frame.width, frame.unevenness
         self._source, self._data, self._frame = source, data, frame
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
@@ -122,7 +142,7 @@ class _TurboJpeg:
             if simplejpeg.decode_jpeg_header(data, **least)[:2] != size:
                 return None
             simplejpeg.decode_jpeg(data, "RGB", buffer=pixels, **least)
-        except ValueError as error:
+        except Exception as error:  # KeyError for 4:4:1
             if height == self.height or _MORE_FOLLOWS not in str(error):
                 return None
         return pixels
@@ -140,16 +160,24 @@ class _TurboJpeg:
 
 
 class _PillowImage:
+    unevenness: int | None = None
+
     def __init__(self, source: Source) -> None:
-        self._image: Any = Image.open(source if isinstance(source, str | os.PathLike) else io.BytesIO(source))
-        self.reducible = self._image.format == "JPEG"
-        if not self.reducible:  # some formats know their size only then
-            with self._image as image:
-                self._image = image.convert("RGB")
-        self.width, self.height = self._image.size
+        self._source = source
+        with naming(source):
+            file = source if isinstance(source, str | os.PathLike) else io.BytesIO(source)
+            self._image: Any = Image.open(file)
+            if self._image.format == "JPEG":
+                with suppress(ValueError):  # what Pillow does not say is not reduced
+                    layers = getattr(self._image, "layer", ())
+                    self.unevenness = unevenness([(across, down) for _, across, down, _ in layers])
+            else:  # some formats know their size only then
+                with self._image as image:
+                    self._image = image.convert("RGB")
+            self.width, self.height = self._image.size
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
-        with self._image as image:
+        with naming(self._source), self._image as image:
             if reduce > 1:
                 image.draft("RGB", (max(1, self.width // reduce), max(1, self.height // reduce)))
             return np.array(image.convert("RGB"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 SOI, EOI = b"\xff\xd8\xff", b"\xff\xd9"
@@ -26,6 +27,8 @@ class JpegFrame(NamedTuple):
     mcu_height: int
     #: Where in the file the height stands.
     height_at: int
+    #: How much more the colours are subsampled along one side than along the other: 4 for 4:1:1 and 4:4:1.
+    unevenness: int = 1
 
     def rows_to_decode(self, rows: int) -> int:
         """The height that the file may state for its first `rows` to be decoded as they are in the whole.
@@ -63,8 +66,17 @@ def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
     bits, height, width, components = _FRAME(data, at + 4)
     if bits != 8 or components not in (1, 3) or not height or not width:
         raise ValueError("neither grey nor of three colours")
-    samplings = [data[at + 11 + 3 * number] & 15 for number in range(components)]
-    return JpegFrame(height, width, _BLOCK * max(1, *samplings), at + 5)
+    factors = [divmod(data[at + 11 + 3 * number], 16) for number in range(components)]
+    vertical = [down for _, down in factors]
+    return JpegFrame(height, width, _BLOCK * max(1, *vertical), at + 5, unevenness(factors))
+
+
+def unevenness(factors: Sequence[tuple[int, int]]) -> int:
+    """`JpegFrame.unevenness` of the components' sampling factors, across and down. Raises ValueError."""
+    if not factors or not all(across > 0 and down > 0 for across, down in factors):
+        raise ValueError("no sampling factors")
+    ratios: list[int] = [max(side) // min(side) for side in zip(*factors)]
+    return max(ratios) // min(ratios)
 
 
 def _ends(data: bytes | bytearray | memoryview, start: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.torch_private import DatasetKind, generate_state, set_worker_info
 from torch_dpflow.epoch.own_state import Unsaved, opened, sealed
 from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
@@ -168,7 +169,7 @@ class BatchSource:
     def _make_fetcher(self, stream: StreamState | None) -> Any:
         spec = self._load_spec
         overlaps = not self._iterable and spec.read_threads > 1 and spec.auto_collation
-        if overlaps and not callable(getattr(self._dataset, "__getitems__", None)):
+        if overlaps and not callable(working(self._dataset, "__getitems__")):
             return ThreadedFetcher(self._dataset, spec.collate_fn, spec.read_threads)
         kept = stream.dataset if stream is not None else None
         over = stream is not None and (stream.ended or not stream.delivered)

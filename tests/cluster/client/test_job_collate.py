@@ -95,3 +95,23 @@ def test_what_is_not_in_a_row_is_copied(order: list[int]) -> None:
     batch = collate_samples(samples)
     assert torch.equal(batch, default_collate(samples))
     assert batch.data_ptr() != samples[0].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [image(1.0), torch.ones(3), torch.ones(3, 4).t(), np.ones(5), np.float32(1), 1, 1.0, np.ones(BIG)],
+    ids=["tensor", "small", "transposed", "array", "scalar", "int", "float", "large array"],
+)
+def test_an_array_of_a_batch_outlives_that_the_batch_is_shared(sample: Any) -> None:
+    """As with torch's workers, whose batches are in shared memory from the start."""
+    batch = collate_samples([sample, sample])
+    array = batch.numpy()
+    place, expected = array.ctypes.data, default_collate([sample, sample])
+    assert batch.stride() == expected.stride()
+    freed = weakref.ref(batch.untyped_storage().memory)
+    batch.share_memory_()
+    assert freed() is not None
+    assert place == freed().ctypes.data
+    assert np.array_equal(array, expected.numpy())
+    del array, batch
+    assert freed() is None

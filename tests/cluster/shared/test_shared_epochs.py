@@ -185,6 +185,14 @@ def test_the_same_version_of_something_else_is_refused(join: Join, flow: str) ->
         join(flow, Numbers(10))
 
 
+def test_more_memory_than_the_host_has_is_refused(join: Join, flow: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"memory_bytes=1,125,899,906,842,624: the cluster's host has .* bytes in all"
+    ):
+        join(flow, Numbers(10), memory_bytes=1 << 50)
+    assert sorted(keys(join(flow, Numbers(10), memory_bytes=1 << 21).traverse(0))) == list(range(10))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

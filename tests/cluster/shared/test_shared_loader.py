@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.loader_cases import Failing, Messaged, Stream
+from tests.new_process import held_by_child
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
@@ -167,3 +168,26 @@ def test_what_is_not_allowed_is_refused_at_once(arguments: dict[str, Any], error
 def test_iterable_datasets_are_not_shared() -> None:
     with pytest.raises(OptionError, match="map-style"):
         DPFlowDataLoader(Stream(4), flow="a")
+
+
+def values(batch: list[torch.Tensor]) -> list[int]:
+    return [*{int(one) for part in batch for one in part.flatten().tolist()}]
+
+
+def test_a_forked_child_keeps_the_batch_that_it_holds(make: Make) -> None:
+    batches = iter(make(Numbers(100, width=50_000), batch_size=1))
+    held = [next(batches) for _ in range(2)]
+    with held_by_child("os.fork", lambda: [values(one) for one in held]) as looked:
+        held.clear()
+        assert [values(batch) for batch in batches] == [[number] for number in range(2, 100)]
+        assert looked() == [[0], [1]]
+
+
+def test_an_array_of_a_batch_can_be_read_after_the_batch_was_shared(make: Make) -> None:
+    kept: list[tuple[Any, int]] = []
+    for number, batch in enumerate(make(Numbers(30, width=50_000), batch_size=1)):
+        for part in batch:
+            kept.append((part.numpy(), number))
+            part.share_memory_()
+    assert len(kept) == 60
+    assert all({*array.flatten().tolist()} == {number} for array, number in kept)

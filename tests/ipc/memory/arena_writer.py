@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.new_process import held_by_child
 from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef
 
@@ -51,6 +52,14 @@ class Writer:
     def holdings(self) -> tuple[int, int, int]:
         """Segments, their bytes, and open descriptors of the process."""
         return self.arena.segments, self.arena.allocated_bytes, len(os.listdir("/proc/self/fd"))
+
+    def look_in_child(self, nbytes: int, fill: int) -> bool:
+        """Whether a child that is forked now still sees `fill` in what was kept, after blocks were written here."""
+        with held_by_child("os.fork", lambda: self.look(fill)) as looked:
+            self.drop()
+            for _ in range(8):
+                self.write(nbytes, fill + 1)
+            return bool(looked())
 
     def in_child(self, nbytes: int) -> bool:
         """Whether a forked child is refused a block."""

@@ -18,8 +18,11 @@ import pytest
 import torch
 
 from tests.ipc.memory.arena_writer import writer
+from tests.new_process import held_by_child
 from torch_dpflow.errors import MessageError, OptionError, SegmentLostError
 from torch_dpflow.ipc.memory.arena import MAX_SEGMENTS, Arena, ArenaReader
+from torch_dpflow.ipc.memory.conversions import storage_over, tensor_over
+from torch_dpflow.ipc.memory.forks import FORKS
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.memory.segment import HEADER_BYTES
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef
@@ -103,6 +106,62 @@ def test_the_writer_s_own_use_holds_a_segment() -> None:
         assert remote.look(1)
         remote.drop()
         assert remote.write(SIZE, 3).segment == kept.segment
+
+
+@pytest.mark.parametrize("method", ["os.fork", "Process"])
+def test_what_a_forked_child_reads_is_not_lent_again(method: str) -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        first = remote.write(SIZE, 1)
+        views = [reader.view(first), reader.view(remote.write(SIZE, 1))]
+        with held_by_child(method, lambda: {*views[0].tolist()}) as looked:
+            views.clear()
+            later = [remote.write(SIZE, 2) for _ in range(2)]
+            for ref in later:
+                reader.release(ref)
+            assert looked() == {1}
+            assert first.segment not in {ref.segment for ref in later}
+            # What was lent after the fork is lent again, and the rest has left both processes.
+            assert remote.write(SIZE, 3).segment in {ref.segment for ref in later}
+            assert remote.holdings()[:2] == (2, 2 * (first.capacity + HEADER_BYTES))
+            assert mappings() == 2
+
+
+def test_a_view_that_was_made_while_another_thread_forks_is_not_lent_again() -> None:
+    """Between the hook before a fork and the fork itself other threads run."""
+    arena, reader = pair()
+    FORKS._begin()  # as in the thread that forks
+    try:
+        block = arena.allocate(SIZE)
+        assert block is not None
+        number = block.segment.number
+        view = reader.view(arena.publish(block))
+        del block, view
+    finally:
+        FORKS._running.pop()
+    other = arena.allocate(SIZE)
+    assert other is not None
+    assert other.segment.number != number
+
+
+def test_what_a_writer_s_forked_child_reads_is_not_lent_again() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        reader.release(remote.write(SIZE, 1, keep=True))
+        assert remote.look_in_child(SIZE, 1)
+
+
+def test_an_array_of_a_tensor_outlives_that_the_tensor_is_shared() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        ref = remote.write(SIZE, 1)
+        tensor = tensor_over(storage_over(reader.view(ref)), torch.uint8, (SIZE,))
+        array = tensor.numpy()
+        tensor.share_memory_()
+        assert remote.write(SIZE, 2).segment != ref.segment
+        assert {*array.tolist()} == {*tensor.tolist()} == {1}
+        del tensor, array
+        assert remote.write(SIZE, 3).segment == ref.segment
 
 
 def test_unpublished_blocks_come_back_when_their_owner_is_gone() -> None:

@@ -136,5 +136,21 @@ def test_body_of_another_type_is_refused() -> None:
         decode_body(encode_body("text"), body_decoder(int))
 
 
+@pytest.mark.parametrize("opening", [b"\x91", b"\x92\x01", b"\x81\xa0", b"\xdc\x00\x01"])
+@pytest.mark.parametrize("levels", [99, 101, 500, 5_000])
+def test_a_message_is_nested_as_deep_with_every_python(opening: bytes, levels: int) -> None:
+    """99 levels in a list of fields; more would be taken by later versions than 3.11, or by shallow callers."""
+    body = msgspec.Raw(opening * levels + b"\x00")
+    header = encode(messages.Reply(1, body))
+    if levels == 99:
+        reply = decode(header)
+        assert isinstance(reply, messages.Reply)
+        assert decode_body(reply.body, body_decoder(Any)) is not None
+        return
+    for read in (lambda: decode(header), lambda: decode_body(body, body_decoder(Any))):
+        with pytest.raises(MessageError, match="nested deeper than 100 levels"):
+            read()
+
+
 def test_tags_are_unique() -> None:
     assert len(TAGS) == len(set(TAGS))

@@ -75,6 +75,13 @@ def test_what_is_no_order_is_refused_and_not_quoted(change: dict[str, Any]) -> N
     assert "s3cr3t" not in str(raised.value)
 
 
+@pytest.mark.parametrize("levels", [101, 500, 100_000])
+def test_an_order_is_nested_as_deep_with_every_python(levels: int) -> None:
+    data = encode_order(order())[:-1] + b',"added":' + b"[" * levels + b"]" * levels + b"}"
+    with pytest.raises(MessageError, match="no order: it is nested deeper than 100 levels"):
+        decode_order(data[:MAX_ORDER])
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(MessageError):

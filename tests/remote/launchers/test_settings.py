@@ -114,6 +114,7 @@ def test_a_named_file_is_the_only_one(write: Write, monkeypatch: pytest.MonkeyPa
         ("[platform.ray]\n\ncpus = 0\n", r"dpflow.toml:3: platform.ray.cpus=0.0 is out of range"),
         ("[platform]\nray = 1\n", r"dpflow.toml:2: ray is no table; write \[platform.ray\]"),
         ("cpus 1", r"dpflow.toml is no TOML: .*line 1"),
+        pytest.param("cpus = " + "[" * 50_000, r"dpflow.toml is no TOML", id="deep"),
         ("platform = 3\n", r"dpflow.toml:1: platform is no table; write \[platform"),
         ("network = 3\n", r"dpflow.toml:1: network is no table; write \[network\]"),
         (

@@ -23,10 +23,11 @@ from torch.utils.data import default_collate
 
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow._core.torch_private import collate, collate_tensor_fn, default_collate_fn_map
-from torch_dpflow.ipc.memory.conversions import storage_over, tensor_over
+from torch_dpflow.ipc.memory.conversions import keeps_memory, memory_of, storage_over, tensor_over
 from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
 from torch_dpflow.ipc.serialization.codec import decode_heads
 from torch_dpflow.ipc.serialization.fast_path import numbers_beside
+from torch_dpflow.ipc.serialization.pickling import is_plain
 
 #: Below this size torch stacks with one thread as well, bytes.
 _SMALL_BYTES = 1 << 15
@@ -45,7 +46,7 @@ def collate_samples(samples: list[Any]) -> Any:
     mapping: dict[Any, Callable[..., Any]] = {**default_collate_fn_map}
     if mapping.get(torch.Tensor) is collate_tensor_fn:
         mapping[torch.Tensor] = partial(_stack, used=set())
-    return collate(samples, collate_fn_map=mapping)
+    return collate(samples, collate_fn_map=_kept_results(mapping))
 
 
 def collate_parcels(
@@ -77,7 +78,8 @@ def collate_parcels(
     tensors = _joined([buffer for _, buffer in found], first)
     if alone:
         return tensors
-    columns = [collate(column, collate_fn_map=default_collate_fn_map) for column in zip(*numbers)]
+    mapping = _kept_results(default_collate_fn_map)
+    columns = [collate(column, collate_fn_map=mapping) for column in zip(*numbers)]
     return [tensors, *columns]
 
 
@@ -118,6 +120,26 @@ def _stack(
     for row, one in zip(rows, batch):
         np.copyto(row, _bytes_of(one))
     return out
+
+
+def _kept_results(mapping: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """The functions of `mapping`, whose results can be shared under arrays that were made of them."""
+    return {kind: partial(_kept, function) for kind, function in mapping.items()}
+
+
+def _kept(function: Callable[..., Any], batch: Any, **keywords: Any) -> Any:
+    """As `function`, but `share_memory_` frees no memory of a tensor of which there is an array.
+
+    torch's loader has that of its workers' shared memory. The batch is not copied.
+    """
+    result = function(batch, **keywords)
+    if type(result) is not torch.Tensor or not is_plain(result):
+        return result
+    storage = result.untyped_storage()
+    if not storage.nbytes() or keeps_memory(storage):
+        return result
+    over = storage_over(memory_of(storage))
+    return tensor_over(over, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
 
 
 class _Row:

@@ -46,7 +46,7 @@ def _digestible(obj: Any, memo: _Memo) -> bytes:
     out = io.BytesIO()
     try:
         _Digester(out, memo).dump(obj)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+    except Exception:  # code of the object's own runs
         return f"{type(obj).__module__}.{type(obj).__qualname__}".encode()
     return out.getvalue()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
@@ -137,7 +138,7 @@ def _called(function: Callable[[int], Any] | None) -> str:
     """A function's name and fingerprint, which tells it from another of that name; "none" where there is none."""
     if function is None:
         return "none"
-    return f"{getattr(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
+    return f"{working(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:

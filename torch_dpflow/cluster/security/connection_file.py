@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from torch_dpflow._core.depth import check_json
 from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.transport.keys import ClientKeys, ServerKeys
@@ -177,9 +178,10 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
             "defaultMode: 0400, and fsGroup where the container is not root)"
         )
     try:
+        check_json(content)
         connection = msgspec.json.decode(content, type=ConnectionFile)
         connection.client_keys()
-    except (msgspec.MsgspecError, OptionError) as error:
+    except (msgspec.MsgspecError, OptionError, RecursionError) as error:
         raise OptionError(f"{name} is not one of ours, or damaged: {error}; {other}") from error
     if not 1 <= connection.version <= _NEWEST:
         raise OptionError(

@@ -86,6 +86,7 @@ class Coordinator:
         members: where shards have their workers; None: from their node.
         nodes: those on other hosts; None: there can be none.
         price_per_hour: of a worker, for reports.
+        host_bytes: memory of the cluster's host, where no other host can join it; None: not known.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class Coordinator:
         members: MemberPlace | None = None,
         nodes: JoinedNodes | None = None,
         price_per_hour: float = 0.0,
+        host_bytes: int | None = None,
     ) -> None:
         self._changed = changed
+        self._host_bytes = host_bytes
         self._members = members
         self._nodes = nodes
         self._post = server.post
@@ -255,6 +258,7 @@ class Coordinator:
     def _on_register(self, call: IncomingCall) -> Result:
         spec: FlowSpec = call.body
         self._check_ports(spec.shards)
+        self._check_memory(spec)
         self._apply(self._registry.register(spec, self._clock()))
         flow = self._registry.find(spec.name)
         assert flow is not None
@@ -267,6 +271,13 @@ class Coordinator:
                 f"shards={shards}: each takes a port at which workers call, and `dpflow up --worker-listen "
                 f"{self._members.listen_at}` has {most}; give no more, or start it with more ports, as "
                 "tcp://HOST:FIRST-LAST"
+            )
+
+    def _check_memory(self, spec: FlowSpec) -> None:
+        if self._host_bytes is not None and spec.memory_bytes > self._host_bytes:
+            raise OptionError(
+                f"flow {spec.name!r}: memory_bytes={spec.memory_bytes:,}: the cluster's host has {self._host_bytes:,} "
+                "bytes in all; give fewer, here or as the capacity of the ALSDCache around the dataset"
             )
 
     def _is_stored(self, flow: Flow) -> bool:

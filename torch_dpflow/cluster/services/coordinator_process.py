@@ -21,6 +21,7 @@ from torch_dpflow.cluster.services.serve import ask_in, serve
 from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
+from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.messages.errors import OverloadedError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
@@ -51,6 +52,7 @@ def run(service: ServiceSpec) -> None:
         members=service.place.members,
         nodes=nodes[0],
         price_per_hour=arguments.price_per_hour,
+        host_bytes=Headroom().total() if service.place.host is None else None,
     )
     reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:

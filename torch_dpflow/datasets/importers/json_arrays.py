@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import IO, Any
 
+from torch_dpflow._core.depth import is_too_deep, may_be_too_deep
+
 #: Bytes that are read at a time.
 _BLOCK = 2**18
 #: Most characters of an element, so that malformed JSON cannot fill the memory.
@@ -101,6 +103,8 @@ class _Text:
             except RecursionError:
                 raise self._malformed("a value is nested too deeply", self._at) from None
             else:
+                if may_be_too_deep(self._text[self._at : end]) and is_too_deep(value):
+                    raise self._malformed("a value is nested too deeply", self._at)
                 if end + _NUMBER_TAIL < len(self._text) or self._ended:
                     self._at = end
                     return value

@@ -6,7 +6,8 @@ pages are present in both mappings.
 
 A segment is reused only when neither side uses it any more. The reader's side is a byte in the segment, which a weakref
 callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's side is a weakref on the
-array that all tensors and views over the memory keep alive.
+array that all tensors and views over the memory keep alive. Neither counts the references of a forked child, so that a
+segment that was in use while its process forked is freed and not reused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.memory.conversions import Memory
+from torch_dpflow.ipc.memory.forks import FORKS
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.memory.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
@@ -46,6 +48,7 @@ _IDLE_ALLOCATIONS = 256
 _SHARE_OF_AVAILABLE = 0.5
 #: Most segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
 MAX_SEGMENTS = 256
+_NONE: deque[Segment] = deque()
 
 
 class Block:
@@ -154,16 +157,29 @@ class Arena:
         segment.published = False
         segment.nbytes = nbytes
         segment.used = self._allocations
+        segment.stamp = FORKS.stamp()
         segment.generation += 1
         return Block(memory, segment)
 
     def _find_free(self, size: int, checked: int | None) -> Segment | None:
         limit = size * _LARGEST_EXCESS
         while size <= limit:
-            found = _first_free(self._classes.get(size), checked)
+            found = self._first_free(size, checked)
             if found is not None:
                 return found
             size = _size_class(size - HEADER_BYTES + 1)
+        return None
+
+    def _first_free(self, size: int, checked: int | None) -> Segment | None:
+        """The first free segment, which moves to the end, so that the one published longest ago is checked first."""
+        candidates = self._classes.get(size, _NONE)
+        for _ in range(len(candidates) if checked is None else min(checked, len(candidates))):
+            segment = candidates[0]
+            candidates.rotate(-1)
+            if segment.free:
+                if not segment.inherited:
+                    return segment
+                self._give_back(segment)
         return None
 
     def _create(self, size: int) -> Segment | None:
@@ -218,15 +234,3 @@ def _size_class(nbytes: int) -> int:
     size = max(nbytes + HEADER_BYTES, _SMALLEST_SEGMENT)
     step = 1 << max(size.bit_length() - _CLASS_BITS, 0)
     return -(-size // step) * step
-
-
-def _first_free(candidates: deque[Segment] | None, checked: int | None) -> Segment | None:
-    """The first free segment, which moves to the end, so that the one published longest ago is checked first."""
-    if candidates is None:
-        return None
-    for _ in range(len(candidates) if checked is None else min(checked, len(candidates))):
-        segment = candidates[0]
-        candidates.rotate(-1)
-        if segment.free:
-            return segment
-    return None

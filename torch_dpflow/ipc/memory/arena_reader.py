@@ -12,6 +12,7 @@ from weakref import ref as weakref
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.conversions import Memory
+from torch_dpflow.ipc.memory.forks import FORKS, Forks
 from torch_dpflow.ipc.memory.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
 from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
 
@@ -23,7 +24,8 @@ class ArenaReader:
     """The reader's side: maps the segments of one writer and marks them as free, by a byte in each.
 
     Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while the
-    interpreter exits. In a forked child views stay readable, and dropping them there releases nothing.
+    interpreter exits. In a forked child views stay as they are, also when the parent drops its own, and dropping them
+    there releases nothing.
 
     Args:
         pid: the writer's process.
@@ -112,13 +114,14 @@ class ArenaReader:
 class _Hold(weakref[Memory]):
     """A weak reference to a view that frees the view's segment when the view is gone."""
 
-    __slots__ = ("pid", "segment")
+    __slots__ = ("pid", "segment", "stamp")
     # A weak reference hashes as what it refers to, and arrays do not hash.
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
     segment: memoryview
     pid: int
+    stamp: int
 
 
 #: Keeps the weak references alive: one that died before its view would never call back.
@@ -129,12 +132,15 @@ def _hold(memory: Memory, segment: memoryview) -> None:
     hold = _Hold(memory, _release)
     hold.segment = segment
     hold.pid = os.getpid()
+    hold.stamp = FORKS.stamp()
     _HELD.add(hold)
 
 
-def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] = _HELD) -> None:
+def _release(
+    hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] = _HELD, forks: Forks = FORKS
+) -> None:
     # Runs where the last reference is dropped: in any thread, inside any other call, and while the interpreter exits
     # and module globals are None. So it takes no lock and reads no global.
     held.discard(hold)
     if getpid() == hold.pid:
-        hold.segment[0] = 0
+        hold.segment[0] = 3 if forks.since(hold.stamp) else 0  # INHERITED, FREE

@@ -15,9 +15,26 @@ import torch
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
+def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
+    """As `torch.from_numpy`, but arrays made of the tensor stay valid when the tensor is shared.
+
+    `share_memory_`, and so a queue, moves a storage elsewhere and drops the memory that it had. Arrays that `numpy` has
+    made of its tensors keep the storage alive, so the storage keeps the memory.
+    """
+    tensor = torch.from_numpy(array)
+    storage: Any = tensor.untyped_storage()
+    storage.memory = array
+    return tensor
+
+
 def storage_over(memory: Memory) -> torch.UntypedStorage:
-    """A storage over `memory`, which it keeps alive."""
-    return torch.from_numpy(memory).untyped_storage()
+    """A storage over `memory`, which it keeps alive, also where the storage is shared."""
+    return from_array(memory).untyped_storage()
+
+
+def keeps_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether it was made by `from_array` or `storage_over`."""
+    return hasattr(storage, "memory")
 
 
 def memory_of(storage: Any, start: int = 0, nbytes: int | None = None) -> Memory:

@@ -1,22 +1,71 @@
 """How much memory can be allocated before the kernel kills processes.
 
 Shared memory is reserved page by page. Where the machine's or the container's memory is exhausted meanwhile, Linux
-returns no error but kills a process, so the available memory is checked first.
+returns no error but kills a process, so the available memory is checked first. These figures only tune: where the
+system does not have one, another takes its place.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_dpflow._core.descriptors import is_exhausted
 from torch_dpflow.errors import OptionError
 
+_MEMINFO = Path("/proc/meminfo")
+#: Bytes of a machine of which nothing says how much memory it has: shares of it are still useful, and do no harm.
+_UNKNOWN_BYTES = 4 << 30
 
-def of_machine(name: str) -> int:
-    """Bytes of the machine's memory, as in /proc/meminfo: "MemTotal", "MemAvailable" and so on."""
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+def machine_total() -> int:
+    """Bytes of the machine's memory; a moderate number where the system does not say."""
+    return _known_total() or _UNKNOWN_BYTES
+
+
+def _known_total() -> int:
+    """Bytes of the machine's memory; 0 where the system does not say."""
+    return _meminfo().get("MemTotal", 0) or _pages("SC_PHYS_PAGES")
+
+
+def _machine_available() -> int:
+    """Bytes that can be allocated; half of all memory where the system does not say.
+
+    Sandboxes and containers (gVisor, lxcfs, OpenVZ) may have a file without MemAvailable, an empty one, or none.
+    """
+    found = _meminfo()
+    free = sum(found.get(name, 0) for name in ("MemFree", "Buffers", "Cached"))
+    return found.get("MemAvailable", 0) or free or _pages("SC_AVPHYS_PAGES") or machine_total() // 2
+
+
+def _meminfo() -> dict[str, int]:
+    """Bytes by name; without what cannot be read."""
+    found: dict[str, int] = {}
+    for line in _text(_MEMINFO).splitlines():
+        name, _, rest = line.partition(":")
+        number = rest.removesuffix("kB").strip()
+        if number.isdecimal():
+            found[name] = int(number) * 1024
+    return found
+
+
+def _pages(name: str) -> int:
+    try:
+        return max(0, os.sysconf(name) * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError):  # no such name here
+        return 0
+
+
+def _text(file: Path) -> str:
+    """The file, empty where it cannot be read. Raises OSError where no descriptor is left for it."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError as error:
+        if is_exhausted(error):
+            raise
+        return ""
 
 
 class _Files(NamedTuple):
@@ -43,12 +92,17 @@ class Headroom:
     def __init__(
         self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
     ) -> None:
-        self._machine = of_machine("MemTotal")
+        self._machine = machine_total()
         self._groups = [
             (folder, files)
             for folder, files in _groups(memberships, mount)
             if _number(folder / files.limit, self._machine) < self._machine
         ]
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a control group allows less than the machine has."""
+        return bool(self._groups)
 
     def total(self) -> int:
         """Bytes that this process could ever have: of the machine, or what its control groups allow."""
@@ -57,25 +111,24 @@ class Headroom:
 
     def available(self) -> int:
         """Available bytes. Raises OSError where the process has no descriptor left to read them."""
-        machine = of_machine("MemAvailable")
-        return min([machine, *(_left_in(folder, files) for folder, files in self._groups)])
+        left = (_left_in(folder, files) for folder, files in self._groups)
+        return min([_machine_available(), *(one for one in left if one is not None)])
 
 
 def check_memory(name: str, size: int) -> None:
     """Raise OptionError if this process can never have so many bytes."""
-    total = Headroom().total()
-    if size > total:
+    headroom = Headroom()
+    total = headroom.total()
+    if size > total and (_known_total() or headroom.is_limited):
         raise OptionError(f"{name}={size:,} bytes: {total:,} are all that this process can have; give fewer")
 
 
 def _groups(memberships: Path, mount: Path) -> Iterator[tuple[Path, _Files]]:
     """The memory control groups that the process is in, from the innermost outwards."""
-    try:
-        lines = memberships.read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for line in _text(memberships).splitlines():  # none: not Linux
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not path:
+            continue
         if not controllers:
             yield from ((folder, _V2) for folder in _from(mount, path))
         elif "memory" in controllers.split(","):
@@ -92,14 +145,15 @@ def _from(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _number(file: Path, otherwise: int) -> int:
-    try:
-        return int(file.read_text())
-    except (FileNotFoundError, ValueError):  # no such group here, or "max"
-        return otherwise
+    number = _text(file).strip()
+    return int(number) if number.isdecimal() else otherwise  # no such group here, or "max"
 
 
-def _left_in(folder: Path, files: _Files) -> int:
-    most = int((folder / files.limit).read_text())
-    used = int((folder / files.usage).read_text())
-    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+def _left_in(folder: Path, files: _Files) -> int | None:
+    """Bytes that a group may still take; None where it does not say."""
+    most, used = (_number(folder / name, -1) for name in (files.limit, files.usage))
+    if most < 0 or used < 0:
+        return None
+    pairs = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    statistics = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
     return most - used + sum(int(statistics.get(name, 0)) for name in files.droppable)

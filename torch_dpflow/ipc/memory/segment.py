@@ -2,7 +2,8 @@
 
 The header's first byte is the segment's state. The writer sets it to PUBLISHED before it sends the reader a reference,
 the reader sets it to FREE when nothing refers to the payload any more, and the writer sets it to RETIRED before it
-frees the segment. None of that needs a message.
+frees the segment. A reader that has forked meanwhile sets it to INHERITED instead, as the child may read on: the writer
+frees such a segment and does not lend it again. None of that needs a message.
 
 A segment is a memfd: it has no name that could outlive its processes, it does not count against a container's small
 /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its pages are reserved when it is created, so
@@ -27,11 +28,12 @@ import torch
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import MessageError, SegmentLostError
 from torch_dpflow.ipc.memory.conversions import Memory, memory_of
+from torch_dpflow.ipc.memory.forks import FORKS
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64
 #: States, in the header's first byte. A retired segment is mapped by the reader only, and not used any more.
-FREE, PUBLISHED, RETIRED = 0, 1, 2
+FREE, PUBLISHED, RETIRED, INHERITED = 0, 1, 2, 3
 
 TOKEN_BYTES = 16
 #: The name of segments in /proc.
@@ -62,6 +64,8 @@ class Segment:
     generation: int = 0
     #: Writer: when it was last lent, in allocations of its arena.
     used: int = 0
+    #: Writer: the stamp of this loan.
+    stamp: int = 0
     #: Writer: bytes requested in this loan.
     nbytes: int = 0
     #: Writer: whether this loan has been published.
@@ -77,7 +81,12 @@ class Segment:
     @property
     def free(self) -> bool:
         """Whether neither side uses the payload."""
-        return self.memory[0] == FREE and (self.owner is None or self.owner() is None)
+        return self.memory[0] in (FREE, INHERITED) and (self.owner is None or self.owner() is None)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether a child of either side may use the payload, as that side forked during the last loan."""
+        return self.memory[0] == INHERITED or (self.owner is not None and FORKS.since(self.stamp))
 
     def payload(self, nbytes: int) -> Memory:
         """A new array over the first `nbytes` of the payload; all views of it keep this very array alive."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from torch_dpflow._core.depth import check_msgpack
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.parcel_table import ParcelTable
@@ -415,6 +416,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | byt
     if size > MAX_HEADER_BYTES:
         raise MessageError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are allowed")
     try:
+        check_msgpack(memoryview(data))
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise MessageError(f"not a valid message: {error}") from error

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from torch_dpflow._core.depth import check_json
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Count, Name, Seconds
 
@@ -73,6 +74,7 @@ def decode_order(data: bytes) -> Order:
     try:
         if len(data) > MAX_ORDER:
             raise MessageError(f"an order of {len(data)} bytes; at most {MAX_ORDER} are allowed")
+        check_json(data)
         version = msgspec.json.decode(data, type=_Version).version
         if version != ORDER_VERSION:
             raise MessageError(
@@ -80,5 +82,5 @@ def decode_order(data: bytes) -> Order:
                 "install the same release where members run"
             )
         return msgspec.json.decode(data, type=Order)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MessageError(f"no order: {error}") from None

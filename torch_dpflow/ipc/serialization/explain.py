@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torch_dpflow._core.attributes import working
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.serialization.pickling import ParcelPickler
 
@@ -78,12 +79,12 @@ def parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
     """The parts of an object, each with what follows the object's name in its own."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        yield from ((f".{field}", value) for field, value in zip(obj._fields, obj, strict=False))
+    elif isinstance(obj, tuple) and isinstance(fields := working(obj, "_fields"), tuple):
+        yield from ((f".{field}", value) for field, value in zip(fields, obj, strict=False))
     elif isinstance(obj, list | tuple):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     if not isinstance(obj, type | types.FunctionType | types.ModuleType):
-        attributes: dict[str, Any] = getattr(obj, "__dict__", {})
+        attributes: dict[str, Any] = working(obj, "__dict__", {})
         yield from ((f".{attribute}", value) for attribute, value in attributes.items())
 
 

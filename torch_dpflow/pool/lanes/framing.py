@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from torch_dpflow._core.depth import check_msgpack
 from torch_dpflow.errors import MessageError, PeerLostError, UsageError
 from torch_dpflow.pool.lanes.guards import Stream, receive_exactly
 from torch_dpflow.pool.lanes.tls_stream import TLSStream
@@ -121,6 +122,7 @@ class StreamChannel(Channel):
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], content: bytes) -> T:
     try:
+        check_msgpack(content)
         return decoder.decode(content)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise MessageError(f"a message to or from the pool cannot be read: {error}") from error

@@ -7,6 +7,8 @@ its head -> Noted, then Orders
 from __future__ import annotations
 
 import os
+import socket
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -25,8 +27,10 @@ MOST_STRIPES = 8192
 
 @cache
 def boot_id() -> str:
-    """What no other machine has, and this one until it starts again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """What no other machine has, and this one until it starts again; its name where a sandbox hides that."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.lanes.pool_connection import PoolConnection
 from torch_dpflow.pool.lanes.regions import PoolRegion, map_region
 from torch_dpflow.pool.messages.protocol import (
@@ -25,6 +24,7 @@ from torch_dpflow.pool.messages.protocol import (
     SetOpened,
     WantRecords,
 )
+from torch_dpflow.pool.reader.fallback import log_fallback
 
 #: Between attempts to reach a server, seconds: doubles from the first to the second with each that fails.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -192,7 +192,7 @@ class NearServer:
             self.disconnect()
             self._retry_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            DATASETS.info("the server of the pool at %s is left for now: %s", self._directory, error)
+            log_fallback(f"the server of the pool at {self._directory} is left for now", error)
             return False
         except BaseException:  # Control-C: what has come is not noted, and would be waited for
             self.disconnect()

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from torch_dpflow.announcing import Order
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.lanes.lane_reader import Content
 from torch_dpflow.pool.lanes.pool_address import PoolAddress
 from torch_dpflow.pool.lanes.pool_connection import PoolConnection
@@ -26,6 +25,7 @@ from torch_dpflow.pool.messages.server_messages import ServerInfo
 from torch_dpflow.pool.messages.set_source import AnySource
 from torch_dpflow.pool.reader.ahead_reader import AheadReader, FarMemory
 from torch_dpflow.pool.reader.entry import PoolEntry, SetTable
+from torch_dpflow.pool.reader.fallback import log_fallback
 from torch_dpflow.pool.reader.near import FIRST_PAUSE_S, LONGEST_PAUSE_S, NearServer
 
 #: How long a set's places are waited for before samples are read from storage again, seconds.
@@ -287,7 +287,7 @@ class SetReading:
             self._entry.close()
             self._ask_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            DATASETS.info("%s is read from storage for now: %s", self._ref, error)
+            log_fallback(f"{self._ref} is read from storage for now", error)
 
     def _take(self, table: SetTable) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]

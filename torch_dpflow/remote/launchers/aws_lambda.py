@@ -17,6 +17,7 @@ from typing import Any
 
 from torch_dpflow._core.byte_sizes import parse_bytes
 from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow._core.depth import load_json
 from torch_dpflow._core.durations import format_duration, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.remote.launchers.aws_client import AwsClient, check_installed, is_loopback
@@ -311,7 +312,7 @@ def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list
 def _end_of(body: bytes, *, is_failure: bool) -> End:
     """How a member has ended, by the answer to its invocation."""
     try:
-        told = json.loads(body)
+        told = load_json(body)
         if is_failure:  # of the runtime: the handler answers whatever its member comes to
             report = f"{told.get('errorType', 'error')}: {told.get('errorMessage', '')}"
             return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)

@@ -12,6 +12,7 @@ import msgspec
 
 from torch_dpflow._core.byte_sizes import BYTES_ALLOWED, parse_bytes
 from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow._core.depth import check_json
 from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
@@ -255,7 +256,8 @@ def _fate_of(task: Any) -> Fate:
     billed_s = None if task.duration_ms is None else task.duration_ms / 1000
     if task.status in ("Succeeded", "Failed"):
         for text in (task.return_payload, task.task_error_message):
-            with suppress(msgspec.DecodeError):
+            with suppress(msgspec.DecodeError, RecursionError):
+                check_json((text or "").encode())
                 told = msgspec.json.decode(text or "", type=MemberAnswer)
                 words = told.words[-MAX_REPORT_CHARS:]
                 ran_s = told.ran_s if billed_s is None else billed_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import json
 import os
 import re
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from torch_dpflow._core.depth import load_json
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
@@ -226,7 +226,7 @@ def _is_here(url: str) -> bool:
 
 def _sent(call: Any, *arguments: Any, **options: Any) -> Any:
     """The answer to a call, as JSON. Not by the client's own reader, whose log has all of it, and so of a secret."""
-    return json.loads(call(*arguments, **options, _request_timeout=CALL_S, _preload_content=False).data)
+    return load_json(call(*arguments, **options, _request_timeout=CALL_S, _preload_content=False).data)
 
 
 def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
@@ -267,7 +267,7 @@ def _is_there(error: Any) -> bool:
 def _told(error: Any) -> Mapping[str, Any]:
     """What Kubernetes says of a failure, where it says so as its own Status."""
     try:
-        told = json.loads(error.body)
+        told = load_json(error.body)
     except (ValueError, TypeError):
         return {}
     return told if isinstance(told, dict) else {}

@@ -95,7 +95,8 @@ class _Source:
         """Where a key of a table stands, for people. table: empty for the file's own."""
         wanted, current = f"{table}.{key}".strip("."), ""
         if not self.lines:
-            return f"the variable {next(one for one in _variables() if one.startswith(_variable(wanted)))}"
+            variable = _variable(wanted)
+            return f"the variable {next((one for one in _variables() if one.startswith(variable)), variable)}"
         for number, line in enumerate(self.lines, 1):
             if heading := _HEADING.match(line):
                 name = current = heading[1].removeprefix("tool.dpflow").strip(".")
@@ -193,7 +194,7 @@ def _is_of_ours(text: str) -> bool:
     """Whether a pyproject.toml, which tells of much else, has something of this package's."""
     if "[tool.dpflow" in text or "dpflow" not in text:
         return "[tool.dpflow" in text  # also where it is no TOML, which is told then
-    with suppress(ValueError, TypeError, MissingExtraError):
+    with suppress(ValueError, TypeError, RecursionError, MissingExtraError):
         return "dpflow" in _toml().loads(text).get("tool", {})
     return False
 
@@ -203,7 +204,7 @@ def _read(path: str, why: str = "") -> _Source:
     text = _text_of(path, why)
     try:
         values: Any = toml.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is no TOML: {error}") from error
     if os.path.basename(path) == "pyproject.toml":
         for name in ("tool", "dpflow"):
@@ -257,7 +258,7 @@ def _value(variable: str) -> Any:
         return text
     try:
         return _toml().loads(f"value = {text}")["value"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(
             f"the variable {variable} is no table of TOML: {error}; write it as {{ loader = 0.5 }}"
         ) from error

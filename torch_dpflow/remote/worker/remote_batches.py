@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.memory.headroom import of_machine
+from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.messages.headers import Finished, PackedExchange, encode
 from torch_dpflow.ipc.rpc.compression import compress
 from torch_dpflow.ipc.transport import Connection, Frame
@@ -25,7 +25,7 @@ def open_spec(packed: bytes) -> LoadSpec:
     if not isinstance(spec, LoadSpec):
         raise MessageError(f"the content is a {type(spec).__name__}; a LoadSpec belongs there")
     if spec.shared_memory is None:
-        spec = replace(spec, shared_memory=of_machine("MemTotal") // SHARED_FRACTION // spec.num_workers)
+        spec = replace(spec, shared_memory=machine_total() // SHARED_FRACTION // spec.num_workers)
     opened: LoadSpec = spec
     return opened
 
