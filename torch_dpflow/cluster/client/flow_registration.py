@@ -29,6 +29,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Memory for samples under way, beside what a cache around the dataset may hold, bytes.
 UNDER_WAY_BYTES = 256 << 20
@@ -36,6 +37,7 @@ UNDER_WAY_BYTES = 256 << 20
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: The timeout of a call that has little patience left: a busy coordinator still says what it waits for, seconds.
 LEAST_CALL_S = 0.5
+_DEFAULTS = ScriptSettings()
 #: How often a flow is registered where it is gone again by the time that its content is uploaded.
 _ATTEMPTS = 5
 
@@ -87,11 +89,18 @@ def length_of(dataset: Any) -> int:
 
 
 def describe(
-    flow: FlowDefinition, source: JobDataset, packed: bytes, *, size: int, options: JobOptions
+    flow: FlowDefinition,
+    source: JobDataset,
+    packed: bytes,
+    *,
+    size: int,
+    options: JobOptions,
+    settings: ScriptSettings = _DEFAULTS,
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not allowed.
 
     packed: what the workers load, as `SampleAssignment.pack` returns it.
+    settings: of the script.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -107,7 +116,7 @@ def describe(
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
             "dataset": f"{module}.{kind.__qualname__} of {size} samples",
-            **_content_of(source.dataset, flow.worker_init_fn, options),
+            **content_of(source.dataset, flow.worker_init_fn, options, settings),
             "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
         },
         repeatable=source.repeatable,
@@ -125,12 +134,19 @@ def describe(
     return spec
 
 
-def _content_of(
-    dataset: TwoStageDataset, worker_init_fn: Callable[[int], Any] | None, options: JobOptions
+def content_of(
+    dataset: TwoStageDataset,
+    worker_init_fn: Callable[[int], Any] | None,
+    options: JobOptions,
+    settings: ScriptSettings,
 ) -> dict[str, str]:
+    """What identifies the content of a flow, by name. Takes about as long as pickling the dataset."""
     if options.fingerprint is not None:
         return {"its content": options.fingerprint}
-    return {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
+    content = {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
+    if described := settings.describe():
+        content["the script's settings"] = described
+    return content
 
 
 def _called(function: Callable[[int], Any] | None) -> str:

@@ -16,6 +16,7 @@ from torch_dpflow.cluster.security.cluster_address import Cluster, find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.indices import check_indices
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 __all__ = ["FlowDefinition", "JobOptions", "JobReading", "Replica", "SharedJob", "open_job"]
 
@@ -53,11 +54,12 @@ def open_job(
         dataset=source.dataset,
         worker_init_fn=flow.worker_init_fn,
         keeps_layout=reading.collate_fn is collate_channels_last,
+        settings=ScriptSettings.capture(),
     )
 
     def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> None:
         packed = _packed_for(cluster, assignment)
-        spec = describe(flow, source, packed, size=size, options=options)
+        spec = describe(flow, source, packed, size=size, options=options, settings=assignment.settings)
         register(cluster, spec, packed, patience_s=patience_s, outages=outages)
 
     name = options.name or draw_name()

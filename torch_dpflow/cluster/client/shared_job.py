@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import operator
 import os
 import struct
 import threading
@@ -31,6 +32,7 @@ from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
     OptionError,
+    OptionTypeError,
     PeerLostError,
     RemoteCallError,
     UsageError,
@@ -133,7 +135,7 @@ class SharedJob:
 
     def read(
         self,
-        plan: Iterable[Sequence[int]],
+        plan: Iterable[Iterable[int]],
         epoch: int,
         *,
         draw_seed: int | None = None,
@@ -261,12 +263,8 @@ class SharedJob:
             left -= len(batch)
             yield batch
 
-    def _checked(self, keys: Sequence[int]) -> list[int]:
-        size = self._job.size
-        for key in keys:
-            if not 0 <= key < size:
-                raise OptionError(f"the plan has sample {key}: the flow has samples 0 to {size - 1}")
-        return [int(key) for key in keys]
+    def _checked(self, keys: Iterable[int]) -> list[int]:
+        return [_sample_number(key, self._job.size) for key in keys]
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
 
@@ -313,6 +311,20 @@ class SharedJob:
             trace = None if isinstance(error, DPFlowError) else error
             text = "flow %r, job %r: heartbeat failed (%s)"
             LOADER.warning(text, self._job.flow, self._job.name, error, exc_info=trace)
+
+
+def _sample_number(key: Any, size: int) -> int:
+    """A key of the sampler's as an integer: numpy's integers and tensors of one integer are as good as Python's."""
+    try:
+        number = operator.index(key)
+    except TypeError:
+        raise OptionTypeError(
+            f"the sampler gives the key {key!r:.80} of type {type(key).__name__}: the samples of a flow have numbers, "
+            f"0 to {size - 1}; have the sampler give integers, and the dataset look its keys up by number"
+        ) from None
+    if not 0 <= number < size:
+        raise OptionError(f"the plan has sample {number}: the flow has samples 0 to {size - 1}")
+    return number
 
 
 def _draw_of(seed: int, epoch: int) -> int:
