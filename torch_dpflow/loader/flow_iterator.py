@@ -58,7 +58,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     With `shuffle=True`, and with the samplers that `routed_order` names, the flow's router decides the order,
     together with those of the other jobs: every order is equally likely, and each sample comes once. With any other
-    sampler its order is kept.
+    sampler its order is kept, and so it is where several processes of torch.distributed may have to read the same.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -269,10 +269,13 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
     from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, open_job
-    from torch_dpflow.loader.flow_order import common_name
+    from torch_dpflow.loader.flow_order import common_name, process_rank
 
     name, version = flow_version(loader.flow)
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
+    if order is None and options.name is not None and process_rank()[1] > 1:
+        # Every process of a job may be given its name; where the sampler decides, each of them is a job to the flow.
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{process_rank()[0]}")
     if options.name is not None and number > 1:
         options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
     elif replica is not None and options.name is None:

@@ -65,13 +65,21 @@ def routed_order(loader: Any) -> RoutedOrder | None:
     It may for what torch makes of `shuffle=True`, and for DistributedSampler and DynaGCSSampler, if they are
     nothing more special than that. For one rank of several it may where the ranks have a name in common: that of
     `JobOptions`, or one by torch.distributed.
+
+    It may not where torch.distributed has more processes than the sampler has replicas: then some of them are to read
+    the same batches, as tensor-parallel and context-parallel peers do, and the sampler's seed sees to that. Nor may it
+    where the user has fixed the order by a generator in the sampler.
     """
     size, sampler, batches = len(loader.dataset), loader.sampler, loader.batch_sampler
     kind: Any = type(sampler)
     if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
         return None
+    if process_rank()[1] > getattr(sampler, "num_replicas", 1):
+        return None
     if kind is RandomSampler:
-        is_plain = not sampler.replacement and sampler.num_samples == size
+        is_plain = (
+            not sampler.replacement and sampler.num_samples == size and sampler.generator is loader.generator
+        )
         return RoutedOrder(sampler) if is_plain and sampler.data_source is loader.dataset else None
     if kind is DistributedSampler:
         if not sampler.shuffle or len(sampler.dataset) != size:
@@ -97,9 +105,14 @@ def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool
     """Whether all ranks know a name for their job, or can agree on one."""
     if replica is None or (options is not None and options.name is not None):
         return True
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    return (dist.get_world_size(), dist.get_rank()) == (replica.num_replicas, replica.rank)
+    return process_rank() == (replica.rank, replica.num_replicas)
+
+
+def process_rank() -> tuple[int, int]:
+    """This process's rank in torch.distributed, and of how many; 0 of 1 without that."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def common_name(flow: str, *, patience_s: float) -> str:

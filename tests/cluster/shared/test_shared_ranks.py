@@ -50,8 +50,61 @@ if rank == 0:
 """
 
 
+#: Two peers that are to read the same; each makes the same loaders, by torch's class and by ours over a flow.
+PEERS = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from tests.shared_datasets import Numbers
+from torch_dpflow import ALSDCache, DPFlowDataLoader, DynaGCSSampler, JobOptions
+given = json.loads(sys.argv[1])
+other = os.fork()
+rank = int(other == 0)
+dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=rank, world_size=2)
+seeded = lambda: torch.Generator().manual_seed(4)
+dataset = ALSDCache(Numbers(given["size"]), "1MiB", transform=lambda sample: (sample[1], torch.rand(())))
+makes = [
+    lambda: {"shuffle": True},
+    lambda: {"shuffle": True, "generator": seeded()},
+    lambda: {"sampler": RandomSampler(dataset, generator=seeded())},
+    lambda: {"sampler": DistributedSampler(dataset, num_replicas=1, rank=0, seed=4)},
+    lambda: {"sampler": DynaGCSSampler(dataset, num_replicas=1, rank=0, seed=4)},
+]
+read = []
+for number, make in enumerate(makes):
+    def epochs(loader):
+        torch.manual_seed(7)
+        return [[[keys.tolist(), drawn.tolist()] for keys, drawn in loader] for _ in range(2)]
+    job = JobOptions(idle_s=3.0, patience_s=60.0, name="peers" if number % 2 else None)
+    ours = epochs(DPFlowDataLoader(dataset, batch_size=8, num_workers=2, flow=given["flow"],
+                                   address=given["address"], job=job, **make()))
+    plain = DataLoader([(key, torch.zeros(())) for key in range(given["size"])], batch_size=8, **make())
+    theirs = epochs(plain)
+    assert [[keys for keys, _ in epoch] for epoch in ours] == [[keys for keys, _ in epoch] for epoch in theirs]
+    read.append(ours)
+dist.barrier()
+os.write(1, (json.dumps(read) + "\\n").encode())  # whole, beside the other's
+dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
 def keys(batches: Any) -> list[int]:
     return [int(key) for _, labels in batches for key in labels]
+
+
+def test_peers_that_fix_the_order_read_the_same_batches(
+    cluster: TestCluster, flow: str, tmp_path: Path
+) -> None:
+    """As tensor-parallel peers do: torch.distributed has more processes than the sampler has replicas."""
+    given = {"meet": str(tmp_path / "meet"), "size": 40, "flow": flow, "address": cluster.address}
+    with interpreter(PEERS, json.dumps(given)) as peers:
+        out, err = peers.communicate(timeout=250)
+    assert peers.returncode == 0, err
+    one, other = map(json.loads, out.splitlines())
+    assert one == other
 
 
 def test_two_processes_read_disjoint_parts_that_are_drawn_anew_while_another_job_reads(
