@@ -17,12 +17,13 @@ from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
-from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
 
 if TYPE_CHECKING:
+    from torch_dpflow.cluster.client.description import FlowDefinition
     from torch_dpflow.cluster.client.epoch_reader import EpochReader
     from torch_dpflow.cluster.client.shared_job import SharedJob
     from torch_dpflow.loader.flow_order import RoutedOrder
@@ -244,6 +245,7 @@ def job_of(
     """
     runtime: LoaderRuntime = loader._runtime
     jobs = runtime.jobs
+    changed = _close_outdated(loader, order)
     if resumed_seed is not None:
         seed = resumed_seed
     elif jobs:
@@ -251,13 +253,45 @@ def job_of(
     for number, job in list(jobs.items()):
         if not job.is_read:
             if job.seed == seed:
+                job.collate_with(_assembling(loader))
                 return job
             job.close()
             del jobs[number]
     number = next(free for free in itertools.count(1) if free not in jobs)
-    job = jobs[number] = _open(loader, seed, order, number)
+    try:
+        job = jobs[number] = _open(loader, seed, order, number)
+    except UsageError as error:
+        if not changed:
+            raise
+        raise UsageError(
+            f"the dataset, its transform, worker_init_fn or a setting has changed since the loader was iterated last: "
+            f"{error}. If the samples are the same, give JobOptions(fingerprint=...)"
+        ) from error
     job.close_with(runtime)
     return job
+
+
+def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
+    """Close jobs whose flow, options, order or content are not the loader's any more; returns whether there were any.
+
+    Workers have the content of when the job was opened. The cluster accepts or refuses the present one, as it would
+    from another loader.
+    """
+    runtime: LoaderRuntime = loader._runtime
+    reads = None if order is None else (order.seed, order.replica)
+    opened_for = (loader.flow, loader.address, loader.job, reads)
+    idle = {number: job for number, job in runtime.jobs.items() if not job.is_read}
+    if idle and opened_for == runtime.opened_for:
+        # About as long as pickling the dataset takes, once an epoch.
+        from torch_dpflow.cluster.client.open_job import content_of_flow
+
+        content = content_of_flow(_definition(loader), loader.job or JobOptions())
+        idle = {number: job for number, job in idle.items() if job.content != content}
+    runtime.opened_for = opened_for
+    for number, job in idle.items():
+        job.close()
+        del runtime.jobs[number]
+    return bool(idle)
 
 
 def _order_of(loader: Any) -> RoutedOrder | None:
@@ -268,10 +302,9 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
-    from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, open_job
+    from torch_dpflow.cluster.client.open_job import JobReading, open_job
     from torch_dpflow.loader.flow_order import common_name, process_rank
 
-    name, version = flow_version(loader.flow)
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
     if order is None and options.name is not None and process_rank()[1] > 1:
         # Every process of a job may be given its name; where the sampler decides, each of them is a job to the flow.
@@ -280,13 +313,7 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
     elif replica is not None and options.name is None:
         options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
-    flow = FlowDefinition(
-        name=name,
-        dataset=loader.dataset,
-        version=version,
-        workers=max(1, int(loader.num_workers)),
-        worker_init_fn=loader.worker_init_fn,
-    )
+    flow = _definition(loader)
     reading = JobReading(
         batch_size=loader.batch_size or 1,
         drop_last=loader.drop_last,
@@ -296,6 +323,19 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         replica=replica,
     )
     return open_job(flow, reading, address=loader.address, options=options)
+
+
+def _definition(loader: Any) -> FlowDefinition:
+    from torch_dpflow.cluster.client.open_job import FlowDefinition
+
+    name, version = flow_version(loader.flow)
+    return FlowDefinition(
+        name=name,
+        dataset=loader.dataset,
+        version=version,
+        workers=max(1, int(loader.num_workers)),
+        worker_init_fn=loader.worker_init_fn,
+    )
 
 
 def _assembling(loader: Any) -> Callable[[list[Any]], Any]:

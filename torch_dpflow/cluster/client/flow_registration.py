@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,6 @@ UNDER_WAY_BYTES = 256 << 20
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: The timeout of a call that has little patience left: a busy coordinator still says what it waits for, seconds.
 LEAST_CALL_S = 0.5
-_DEFAULTS = ScriptSettings()
 #: How often a flow is registered where it is gone again by the time that its content is uploaded.
 _ATTEMPTS = 5
 
@@ -92,15 +91,15 @@ def describe(
     flow: FlowDefinition,
     source: JobDataset,
     packed: bytes,
+    content: Mapping[str, str],
     *,
     size: int,
     options: JobOptions,
-    settings: ScriptSettings = _DEFAULTS,
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not allowed.
 
     packed: what the workers load, as `SampleAssignment.pack` returns it.
-    settings: of the script.
+    content: as `content_of` returns it.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -116,7 +115,7 @@ def describe(
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
             "dataset": f"{module}.{kind.__qualname__} of {size} samples",
-            **content_of(source.dataset, flow.worker_init_fn, options, settings),
+            **content,
             "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
         },
         repeatable=source.repeatable,

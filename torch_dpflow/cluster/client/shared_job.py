@@ -9,12 +9,13 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.client.collate import collate_function
 from torch_dpflow.cluster.client.description import Failover, JobDescription
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
@@ -57,13 +58,17 @@ class SharedJob:
         self,
         cluster: Cluster,
         job: JobDescription,
-        collate: Callable[[list[Any]], Any],
+        collate: Callable[[list[Any]], Any] | None,
         options: JobOptions,
         failover: Failover | None = None,
+        *,
+        content: Mapping[str, str] | None = None,
     ) -> None:
         self._pid = os.getpid()
         self._job = job
-        self._collate = collate
+        self.collate_with(collate)
+        #: What identified the content of its flow when the job was opened; see `flow_registration.content_of`.
+        self.content = dict(content or {})
         self._options = options
         self._router = RouterLink(cluster, job, patience_s=options.patience_s, failover=failover)
         self._links = ShardLinks(self._router)
@@ -78,6 +83,10 @@ class SharedJob:
             self._send_heartbeat, HEARTBEAT_S, "dpflow-heartbeat", on_error=self._on_error, finish=self._leave
         )
         self._heartbeat.start()
+
+    def collate_with(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        """Have epochs that begin from now on use another function to collate; None: torch's default."""
+        self._collate = collate_function(collate_fn)
 
     @property
     def length(self) -> int:
