@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
 from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch
-from torch_dpflow.epoch.plan import generator_state
+from torch_dpflow.epoch.plan import generator_state, is_drawn_at_start
 from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.loader.flow_plan import FlowPlanner
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
@@ -72,6 +73,8 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._head: ReadyBatch
         #: Batches that have been counted.
         self._counted = 0
+        #: Draws the batches of a sampler whose order may change; None where the order is fixed.
+        self._planner: FlowPlanner | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         try:
             order = _order_of(loader)
@@ -119,21 +122,16 @@ class SharedLoaderIterator(BaseDataLoaderIter):
     def _begin_plan(self, loader: Any) -> EpochReader:
         self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
         job = job_of(loader, int(self._base_seed))
-        batched = (
-            self._auto_collation
-        )  # `plan` must not refer to this iterator: reading ends when the iterator is freed
-        positions: dict[int, int] = {}
-
-        def plan() -> Iterator[list[int]]:
-            for number in itertools.count():
-                try:
-                    position, index = progress.plan.draw()
-                    while progress.was_delivered(position):
-                        position, index = progress.plan.draw()
-                except StopIteration:
-                    return
-                positions[number] = position
-                yield index if batched else [index]
+        # What the reader reads must not refer to this iterator: reading ends when the iterator is freed.
+        batched = self._auto_collation
+        plan: Any
+        if is_drawn_at_start(loader._index_sampler):
+            positions: dict[int, int] = {}
+            plan = _drawn_by_reader(progress, positions, batched=batched)
+        else:
+            ahead = (loader.prefetch_factor or 0) * int(loader.num_workers)
+            self._planner = FlowPlanner(progress, ahead=ahead, batched=batched)
+            plan, positions = self._planner.feed, self._planner.positions
 
         def passed(number: int, samples: int) -> None:
             position = positions.get(number)
@@ -141,7 +139,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
                 progress.passed(position, samples)
                 positions.pop(number)
 
-        batches = job.read(plan(), progress.epoch, draw_seed=progress.base_seed, passed=passed)
+        batches = job.read(plan, progress.epoch, draw_seed=progress.base_seed, passed=passed)
         self._runtime.progress = _PlannedProgress(progress, batches)
         return batches
 
@@ -153,15 +151,37 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         with self._runtime.meter.waiting():
+            if self._planner is not None:
+                self._planner.draw_due(self._batches.taken)
             try:
                 ready = self._head = self._batches.head(self._timeout or None)
             except StopIteration:
+                if self._planner is not None:
+                    self._planner.check_end()
                 self._progress.finished = True
                 raise
+            if self._planner is not None:
+                self._planner.draw_beyond(ready.number + 1)
         if ready.number >= self._counted:
             self._runtime.meter.delivered(len(ready.keys), 0)
             self._counted = ready.number + 1
         return ready.value if self._pin is None else self._pin(ready.value)
+
+
+def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
+    """The keys of an order that is fixed, and may be drawn in the reader's thread.
+
+    positions: by number, the position in the plan of each batch is put there.
+    """
+    for number in itertools.count():
+        try:
+            position, index = progress.plan.draw()
+            while progress.was_delivered(position):
+                position, index = progress.plan.draw()
+        except StopIteration:
+            return
+        positions[number] = position
+        yield index if batched else [index]
 
 
 @dataclass(frozen=True)

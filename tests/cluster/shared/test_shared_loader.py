@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from tests.loader_cases import Failing, Messaged, Stream
 from tests.shared_cluster import TestCluster
@@ -29,9 +29,8 @@ def make(cluster: TestCluster, flow: str) -> Any:
     """A loader over this test's flow."""
 
     def make(dataset: Any, **arguments: Any) -> DPFlowDataLoader[Any]:
-        return DPFlowDataLoader(
-            dataset, flow=flow, address=cluster.address, job=QUICK, num_workers=2, **arguments
-        )
+        given = {"num_workers": 2, **arguments}
+        return DPFlowDataLoader(dataset, flow=flow, address=cluster.address, job=QUICK, **given)
 
     return make
 
@@ -60,6 +59,38 @@ def test_any_other_order_is_torchs(make: Make, given: dict[str, Any]) -> None:
     for _ in range(2):
         for mine, expected in zip(ours, theirs, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
+
+
+class Drawing(Sampler[int]):
+    """Draws each key from a generator of its own, and counts them."""
+
+    def __init__(self) -> None:
+        self.generator, self.drawn = torch.Generator().manual_seed(5), 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(24):
+            self.drawn += 1
+            yield int(torch.randint(30, (), generator=self.generator))
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, None), (1, 2), (2, 3)])
+def test_a_sampler_is_asked_when_torch_asks_it(make: Make, num_workers: int, prefetch: int | None) -> None:
+    """An order that may change depends on how far ahead it is drawn, also in the next epoch after a break."""
+
+    def read(make: Any) -> tuple[list[int], list[list[int]]]:
+        sampler = Drawing()
+        loader = make(
+            Numbers(30), batch_size=2, sampler=sampler, num_workers=num_workers, prefetch_factor=prefetch
+        )
+        drawn, seen = [], []
+        for leaves_at in (3, None):
+            iterator = islice(loader, leaves_at)
+            for batch in iterator:
+                seen.append(keys([batch]))
+                drawn.append(sampler.drawn)
+        return drawn, seen
+
+    assert read(make) == read(DataLoader)
 
 
 class OnePass:

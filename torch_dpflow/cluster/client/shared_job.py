@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.periodic import PeriodicCall
@@ -20,6 +20,7 @@ from torch_dpflow.cluster.client.description import Failover, JobDescription
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
 from torch_dpflow.cluster.client.options import JobOptions
+from torch_dpflow.cluster.client.plan_feed import LATER, PlanFeed
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks
 from torch_dpflow.cluster.client.stop_signal import StopSignal
@@ -144,7 +145,7 @@ class SharedJob:
 
     def read(
         self,
-        plan: Iterable[Iterable[int]],
+        plan: Iterable[Iterable[int]] | PlanFeed,
         epoch: int,
         *,
         draw_seed: int | None = None,
@@ -157,7 +158,8 @@ class SharedJob:
             batch is delivered, or by the reader's `note_delivered`, and twice after an interrupt.
         """
         self._begin(self._cursor_at_start(epoch))
-        return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed)
+        await_plan = plan.wait if isinstance(plan, PlanFeed) else None
+        return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
         """Which samples of the epoch have been delivered. O(size / 8)."""
@@ -226,6 +228,7 @@ class SharedJob:
         draw_seed: int | None,
         closed: StopSignal,
         passed: Callable[[int, int], None] | None = None,
+        await_plan: Callable[[float], object] | None = None,
     ) -> EpochReader:
         options, seed = self._options, self._job.seed if draw_seed is None else draw_seed
         cursor, before = self._cursor, self._cursor.position
@@ -252,6 +255,7 @@ class SharedJob:
                 loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
             ),
             closed=closed,
+            await_plan=await_plan,
         )
         if self._closed.is_set():
             self._reader.close()  # another thread may have closed the job before the reader was there to be closed
@@ -273,6 +277,8 @@ class SharedJob:
             yield batch
 
     def _checked(self, keys: Iterable[int]) -> list[int]:
+        if keys is LATER:
+            return cast(list[int], LATER)
         return [_sample_number(key, self._job.size) for key in keys]
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
