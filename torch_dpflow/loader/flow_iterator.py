@@ -253,7 +253,8 @@ def job_of(
 ) -> SharedJob:
     """An unused job of the loader, opened if there is none; closed with the loader.
 
-    So iterations may run concurrently, as torch's may. All ranks have to begin equally many.
+    So iterations may run concurrently, as torch's may. Those of one rank read the same job, so that ranks need not
+    begin equally many.
 
     Args:
         seed: of the order, if it is the loader's first job.
@@ -329,10 +330,12 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
     if order is None and options.name is not None and process_rank()[1] > 1:
         # Every process of a job may be given its name; where the sampler decides, each of them is a job to the flow.
         options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{process_rank()[0]}")
-    if options.name is not None and number > 1:
+    if replica is not None and loader._runtime.jobs:
+        options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
+    elif options.name is not None and number > 1 and replica is None:
         options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
     elif replica is not None and options.name is None:
-        options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
+        options = replace(options, name=common_name(loader.flow, seed))
     flow = _definition(loader)
     reading = JobReading(
         batch_size=loader.batch_size or 1,
@@ -341,6 +344,7 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         seed=seed,
         indices=None if order is None else order.indices,
         replica=replica,
+        side=number,
     )
     return open_job(flow, reading, address=loader.address, options=options)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,12 +14,13 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from torch_dpflow._core.torch_private import default_store
 from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
-from torch_dpflow.errors import DeadlineError
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray
 
 #: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+#: The store that carries the names of those jobs: another process group counts anew.
+_counted_by: Any = None
 
 
 @dataclass(frozen=True)
@@ -115,27 +116,22 @@ def process_rank() -> tuple[int, int]:
     return 0, 1
 
 
-def common_name(flow: str, *, patience_s: float) -> str:
-    """A name for this process's next job of a flow that all ranks of torch.distributed get, and nobody else.
+def common_name(flow: str, seed: int) -> str:
+    """A name for this process's next job of a flow that all ranks of torch.distributed get, and no other process.
 
-    Rank 0 draws it; the store by which the ranks found each other carries it, so no collective is called and the
-    order of those that training calls does not matter.
-
-    Raises:
-        DeadlineError: rank 0 has not opened the job.
+    The rank that is first draws it; the store by which the ranks found each other carries it. So no rank waits, no
+    collective is called, and the order of those that training calls does not matter. A store may outlive the ranks, as
+    after a restart by torchrun; its key is of this attempt, and a name that is left of another one serves all ranks
+    alike.
     """
+    global _counted_by
     store = default_store()
-    key = f"torch_dpflow/{flow}/{next(_opened[flow])}"
-    if dist.get_rank() == 0:
-        store.set(key, draw_name())
-    try:
-        store.wait([key], timedelta(seconds=patience_s))
-    except RuntimeError as error:
-        raise DeadlineError(
-            f"flow {flow!r}: rank 0 has not begun to read within {patience_s:g} s; every rank has to iterate its "
-            "loader, or give the loaders JobOptions(name=...)"
-        ) from error
-    return store.get(key).decode()
+    if store is not _counted_by:
+        _counted_by = store
+        _opened.clear()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"torch_dpflow/{attempt}/{dist.get_world_size()}/{flow}/{seed}/{next(_opened[flow])}"
+    return store.compare_set(key, "", draw_name()).decode()
 
 
 def _replica_of(sampler: Any) -> Replica | None:

@@ -76,6 +76,7 @@ def open_job(
         indices=indices,
         rank=_rank_of(name, replica),
         cacheable_only=reading.cacheable_only,
+        side=reading.side,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
     failover = Failover(find=partial(_found, address), register=register_with)

@@ -90,6 +90,11 @@ class SharedJob:
         self._collate = collate_function(collate_fn)
 
     @property
+    def name(self) -> str:
+        """The job's name, the same for all its ranks."""
+        return self._job.name
+
+    @property
     def length(self) -> int:
         """Samples of one epoch, of this rank's part of it where the job has several."""
         return self._router.length
@@ -127,8 +132,8 @@ class SharedJob:
     ) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
-        A rank of several waits for the others before its first batch, and again where it resumes from a state that
-        differs from what the others know of it.
+        A rank of several waits for the others before its first batch, unless none of them has begun, and again where it
+        resumes from a state that differs from what the others know of it. It waits for as long as they take.
 
         done: a `state`; the samples that were delivered by then are not read again.
         draw_seed: decides, with the epoch, the random draws; None: the job's seed.
@@ -138,7 +143,7 @@ class SharedJob:
         if done is not None:
             cursor.resume(epoch, done)
         self._begin(cursor)
-        self._router.start_epoch(epoch, cursor.marks.copy(), cursor.position)
+        self._router.start_epoch(epoch, cursor.marks.copy(), cursor.position, resumes=done is not None)
         closed = StopSignal()
         batches = self._drawn_batches(self.length - cursor.position, closed)
         return self._read(batches, epoch, draw_seed, closed)

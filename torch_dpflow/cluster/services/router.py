@@ -116,6 +116,7 @@ class Router:
         self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
         self._clock = clock
+        self._began = clock()
         self._group = sampling_group(
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
         )
@@ -274,7 +275,7 @@ class Router:
             Held(place.epoch, place.position, self._decode_bitmap(frame))
             for place, frame in zip(start.places, call.frames)
         ]
-        self._jobs[reader.job].order.start(reader.rank, held)
+        self._jobs[reader.job].order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
 
     def _decode_bitmap(self, bitmap: memoryview) -> IndexArray:
         bits = np.frombuffer(bitmap, np.uint8)
@@ -286,7 +287,10 @@ class Router:
         draw: DrawSamples = call.body
         reader = self._renew_lease(draw.job)
         order = self._jobs[reader.job].order
-        indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, self._clock())
+        now = self._clock()
+        # By then ranks that an earlier router knew have joined this one, and reported what they have.
+        alone = now - self._began >= JOB_LEASE_S
+        indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
         return Result(None, [indices.tobytes()])
 
     def _on_heartbeat(self, call: IncomingCall) -> Result:
@@ -316,7 +320,10 @@ class Router:
     def _remove_reader(self, name: str) -> None:
         self._figures.pop(name, None)
         reader = self._readers.pop(name, None)
-        if reader is not None and all(other.job != reader.job for other in self._readers.values()):
+        if reader is None:
+            return
+        self._jobs[reader.job].order.leave(reader.rank, name)
+        if all(other.job != reader.job for other in self._readers.values()):
             self._group.leave(reader.job)
             del self._jobs[reader.job]
 
