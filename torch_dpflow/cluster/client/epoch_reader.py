@@ -181,6 +181,11 @@ class EpochReader:
         return self._given
 
     @property
+    def is_fetching(self) -> bool:
+        """Whether samples may still be needed of the services. Any thread may ask."""
+        return self._thread.is_alive()
+
+    @property
     def is_over(self) -> bool:
         """Whether every batch was delivered, or the reader was closed."""
         return self._closed.is_set() or self._is_complete

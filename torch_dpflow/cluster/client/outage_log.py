@@ -55,9 +55,15 @@ class OutageLog:
             self._warn("its services answer again, after %.0f s", self._clock() - self.answered_at)
         self.answered_at, self.is_out, self._logged = self._clock(), False, False
 
-    def on_no_answer(self, error: DPFlowError) -> None:
-        """A service has not answered; logged once, when that has lasted."""
+    def on_no_answer(self, error: DPFlowError, *, quietly: bool = False) -> None:
+        """A service has not answered; logged once, when that has lasted.
+
+        quietly: do not log it, and do not count it as an outage that has lasted.
+        """
         self.is_out = True
+        if quietly:
+            self.answered_at = self._clock()
+            return
         silence_s = self._clock() - self.answered_at
         if silence_s >= SILENCE_S and not self._logged:
             self._logged = True

@@ -175,21 +175,24 @@ class RouterLink:
         with self._lock:
             self._attempt(self._refresh, given_up, deadline)
 
-    def send_heartbeat(self, figures: JobFigures) -> None:
+    def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
         """Renew the lease, report the job's figures, and get a new routing table where there is one.
+
+        reads: whether the job is in the middle of an epoch. Between two it needs no services, which may be stopped
+            then in favour of another flow: that they do not answer is not logged.
 
         One attempt; raises its error.
         """
         router = self._router
         if router is None:
             raise PeerLostError("the job has been closed")
-        heartbeat = JobHeartbeat(self.id, figures)
+        heartbeat = JobHeartbeat(self.id, figures, reads)
         try:
             reply: JobHeartbeatReply = router.call(
                 "heartbeat", heartbeat, reply_type=JobHeartbeatReply, timeout_s=min(CALL_S, self._patience_s)
             ).body
         except (DeadlineError, PeerLostError) as error:
-            self.outages.on_no_answer(error)
+            self.outages.on_no_answer(error, quietly=not reads)
             raise
         self.outages.on_answer()
         self.limited_by = reply.limited_by

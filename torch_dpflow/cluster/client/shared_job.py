@@ -305,8 +305,9 @@ class SharedJob:
 
     def _send_heartbeat(self) -> None:
         generation = self._router.id.generation
+        reads = self._reader is not None and self._reader.is_fetching
         try:
-            self._router.send_heartbeat(self._figures())
+            self._router.send_heartbeat(self._figures(), reads=reads)
             self._links.forget(self._router.id)
             self._links.send_heartbeat(self._router.id)
         except RemoteCallError as error:
@@ -315,7 +316,9 @@ class SharedJob:
             elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
                 raise
         except DPFlowError:
-            self._router.refresh_routes(self._closed)
+            # Between two epochs the flow may have given way to another one: asking for its router would start it again.
+            if reads:
+                self._router.refresh_routes(self._closed)
 
     def _figures(self) -> JobFigures:
         meter = self._meter

@@ -81,6 +81,8 @@ class JobHeartbeat(Body):
 
     job: JobId
     figures: JobFigures | None = None
+    #: Whether it is in the middle of an epoch.
+    reads: bool = True
 
 
 class JobHeartbeatReply(Body):

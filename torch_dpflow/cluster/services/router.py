@@ -128,6 +128,8 @@ class Router:
         self._jobs: dict[str, _Job] = {}
         #: By reader name: the figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}
+        #: Readers that are between two epochs.
+        self._resting: set[str] = set()
         #: By shard: how many samples its cache can hold; 0 if that is not known.
         self._cache_samples: dict[str, int] = {}
         #: Calls that wait for a complete table, and when their callers give up, seconds.
@@ -181,6 +183,7 @@ class Router:
         return {
             "jobs": len(jobs),
             "names": jobs,
+            "reading": len({self._readers[name].job for name in self._readers.keys() - self._resting}),
             "cache_samples": self._group.capacity,
             "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
@@ -267,6 +270,7 @@ class Router:
     def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
         reader = self._renew_lease(start.job)
+        self._resting.discard(start.job.name)
         if len(call.frames) != len(start.places):
             raise UsageError(
                 f"{len(call.frames)} bitmaps for {len(start.places)} epochs: one for each is required"
@@ -296,6 +300,7 @@ class Router:
     def _on_heartbeat(self, call: IncomingCall) -> Result:
         heartbeat: JobHeartbeat = call.body
         self._renew_lease(heartbeat.job)
+        (self._resting.discard if heartbeat.reads else self._resting.add)(heartbeat.job.name)
         if heartbeat.figures is not None:
             self._figures[heartbeat.job.name] = heartbeat.figures
         return Result(JobHeartbeatReply(self._routing.generation, self._limited_by))
@@ -319,6 +324,7 @@ class Router:
 
     def _remove_reader(self, name: str) -> None:
         self._figures.pop(name, None)
+        self._resting.discard(name)
         reader = self._readers.pop(name, None)
         if reader is None:
             return
