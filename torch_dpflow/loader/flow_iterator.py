@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
 from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch
-from torch_dpflow.epoch.plan import generator_state
+from torch_dpflow.epoch.plan import generator_state, is_drawn_at_start
 from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
-from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.loader.flow_plan import FlowPlanner
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
 
 if TYPE_CHECKING:
+    from torch_dpflow.cluster.client.description import FlowDefinition
     from torch_dpflow.cluster.client.epoch_reader import EpochReader
     from torch_dpflow.cluster.client.shared_job import SharedJob
     from torch_dpflow.loader.flow_order import RoutedOrder
@@ -58,7 +60,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     With `shuffle=True`, and with the samplers that `routed_order` names, the flow's router decides the order,
     together with those of the other jobs: every order is equally likely, and each sample comes once. With any other
-    sampler its order is kept.
+    sampler its order is kept, and so it is where several processes of torch.distributed may have to read the same.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -71,6 +73,8 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._head: ReadyBatch
         #: Batches that have been counted.
         self._counted = 0
+        #: Draws the batches of a sampler whose order may change; None where the order is fixed.
+        self._planner: FlowPlanner | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         try:
             order = _order_of(loader)
@@ -118,21 +122,16 @@ class SharedLoaderIterator(BaseDataLoaderIter):
     def _begin_plan(self, loader: Any) -> EpochReader:
         self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
         job = job_of(loader, int(self._base_seed))
-        batched = (
-            self._auto_collation
-        )  # `plan` must not refer to this iterator: reading ends when the iterator is freed
-        positions: dict[int, int] = {}
-
-        def plan() -> Iterator[list[int]]:
-            for number in itertools.count():
-                try:
-                    position, index = progress.plan.draw()
-                    while progress.was_delivered(position):
-                        position, index = progress.plan.draw()
-                except StopIteration:
-                    return
-                positions[number] = position
-                yield index if batched else [index]
+        # What the reader reads must not refer to this iterator: reading ends when the iterator is freed.
+        batched = self._auto_collation
+        plan: Any
+        if is_drawn_at_start(loader._index_sampler):
+            positions: dict[int, int] = {}
+            plan = _drawn_by_reader(progress, positions, batched=batched)
+        else:
+            ahead = (loader.prefetch_factor or 0) * int(loader.num_workers)
+            self._planner = FlowPlanner(progress, ahead=ahead, batched=batched)
+            plan, positions = self._planner.feed, self._planner.positions
 
         def passed(number: int, samples: int) -> None:
             position = positions.get(number)
@@ -140,7 +139,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
                 progress.passed(position, samples)
                 positions.pop(number)
 
-        batches = job.read(plan(), progress.epoch, draw_seed=progress.base_seed, passed=passed)
+        batches = job.read(plan, progress.epoch, draw_seed=progress.base_seed, passed=passed)
         self._runtime.progress = _PlannedProgress(progress, batches)
         return batches
 
@@ -152,15 +151,37 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         with self._runtime.meter.waiting():
+            if self._planner is not None:
+                self._planner.draw_due(self._batches.taken)
             try:
                 ready = self._head = self._batches.head(self._timeout or None)
             except StopIteration:
+                if self._planner is not None:
+                    self._planner.check_end()
                 self._progress.finished = True
                 raise
+            if self._planner is not None:
+                self._planner.draw_beyond(ready.number + 1)
         if ready.number >= self._counted:
             self._runtime.meter.delivered(len(ready.keys), 0)
             self._counted = ready.number + 1
         return ready.value if self._pin is None else self._pin(ready.value)
+
+
+def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
+    """The keys of an order that is fixed, and may be drawn in the reader's thread.
+
+    positions: by number, the position in the plan of each batch is put there.
+    """
+    for number in itertools.count():
+        try:
+            position, index = progress.plan.draw()
+            while progress.was_delivered(position):
+                position, index = progress.plan.draw()
+        except StopIteration:
+            return
+        positions[number] = position
+        yield index if batched else [index]
 
 
 @dataclass(frozen=True)
@@ -232,7 +253,8 @@ def job_of(
 ) -> SharedJob:
     """An unused job of the loader, opened if there is none; closed with the loader.
 
-    So iterations may run concurrently, as torch's may. All ranks have to begin equally many.
+    So iterations may run concurrently, as torch's may. Those of one rank read the same job, so that ranks need not
+    begin equally many.
 
     Args:
         seed: of the order, if it is the loader's first job.
@@ -244,6 +266,7 @@ def job_of(
     """
     runtime: LoaderRuntime = loader._runtime
     jobs = runtime.jobs
+    changed = _close_outdated(loader, order)
     if resumed_seed is not None:
         seed = resumed_seed
     elif jobs:
@@ -251,13 +274,45 @@ def job_of(
     for number, job in list(jobs.items()):
         if not job.is_read:
             if job.seed == seed:
+                job.collate_with(_assembling(loader))
                 return job
             job.close()
             del jobs[number]
     number = next(free for free in itertools.count(1) if free not in jobs)
-    job = jobs[number] = _open(loader, seed, order, number)
+    try:
+        job = jobs[number] = _open(loader, seed, order, number)
+    except UsageError as error:
+        if not changed:
+            raise
+        raise UsageError(
+            f"the dataset, its transform, worker_init_fn or a setting has changed since the loader was iterated last: "
+            f"{error}. If the samples are the same, give JobOptions(fingerprint=...)"
+        ) from error
     job.close_with(runtime)
     return job
+
+
+def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
+    """Close jobs whose flow, options, order or content are not the loader's any more; returns whether there were any.
+
+    Workers have the content of when the job was opened. The cluster accepts or refuses the present one, as it would
+    from another loader.
+    """
+    runtime: LoaderRuntime = loader._runtime
+    reads = None if order is None else (order.seed, order.replica)
+    opened_for = (loader.flow, loader.address, loader.job, reads)
+    idle = {number: job for number, job in runtime.jobs.items() if not job.is_read}
+    if idle and opened_for == runtime.opened_for:
+        # About as long as pickling the dataset takes, once an epoch.
+        from torch_dpflow.cluster.client.open_job import content_of_flow
+
+        content = content_of_flow(_definition(loader), loader.job or JobOptions())
+        idle = {number: job for number, job in idle.items() if job.content != content}
+    runtime.opened_for = opened_for
+    for number, job in idle.items():
+        job.close()
+        del runtime.jobs[number]
+    return bool(idle)
 
 
 def _order_of(loader: Any) -> RoutedOrder | None:
@@ -268,22 +323,20 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
-    from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, open_job
-    from torch_dpflow.loader.flow_order import common_name
+    from torch_dpflow.cluster.client.open_job import JobReading, open_job
+    from torch_dpflow.loader.flow_order import common_name, process_rank
 
-    name, version = flow_version(loader.flow)
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
-    if options.name is not None and number > 1:
+    if order is None and options.name is not None and process_rank()[1] > 1:
+        # Every process of a job may be given its name; where the sampler decides, each of them is a job to the flow.
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{process_rank()[0]}")
+    if replica is not None and loader._runtime.jobs:
+        options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
+    elif options.name is not None and number > 1 and replica is None:
         options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
     elif replica is not None and options.name is None:
-        options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
-    flow = FlowDefinition(
-        name=name,
-        dataset=loader.dataset,
-        version=version,
-        workers=max(1, int(loader.num_workers)),
-        worker_init_fn=loader.worker_init_fn,
-    )
+        options = replace(options, name=common_name(loader.flow, seed))
+    flow = _definition(loader)
     reading = JobReading(
         batch_size=loader.batch_size or 1,
         drop_last=loader.drop_last,
@@ -291,8 +344,22 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         seed=seed,
         indices=None if order is None else order.indices,
         replica=replica,
+        side=number,
     )
     return open_job(flow, reading, address=loader.address, options=options)
+
+
+def _definition(loader: Any) -> FlowDefinition:
+    from torch_dpflow.cluster.client.open_job import FlowDefinition
+
+    name, version = flow_version(loader.flow)
+    return FlowDefinition(
+        name=name,
+        dataset=loader.dataset,
+        version=version,
+        workers=max(1, int(loader.num_workers)),
+        worker_init_fn=loader.worker_init_fn,
+    )
 
 
 def _assembling(loader: Any) -> Callable[[list[Any]], Any]:

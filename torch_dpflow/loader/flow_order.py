@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,12 +14,13 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from torch_dpflow._core.torch_private import default_store
 from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
-from torch_dpflow.errors import DeadlineError
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray
 
 #: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+#: The store that carries the names of those jobs: another process group counts anew.
+_counted_by: Any = None
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,21 @@ def routed_order(loader: Any) -> RoutedOrder | None:
     It may for what torch makes of `shuffle=True`, and for DistributedSampler and DynaGCSSampler, if they are
     nothing more special than that. For one rank of several it may where the ranks have a name in common: that of
     `JobOptions`, or one by torch.distributed.
+
+    It may not where torch.distributed has more processes than the sampler has replicas: then some of them are to read
+    the same batches, as tensor-parallel and context-parallel peers do, and the sampler's seed sees to that. Nor may it
+    where the user has fixed the order by a generator in the sampler.
     """
     size, sampler, batches = len(loader.dataset), loader.sampler, loader.batch_sampler
     kind: Any = type(sampler)
     if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
         return None
+    if process_rank()[1] > getattr(sampler, "num_replicas", 1):
+        return None
     if kind is RandomSampler:
-        is_plain = not sampler.replacement and sampler.num_samples == size
+        is_plain = (
+            not sampler.replacement and sampler.num_samples == size and sampler.generator is loader.generator
+        )
         return RoutedOrder(sampler) if is_plain and sampler.data_source is loader.dataset else None
     if kind is DistributedSampler:
         if not sampler.shuffle or len(sampler.dataset) != size:
@@ -97,32 +106,32 @@ def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool
     """Whether all ranks know a name for their job, or can agree on one."""
     if replica is None or (options is not None and options.name is not None):
         return True
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    return (dist.get_world_size(), dist.get_rank()) == (replica.num_replicas, replica.rank)
+    return process_rank() == (replica.rank, replica.num_replicas)
 
 
-def common_name(flow: str, *, patience_s: float) -> str:
-    """A name for this process's next job of a flow that all ranks of torch.distributed get, and nobody else.
+def process_rank() -> tuple[int, int]:
+    """This process's rank in torch.distributed, and of how many; 0 of 1 without that."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
-    Rank 0 draws it; the store by which the ranks found each other carries it, so no collective is called and the
-    order of those that training calls does not matter.
 
-    Raises:
-        DeadlineError: rank 0 has not opened the job.
+def common_name(flow: str, seed: int) -> str:
+    """A name for this process's next job of a flow that all ranks of torch.distributed get, and no other process.
+
+    The rank that is first draws it; the store by which the ranks found each other carries it. So no rank waits, no
+    collective is called, and the order of those that training calls does not matter. A store may outlive the ranks, as
+    after a restart by torchrun; its key is of this attempt, and a name that is left of another one serves all ranks
+    alike.
     """
+    global _counted_by
     store = default_store()
-    key = f"torch_dpflow/{flow}/{next(_opened[flow])}"
-    if dist.get_rank() == 0:
-        store.set(key, draw_name())
-    try:
-        store.wait([key], timedelta(seconds=patience_s))
-    except RuntimeError as error:
-        raise DeadlineError(
-            f"flow {flow!r}: rank 0 has not begun to read within {patience_s:g} s; every rank has to iterate its "
-            "loader, or give the loaders JobOptions(name=...)"
-        ) from error
-    return store.get(key).decode()
+    if store is not _counted_by:
+        _counted_by = store
+        _opened.clear()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"torch_dpflow/{attempt}/{dist.get_world_size()}/{flow}/{seed}/{next(_opened[flow])}"
+    return store.compare_set(key, "", draw_name()).decode()
 
 
 def _replica_of(sampler: Any) -> Replica | None:

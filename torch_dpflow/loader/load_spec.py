@@ -12,6 +12,7 @@ from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 
 def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:
@@ -37,6 +38,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
         own_stream=own_stream,
         read_threads=options.read_threads,
         shared_memory=shared_memory,
+        settings=None if loader.platform is None else ScriptSettings.capture(),
     )
 
 

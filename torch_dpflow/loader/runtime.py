@@ -34,6 +34,8 @@ class LoaderRuntime:
         self.progress: IterationProgress | None = None
         #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
         self.jobs: dict[int, SharedJob] = {}
+        #: What the jobs were opened for, to be compared with what the loader has at its next iteration.
+        self.opened_for: Any = None
         self.meter = LoaderMeter()
         self.workload = Workload(self.meter)
         #: Returns the latest iteration with workers of its own, while it lives; for who watches.

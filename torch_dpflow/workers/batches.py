@@ -21,6 +21,7 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.headers import BATCH, END, FAILURE
 from torch_dpflow.workers.fetching import ThreadedFetcher, failure
 from torch_dpflow.workers.kept_memory import keep_freed_memory
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: All workers of a loader together may share this part of a machine's memory: a quarter.
 SHARED_FRACTION = 4
@@ -44,6 +45,8 @@ class LoadSpec:
     read_threads: int
     #: Bytes; None: as much as a worker may fill on the host where it runs.
     shared_memory: int | None
+    #: Of the script, where workers are not started from its process; None: workers have them anyway.
+    settings: ScriptSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +239,8 @@ def _opened(order: EpochSpec, *, lives_on: bool) -> EpochSpec:
 
 def _become_worker(spec: LoadSpec, worker: int) -> None:
     torch.set_num_threads(1)
+    if spec.settings is not None:
+        spec.settings.apply()
     keep_freed_memory()
     seed = spec.base_seed + worker
     random.seed(seed)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.errors import NotPicklableError
@@ -19,7 +22,9 @@ class ThreadedFetcher:
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read")
+        # numpy's error settings belong to a thread; these threads take over those of the worker.
+        settings = partial(np.seterr, **np.geterr())
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
 
     def fetch(self, index: Any) -> Any:
         """The batch of these indices."""

@@ -9,13 +9,14 @@ import pytest
 
 from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.description import FlowDefinition
-from torch_dpflow.cluster.client.flow_registration import describe, register, source_of
+from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, source_of
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,8 @@ def spec_with(worker_init_fn: Callable[[int], Any] | None, options: JobOptions) 
     )
     source = source_of(flow.dataset, options)
     packed = SampleAssignment(dataset=source.dataset, worker_init_fn=worker_init_fn).pack()
-    return describe(flow, source, packed, size=10, options=options)
+    content = content_of(source.dataset, worker_init_fn, options, ScriptSettings())
+    return describe(flow, source, packed, content, size=10, options=options)
 
 
 def test_another_function_for_workers_is_named_and_so_is_the_next_version() -> None:

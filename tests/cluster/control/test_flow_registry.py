@@ -327,3 +327,27 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
         known = {flow.spec.instance: flow for flow in flows.flows}
         assert running <= known.keys()
         assert all(known[one].state not in (FlowState.IDLE,) or known[one].starting for one in running)
+
+
+def test_a_flow_between_two_epochs_gives_way_after_one_without_jobs() -> None:
+    flows = FlowRegistry()
+
+    def state() -> FlowState | None:
+        train = flows.find("train")
+        return train and train.state
+
+    for name in ("train", "val", "old"):
+        flows.register(spec(name=name), 0.0)
+        flows.access(name, 1, 0.0)
+        flows.report(f"{name}@1", int(name != "old"), 1.0)
+    flows.report("train@1", 1, 2.0, reading=0)
+    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("old@1")]
+    assert flows.stop_unread(2.0 + UNREAD_S - 0.1) == []
+    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("train@1")]
+    assert flows.stop_unread(1000.0) == [], "val is read"
+    flows.report("train@1", 1, 8.0, reading=1)
+    flows.validate()
+    assert state() is FlowState.IDLE, "its router is about to end"
+    assert flows.access("train", 1, 9.0)[1] == [StartFlow(spec(name="train"))]
+    flows.report("train@1", 1, 10.0, reading=1)
+    assert state() is FlowState.ACCESSED

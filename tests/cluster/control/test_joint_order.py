@@ -69,7 +69,7 @@ def test_the_same_places_have_the_same_samples_and_a_rank_that_comes_back_goes_o
     assert order.draw(0, 0, 3, 1).tolist() == first[3:]
 
 
-def test_one_that_is_an_epoch_ahead_leaves_the_others_theirs() -> None:
+def test_one_that_is_epochs_ahead_leaves_the_others_theirs() -> None:
     order = make(9, 2, drop_last=True)
     for rank in range(2):
         order.start(rank, [Held(0)])
@@ -79,8 +79,51 @@ def test_one_that_is_an_epoch_ahead_leaves_the_others_theirs() -> None:
     theirs = order.draw(1, 0, 0, 4).tolist()
     assert len({*mine, *theirs}) == 8
     order.start(0, [Held(2)])
-    with pytest.raises(OutOfStepError):
+    assert order.draw(1, 0, 3, 1).tolist() == theirs[3:]
+    for epoch in (1, 2, 3):
+        order.start(1, [Held(epoch)])
+    with pytest.raises(OutOfStepError):  # every rank has passed it
         order.draw(1, 0, 3, 1)
+
+
+def test_a_rank_that_has_read_nothing_begins_without_others_that_have_not() -> None:
+    order = make(12, 3)
+    order.start(1, [Held(0)], fresh=True)
+    with pytest.raises(AwaitedRanksError):
+        order.draw(1, 0, 0, 2)
+    read = {1: order.draw(1, 0, 0, 4, alone=True).tolist()}
+    for epoch in (1, 2):
+        order.start(1, [Held(epoch)])
+        order.draw(1, epoch, 0, 4)
+    for rank in (0, 2):
+        order.start(rank, [Held(0)], fresh=True)
+        read[rank] = order.draw(rank, 0, 0, 4).tolist()
+    assert sorted(read[0] + read[1] + read[2]) == list(range(12))
+
+
+def test_a_rank_that_resumes_is_awaited_by_those_that_have_read_nothing() -> None:
+    order = make(12, 2)
+    order.start(0, [held(0, [3, 4])])
+    order.start(0, [Held(0)], fresh=False)  # of a state of the epoch's beginning
+    with pytest.raises(AwaitedRanksError):
+        order.draw(0, 0, 0, 2, alone=True)
+
+
+def test_readers_of_one_rank_read_the_same_side_by_side() -> None:
+    order = make(12, 2)
+    for rank in range(2):
+        order.start(rank, [Held(0)], reader="first")
+    first = order.draw(0, 0, 0, 4).tolist()
+    order.start(0, [Held(0)], reader="second")
+    assert order.draw(0, 0, 0, 4).tolist() == first
+    for epoch in (1, 2, 3):
+        for rank, reader in ((0, "second"), (1, "first")):
+            order.start(rank, [Held(epoch)], reader=reader)
+    assert order.draw(0, 0, 4, 2).tolist() == order.draw(0, 0, 4, 2).tolist()  # kept for the first reader
+    order.leave(0, "first")
+    order.start(1, [Held(4)], reader="first")
+    with pytest.raises(OutOfStepError):
+        order.draw(0, 0, 4, 2)
 
 
 def test_ranks_two_epochs_apart_are_told_so() -> None:
@@ -114,7 +157,9 @@ class Ranks(RuleBasedStateMachine):
         #: By epoch and rank, what has been drawn, in order.
         self.drawn: dict[int, list[list[int]]] = {0: [[] for _ in range(replicas)]}
         self.epochs = [0] * replicas
-        self.restart()
+        self.order = make(length, replicas, drop_last=drop_last)
+        #: Ranks that have begun; the others have read nothing.
+        self.begun: set[int] = set()
 
     def restart(self) -> None:
         self.order = make(self.length, self.shares.replicas, drop_last=self.shares.drop_last)
@@ -124,15 +169,18 @@ class Ranks(RuleBasedStateMachine):
     def tell(self, rank: int) -> None:
         now = self.epochs[rank]
         places = [held(epoch, self.drawn[epoch][rank]) for epoch in (now, now - 1) if epoch in self.drawn]
-        self.order.start(rank, places)
+        self.order.start(rank, places, reader="reader", fresh=rank not in self.begun)
+        self.begun.add(rank)
 
     @rule(data=st.data(), count=st.integers(1, 9))
     def draw(self, data: st.DataObject, count: int) -> None:
         rank = data.draw(st.integers(0, self.shares.replicas - 1))
         epoch = self.epochs[rank]
         mine = self.drawn[epoch][rank]
-        mine += self.order.draw(rank, epoch, len(mine), count).tolist()
-        if len(mine) == self.shares.per_rank and min(self.epochs) == epoch:
+        if rank not in self.begun:
+            self.tell(rank)
+        mine += self.order.draw(rank, epoch, len(mine), count, alone=True).tolist()
+        if len(mine) == self.shares.per_rank and epoch < min(self.epochs) + 4:
             self.epochs[rank] += 1
             self.drawn.setdefault(epoch + 1, [[] for _ in self.epochs])
             self.tell(rank)
@@ -141,6 +189,7 @@ class Ranks(RuleBasedStateMachine):
     def come_back(self, data: st.DataObject) -> None:
         self.tell(data.draw(st.integers(0, self.shares.replicas - 1)))
 
+    @precondition(lambda self: max(self.epochs) <= min(self.epochs) + 1)
     @rule()
     def forget(self) -> None:
         self.restart()

@@ -15,7 +15,7 @@ from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.cluster_command import CommandedCluster
 from tests.shared_cluster import wait
 from tests.shared_datasets import Numbers
-from torch_dpflow import ALSDCache
+from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
@@ -193,3 +193,26 @@ def test_what_cannot_be_scaled_is_said(cluster: CommandedCluster, join: Callable
         scaled: FlowView = client.call("scale", Scale("fixed", 1, 4), reply_type=FlowView).body
         assert scaled.part is not None
         assert (scaled.spec.workers, scaled.part.workers) == (4, 4)
+
+
+def test_loaders_that_take_turns_share_a_cluster_with_room_for_fewer(flow: str, tmp_path: Path) -> None:
+    """As those for training, validation and test: one that is not being iterated makes room for another."""
+    cluster = CommandedCluster.up(tmp_path, "--workers", "2")
+    try:
+        loaders = [
+            DPFlowDataLoader(
+                Numbers(20),
+                batch_size=4,
+                num_workers=1,
+                flow=f"{flow}/{part}",
+                address=cluster.address,
+                job=JobOptions(patience_s=60.0),
+            )
+            for part in ("train", "validation", "test")
+        ]
+        for loader in (*loaders, loaders[0]):
+            assert [int(key) for _, keys in loader for key in keys] == list(range(20))
+        states = {name: view.state for name, view in cluster.flows().items()}
+        assert [*states.values()].count("idle") == 1
+    finally:
+        cluster.stop()

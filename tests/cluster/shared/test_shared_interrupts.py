@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.interruption import Interruption
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
+from torch_dpflow.errors import WorkerError
 
 SIZE = 400
 
@@ -21,7 +23,6 @@ def make(cluster: TestCluster, flow: str) -> Iterator[Any]:
         job = JobOptions(idle_s=3.0, patience_s=60.0)
         return DPFlowDataLoader(
             Numbers(SIZE),
-            batch_size=2,
             flow=flow,
             address=cluster.address,
             job=job,
@@ -37,22 +38,36 @@ def position_of(state: dict[str, Any]) -> int:
     return state["samples"] if shared is None else shared["position"]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_interruption_anywhere_loses_no_batch(make: Any, shuffle: bool) -> None:
-    loader = make(shuffle=shuffle)
+class Own:
+    """Batches of a class that the loader does not know, so that it draws them as it goes."""
+
+    def __len__(self) -> int:
+        return SIZE // 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[key, key + 1] for key in range(0, SIZE, 2)])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "fixed", "own"])
+def test_an_interruption_anywhere_loses_no_batch(make: Any, order: str) -> None:
+    own = order == "own"
+    loader = make(batch_sampler=Own()) if own else make(batch_size=2, shuffle=order == "shuffled")
     iterator, seen, interrupted = iter(loader), list[int](), 0
     for number in range(SIZE // 2 + 1):
         # At each place in turn; then at another one while what was interrupted is made up for.
-        for place in (number % 100, number // 4):
+        places = [number // 4, number % 100]
+        while True:
             try:
-                with Interruption(place):
+                with Interruption(places.pop()) if places else nullcontext():
                     batch = next(iterator, None)
                 break
             except KeyboardInterrupt:
                 interrupted += 1
                 assert position_of(loader.state_dict()) == len(seen)
-        else:
-            batch = next(iterator, None)
+            except WorkerError:  # the sampler was interrupted, which may end it
+                assert own
+                loader.load_state_dict(loader.state_dict())
+                iterator = iter(loader)
         seen += [] if batch is None else batch[1].tolist()
     assert batch is None
     assert interrupted > 50

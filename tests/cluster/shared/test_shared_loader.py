@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from tests.loader_cases import Failing, Messaged, Stream
 from tests.new_process import held_by_child
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
-from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError
+from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError, UsageError
 
 Make = Callable[..., DPFlowDataLoader[Any]]
 QUICK = JobOptions(idle_s=3.0, patience_s=60.0)
@@ -28,9 +30,8 @@ def make(cluster: TestCluster, flow: str) -> Any:
     """A loader over this test's flow."""
 
     def make(dataset: Any, **arguments: Any) -> DPFlowDataLoader[Any]:
-        return DPFlowDataLoader(
-            dataset, flow=flow, address=cluster.address, job=QUICK, num_workers=2, **arguments
-        )
+        given = {"num_workers": 2, **arguments}
+        return DPFlowDataLoader(dataset, flow=flow, address=cluster.address, job=QUICK, **given)
 
     return make
 
@@ -59,6 +60,121 @@ def test_any_other_order_is_torchs(make: Make, given: dict[str, Any]) -> None:
     for _ in range(2):
         for mine, expected in zip(ours, theirs, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
+
+
+class Drawing(Sampler[int]):
+    """Draws each key from a generator of its own, and counts them."""
+
+    def __init__(self) -> None:
+        self.generator, self.drawn = torch.Generator().manual_seed(5), 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(24):
+            self.drawn += 1
+            yield int(torch.randint(30, (), generator=self.generator))
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, None), (1, 2), (2, 3)])
+def test_a_sampler_is_asked_when_torch_asks_it(make: Make, num_workers: int, prefetch: int | None) -> None:
+    """An order that may change depends on how far ahead it is drawn, also in the next epoch after a break."""
+
+    def read(make: Any) -> tuple[list[int], list[list[int]]]:
+        sampler = Drawing()
+        loader = make(
+            Numbers(30), batch_size=2, sampler=sampler, num_workers=num_workers, prefetch_factor=prefetch
+        )
+        drawn, seen = [], []
+        for leaves_at in (3, None):
+            iterator = islice(loader, leaves_at)
+            for batch in iterator:
+                seen.append(keys([batch]))
+                drawn.append(sampler.drawn)
+        return drawn, seen
+
+    assert read(make) == read(DataLoader)
+
+
+class OnePass:
+    """Batches of keys that can be iterated once each, of many types."""
+
+    def __iter__(self) -> Any:
+        yield map(int, "312")
+        yield reversed([4, 5])
+        yield (key for key in range(6, 9))
+        yield torch.tensor([9, 10])
+        yield np.array([11, 12], np.int16)
+        yield [np.int64(13), torch.tensor(14), 15]
+
+
+def test_batches_of_keys_are_read_once(make: Make) -> None:
+    loader = make(Numbers(30), batch_sampler=OnePass())
+    for _ in range(2):
+        read = [labels.tolist() for _, labels in loader]
+        assert read == [[3, 1, 2], [5, 4], [6, 7, 8], [9, 10], [11, 12], [13, 14, 15]]
+
+
+def test_a_key_that_is_no_integer_is_refused(make: Make) -> None:
+    message = r"the key .* of type .* have numbers, 0 to 29; have the sampler give"
+    for key in (2.5, np.float64(2.0), "cat", b"1", (1, 2), slice(3), None, torch.tensor(2.0)):
+        unbatched: Any = {"sampler": [key], "batch_size": None}
+        for given in ({"batch_sampler": [[1, key]]}, unbatched):
+            with pytest.raises(OptionTypeError, match=message):
+                list(make(Numbers(30), **given))
+
+
+class Settings(Numbers):
+    """Sample `i` is what settings of the worker's process are."""
+
+    def __getitem__(self, index: int) -> Any:
+        import PIL.Image
+        import PIL.ImageFile
+
+        flags = PIL.ImageFile.LOAD_TRUNCATED_IMAGES, PIL.Image.MAX_IMAGE_PIXELS
+        torchs = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        return torch.ones(()), [*flags, *torchs, np.geterr()["over"], os.environ.get("DPFLOW_TEST_SETTING")]
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Settings of this process that are not the defaults."""
+    import PIL.Image
+    import PIL.ImageFile
+
+    monkeypatch.setattr(PIL.ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 5_000)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    with np.errstate(over="raise"):
+        yield
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("where", ["flow", "platform"])
+def test_settings_of_the_script_hold_in_the_workers(make: Make, settings: None, where: str) -> None:
+    def init(worker: int) -> None:
+        os.environ["DPFLOW_TEST_SETTING"] = "set there"
+
+    given: dict[str, Any] = {"batch_size": None, "worker_init_fn": init}
+    if where == "flow":
+        loader = make(Settings(4), **given)
+    else:
+        loader = DPFlowDataLoader(Settings(4), platform="processes", num_workers=1, **given)
+    (ones, found), *_ = loader
+    assert ones.dtype is torch.float64
+    assert found == [True, 5_000, True, "high", "raise", "set there"]
+
+
+def test_jobs_with_other_settings_do_not_share(make: Make, settings: None) -> None:
+    iterator = iter(make(Settings(4), batch_size=None))
+    torch.set_default_dtype(torch.float32)
+    with pytest.raises(
+        UsageError, match=r"the script's settings is .*registered is torch's default dtype torch.float64"
+    ):
+        iter(make(Settings(4), batch_size=None))
+    next(iterator)
 
 
 def test_a_rank_reads_its_part(make: Make) -> None:

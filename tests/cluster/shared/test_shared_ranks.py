@@ -50,8 +50,143 @@ if rank == 0:
 """
 
 
+#: Two peers that are to read the same; each makes the same loaders, by torch's class and by ours over a flow.
+PEERS = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from tests.shared_datasets import Numbers
+from torch_dpflow import ALSDCache, DPFlowDataLoader, DynaGCSSampler, JobOptions
+given = json.loads(sys.argv[1])
+other = os.fork()
+rank = int(other == 0)
+dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=rank, world_size=2)
+seeded = lambda: torch.Generator().manual_seed(4)
+dataset = ALSDCache(Numbers(given["size"]), "1MiB", transform=lambda sample: (sample[1], torch.rand(())))
+makes = [
+    lambda: {"shuffle": True},
+    lambda: {"shuffle": True, "generator": seeded()},
+    lambda: {"sampler": RandomSampler(dataset, generator=seeded())},
+    lambda: {"sampler": DistributedSampler(dataset, num_replicas=1, rank=0, seed=4)},
+    lambda: {"sampler": DynaGCSSampler(dataset, num_replicas=1, rank=0, seed=4)},
+]
+read = []
+for number, make in enumerate(makes):
+    def epochs(loader):
+        torch.manual_seed(7)
+        return [[[keys.tolist(), drawn.tolist()] for keys, drawn in loader] for _ in range(2)]
+    job = JobOptions(idle_s=3.0, patience_s=60.0, name="peers" if number % 2 else None)
+    ours = epochs(DPFlowDataLoader(dataset, batch_size=8, num_workers=2, flow=given["flow"],
+                                   address=given["address"], job=job, **make()))
+    plain = DataLoader([(key, torch.zeros(())) for key in range(given["size"])], batch_size=8, **make())
+    theirs = epochs(plain)
+    assert [[keys for keys, _ in epoch] for epoch in ours] == [[keys for keys, _ in epoch] for epoch in theirs]
+    read.append(ours)
+dist.barrier()
+os.write(1, (json.dumps(read) + "\\n").encode())  # whole, beside the other's
+dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
 def keys(batches: Any) -> list[int]:
     return [int(key) for _, labels in batches for key in labels]
+
+
+#: Two ranks, of which one reads by itself before the other begins: it peeks at two batches and keeps that iterator.
+PEEKING = """
+import json, os, sys
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+from tests.shared_datasets import Numbers
+from torch_dpflow import DPFlowDataLoader, JobOptions
+given = json.loads(sys.argv[1])
+other = os.fork()
+rank = int(other == 0)
+dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=rank, world_size=2)
+dataset, epochs = Numbers(given["size"]), []
+sampler = DistributedSampler(dataset, seed=3)
+loader = DPFlowDataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2, flow=given["flow"],
+                          address=given["address"], job=JobOptions(idle_s=3.0, patience_s=5.0))
+if rank == 1:
+    kept = iter(loader)
+    next(kept), next(kept)
+dist.barrier()
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    epochs.append([int(key) for _, labels in loader for key in labels])
+dist.barrier()
+os.write(1, (json.dumps([rank, epochs]) + "\\n").encode())  # whole, beside the other's
+dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
+def test_a_rank_peeks_at_batches_and_keeps_its_iterator(
+    cluster: TestCluster, flow: str, tmp_path: Path
+) -> None:
+    given = {"meet": str(tmp_path / "meet"), "size": 64, "flow": flow, "address": cluster.address}
+    with interpreter(PEEKING, json.dumps(given)) as ranks:
+        out, err = ranks.communicate(timeout=250)
+    assert ranks.returncode == 0, err
+    assert "goes on for as long as they take: job" in err
+    assert "waits for its ranks [0]" in err
+    told = dict(json.loads(line) for line in out.splitlines())
+    for first, second in zip(told[0], told[1], strict=True):
+        assert sorted(first + second) == list(range(64))
+
+
+#: Two ranks that take names for jobs, rank 1 first; in another process group, they take them again.
+NAMING = """
+import json, os, sys
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # ranks that have a store and no connections
+from torch_dpflow.loader.flow_order import common_name
+read, write = os.pipe()
+other = os.fork()
+rank, names = int(other == 0), []
+for group in range(2):
+    store = dist.PrefixStore(str(group), dist.FileStore(sys.argv[1]))
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+    if rank == 0:
+        os.read(read, 1)
+    names += [common_name("flow", 3), common_name("flow", 3), common_name("another", 3), common_name("flow", 4)]
+    if rank == 1:
+        os.write(write, b"1")
+    dist.destroy_process_group()
+os.write(1, (json.dumps(names) + "\\n").encode())
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
+def test_ranks_agree_on_names_whoever_is_first_and_whatever_an_earlier_attempt_left(tmp_path: Path) -> None:
+    seen = []
+    for attempt in ("0", "1"):
+        env = {"TORCHELASTIC_RESTART_COUNT": attempt}
+        with interpreter(NAMING, str(tmp_path / "store"), env=env) as ranks:
+            out, err = ranks.communicate(timeout=250)
+        assert ranks.returncode == 0, err
+        one, other = map(json.loads, out.splitlines())
+        assert one == other
+        assert len({*one}) == 8
+        seen.append(one)
+    assert not {*seen[0]} & {*seen[1]}
+
+
+def test_peers_that_fix_the_order_read_the_same_batches(
+    cluster: TestCluster, flow: str, tmp_path: Path
+) -> None:
+    """As tensor-parallel peers do: torch.distributed has more processes than the sampler has replicas."""
+    given = {"meet": str(tmp_path / "meet"), "size": 40, "flow": flow, "address": cluster.address}
+    with interpreter(PEERS, json.dumps(given)) as peers:
+        out, err = peers.communicate(timeout=250)
+    assert peers.returncode == 0, err
+    one, other = map(json.loads, out.splitlines())
+    assert one == other
 
 
 def test_two_processes_read_disjoint_parts_that_are_drawn_anew_while_another_job_reads(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DistributedSampler
 
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow import DPFlowDataLoader, JobOptions
+from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
 
 ALL = list(range(40))
@@ -22,9 +25,8 @@ def make(cluster: TestCluster, flow: str) -> Any:
 
     def make(name: str | None = None, **arguments: Any) -> DPFlowDataLoader[Any]:
         job = JobOptions(idle_s=3.0, patience_s=60.0, name=name)
-        return DPFlowDataLoader(
-            Numbers(40), batch_size=4, flow=flow, address=cluster.address, job=job, num_workers=2, **arguments
-        )
+        given = {"dataset": Numbers(40), "batch_size": 4, "num_workers": 2, **arguments}
+        return DPFlowDataLoader(flow=flow, address=cluster.address, job=job, **given)
 
     return make
 
@@ -108,3 +110,70 @@ def test_a_jobs_reading_that_another_one_ended_says_so(cluster: TestCluster, flo
         assert sorted(keys(job.traverse(1))) == ALL
         with pytest.raises(UsageError, match="epoch 0 was given up"):
             next(first)
+
+
+class Scaled(Numbers):
+    """Sample `i` is a multiple of `i`."""
+
+    factor = 1
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], self.factor * index
+
+
+def test_a_dataset_that_changes_between_epochs_is_refused_or_read_as_another_version(
+    make: Any, flow: str
+) -> None:
+    dataset = Scaled(40)
+    loader = make(dataset=dataset)
+    assert keys(loader) == ALL
+    dataset.factor = 2
+    with pytest.raises(
+        UsageError, match=r"changed since the loader was iterated .* read it as flow=\"test/\d+:v2\""
+    ):
+        iter(loader)
+    loader.flow = f"{flow}:v2"
+    assert keys(loader) == [2 * key for key in ALL]
+    dataset.factor = 1
+    loader.flow = f"{flow}:v3"
+    assert keys(loader) == ALL
+
+
+@pytest.mark.parametrize("what", ["transform", "worker_init_fn", "setting"])
+def test_other_content_that_changes_between_epochs_is_refused(make: Any, what: str) -> None:
+    dataset = ALSDCache(Numbers(40), "1MiB", transform=lambda sample: sample)
+    loader = make(dataset=dataset)
+    jobs = loader._runtime.jobs
+    assert keys(loader) == ALL
+    first = dict(jobs)
+    assert keys(loader) == ALL
+    assert jobs == first
+    if what == "transform":
+        dataset.transform = lambda sample: (sample[0], -sample[1])
+    elif what == "worker_init_fn":
+        loader.worker_init_fn = print
+    dtype = torch.float64 if what == "setting" else torch.float32
+    with default_dtype(dtype), pytest.raises(UsageError, match="changed since the loader was iterated last"):
+        iter(loader)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_collate_fn_that_changes_between_epochs_is_used(make: Any) -> None:
+    loader = make()
+    assert keys(loader) == ALL
+    loader.collate_fn = lambda samples: [label for _, label in samples]
+    assert list(loader) == [ALL[start : start + 4] for start in range(0, 40, 4)]
+
+
+def test_a_samplers_seed_that_changes_between_epochs_is_used(make: Any) -> None:
+    sampler: Any = DistributedSampler(range(40), num_replicas=1, rank=0, seed=1)
+    loader = make(sampler=sampler)
+    assert keys(loader) == list(sampler)
+    sampler.seed = 2
+    assert keys(loader) == list(sampler)

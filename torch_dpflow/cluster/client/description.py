@@ -43,6 +43,7 @@ class JobReading:
         replica: which rank of a job of several ranks this is; all ranks must give the same `JobOptions.name`, `seed`
             and `indices`. None: it is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
+        side: counts the processes' own readers of one rank, which read side by side; from 1 on.
     """
 
     batch_size: int = 1
@@ -52,6 +53,7 @@ class JobReading:
     indices: Indices | None = None
     replica: Replica | None = None
     cacheable_only: bool = False
+    side: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class JobDescription:
     cacheable_only: bool = False
     #: Whether its flow caches samples for jobs that read them later.
     caches: bool = False
+    #: Which of several readers of a rank it is.
+    side: int = 1
 
     @property
     def instance(self) -> str:
@@ -83,7 +87,9 @@ class JobDescription:
     @property
     def reader(self) -> str:
         """The name of this process at the services."""
-        return self.name if self.rank is None else f"{self.name}/{self.rank.rank}"
+        if self.rank is None:
+            return self.name
+        return f"{self.name}/{self.rank.rank}" + (f"~{self.side}" if self.side > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

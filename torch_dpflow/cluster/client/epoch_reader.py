@@ -13,6 +13,7 @@ from typing import Any
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.cluster.client.build_batch import Received, build_batch, received_sample
+from torch_dpflow.cluster.client.plan_feed import LATER
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch, ReadyBatches
 from torch_dpflow.cluster.client.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
 from torch_dpflow.cluster.client.stop_signal import StopSignal
@@ -85,13 +86,14 @@ class EpochReader:
 
     Args:
         links: to the shards.
-        plan: the keys of each batch; read in the reader's thread, ahead of need.
+        plan: the keys of each batch, or `LATER`; read in the reader's thread, ahead of need.
         of: the epoch and its random draws.
         collate: makes a batch of its samples, in that thread.
         delivered: called with the number of each batch that was delivered, its keys, and how many samples were by
             then; twice after an interrupt.
         meter: counts batches, and the time that the training loop waits for them.
         closed: set to end the epoch early.
+        await_plan: waits until the plan may go on after `LATER`, or for so many seconds.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class EpochReader:
         meter: LoaderMeter,
         pipeline: Pipeline,
         closed: StopSignal,
+        await_plan: Callable[[float], object] | None = None,
     ) -> None:
         self._router = links.router
         self._links = links
@@ -116,6 +119,7 @@ class EpochReader:
         meter.begin_epoch()
         self._pipeline = pipeline
         self._closed = closed
+        self._await_plan = await_plan or closed.wait
         self._ready = ReadyBatches(pipeline.ready, closed)
         #: Batches that were read from the plan, taken by the training loop, and counted; samples that were collated.
         self._planned = self._given = self._counted = self._samples = 0
@@ -169,6 +173,17 @@ class EpochReader:
             self._delivered(ready.number, ready.keys, ready.end)
             self._given = ready.number + 1
             self._ready.done()
+
+    @property
+    def taken(self) -> int:
+        """How many batches were taken, with those in whose place an error was raised."""
+        self.note_delivered()
+        return self._given
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether samples may still be needed of the services. Any thread may ask."""
+        return self._thread.is_alive()
 
     @property
     def is_over(self) -> bool:
@@ -229,6 +244,9 @@ class EpochReader:
         end: BaseException | None = None
         try:
             while not self._closed.is_set() and self._ask_ahead():
+                if not self._asked:
+                    self._await_plan(LOOK_S)
+                    continue
                 self._fetch_ahead()
                 self._deliver(self._complete(self._asked[0]))
         except _Closed:
@@ -241,7 +259,7 @@ class EpochReader:
         )
 
     def _ask_ahead(self) -> bool:
-        """Request coming batches, several at a time; whether any are left to deliver."""
+        """Request coming batches, several at a time; whether any are left to deliver, or may come."""
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message where workers keep the processor busy.
         together = min(self._pipeline.asked // 4, self._pipeline.asked - self._pipeline.fetched)
@@ -252,13 +270,15 @@ class EpochReader:
             if keys is None:
                 self._exhausted = True
                 break
+            if keys is LATER:
+                break
             batch = _Batch(self._planned, [Wanted(next(tickets), key) for key in keys])
             self._planned += 1
             self._asked.append(batch)
             wanted += batch.wanted
         if wanted:
             self._links.want(wanted)
-        return bool(self._asked)
+        return bool(self._asked) or not self._exhausted
 
     def _fetch_ahead(self) -> None:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
@@ -367,7 +387,7 @@ class EpochReader:
         if not self._exhausted or self._asked:
             self._ask_ahead()
             self._fetch_ahead()
-        else:
+        if not self._asked:
             self._links.release([], self._of)
         self._samples += len(keys)
         ready = ReadyBatch(batch.number, None, keys, self._samples, nbytes=batch.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Memory for samples under way, beside what a cache around the dataset may hold, bytes.
 UNDER_WAY_BYTES = 256 << 20
@@ -88,11 +89,18 @@ def length_of(dataset: Any) -> int:
 
 
 def describe(
-    flow: FlowDefinition, source: JobDataset, packed: bytes, *, size: int, options: JobOptions
+    flow: FlowDefinition,
+    source: JobDataset,
+    packed: bytes,
+    content: Mapping[str, str],
+    *,
+    size: int,
+    options: JobOptions,
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not allowed.
 
     packed: what the workers load, as `SampleAssignment.pack` returns it.
+    content: as `content_of` returns it.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -108,7 +116,7 @@ def describe(
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
             "dataset": f"{module}.{kind.__qualname__} of {size} samples",
-            **_content_of(source.dataset, flow.worker_init_fn, options),
+            **content,
             "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
         },
         repeatable=source.repeatable,
@@ -126,12 +134,19 @@ def describe(
     return spec
 
 
-def _content_of(
-    dataset: TwoStageDataset, worker_init_fn: Callable[[int], Any] | None, options: JobOptions
+def content_of(
+    dataset: TwoStageDataset,
+    worker_init_fn: Callable[[int], Any] | None,
+    options: JobOptions,
+    settings: ScriptSettings,
 ) -> dict[str, str]:
+    """What identifies the content of a flow, by name. Takes about as long as pickling the dataset."""
     if options.fingerprint is not None:
         return {"its content": options.fingerprint}
-    return {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
+    content = {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
+    if described := settings.describe():
+        content["the script's settings"] = described
+    return content
 
 
 def _called(function: Callable[[int], Any] | None) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from torch_dpflow._core.channels_last import collate_channels_last
-from torch_dpflow.cluster.client.collate import collate_function
 from torch_dpflow.cluster.client.description import Failover, FlowDefinition, JobDescription, JobReading
-from torch_dpflow.cluster.client.flow_registration import describe, length_of, register, source_of
+from torch_dpflow.cluster.client.flow_registration import content_of, describe, length_of, register, source_of
 from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.client.shared_job import SharedJob
@@ -16,6 +15,7 @@ from torch_dpflow.cluster.security.cluster_address import Cluster, find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.indices import check_indices
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 __all__ = ["FlowDefinition", "JobOptions", "JobReading", "Replica", "SharedJob", "open_job"]
 
@@ -53,11 +53,14 @@ def open_job(
         dataset=source.dataset,
         worker_init_fn=flow.worker_init_fn,
         keeps_layout=reading.collate_fn is collate_channels_last,
+        settings=ScriptSettings.capture(),
     )
+
+    content = content_of(source.dataset, flow.worker_init_fn, options, assignment.settings)
 
     def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> None:
         packed = _packed_for(cluster, assignment)
-        spec = describe(flow, source, packed, size=size, options=options)
+        spec = describe(flow, source, packed, content, size=size, options=options)
         register(cluster, spec, packed, patience_s=patience_s, outages=outages)
 
     name = options.name or draw_name()
@@ -73,10 +76,17 @@ def open_job(
         indices=indices,
         rank=_rank_of(name, replica),
         cacheable_only=reading.cacheable_only,
+        side=reading.side,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
     failover = Failover(find=partial(_found, address), register=register_with)
-    return SharedJob(cluster, job, collate_function(reading.collate_fn), options, failover)
+    return SharedJob(cluster, job, reading.collate_fn, options, failover, content=content)
+
+
+def content_of_flow(flow: FlowDefinition, options: JobOptions) -> dict[str, str]:
+    """What identifies the content of a flow as it is now, as `SharedJob.content` has it of when the job was opened."""
+    dataset = source_of(flow.dataset, options).dataset
+    return content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture())
 
 
 def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:

@@ -81,7 +81,8 @@ class JobOptions:
         fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
             `torch_dpflow.cluster.client.fingerprint`.
         ready: batches that are collated ahead of need (P_L).
-        asked: batches that are requested from shards ahead of need (P_R), more than `ready`.
+        asked: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order may
+            change while it is read is drawn no further ahead than torch draws it.
         budget_bytes: most bytes of batches under way, but for one batch.
         patience_s: how long the cluster may be away before a call fails, seconds.
 

@@ -55,9 +55,15 @@ class OutageLog:
             self._warn("its services answer again, after %.0f s", self._clock() - self.answered_at)
         self.answered_at, self.is_out, self._logged = self._clock(), False, False
 
-    def on_no_answer(self, error: DPFlowError) -> None:
-        """A service has not answered; logged once, when that has lasted."""
+    def on_no_answer(self, error: DPFlowError, *, quietly: bool = False) -> None:
+        """A service has not answered; logged once, when that has lasted.
+
+        quietly: do not log it, and do not count it as an outage that has lasted.
+        """
         self.is_out = True
+        if quietly:
+            self.answered_at = self._clock()
+            return
         silence_s = self._clock() - self.answered_at
         if silence_s >= SILENCE_S and not self._logged:
             self._logged = True
@@ -67,15 +73,18 @@ class OutageLog:
             # Its text alone: who keeps log records would keep what its traceback refers to, the loader's iterator too.
             self._warn(text, silence_s, self.patience_s, str(error))
 
-    def on_wait(self, reason: str) -> None:
-        """A service has the job wait; logged once with the reason, when that has lasted."""
+    def on_wait(self, reason: str, *, until: str = "") -> None:
+        """A service has the job wait; logged once with the reason, when that has lasted.
+
+        until: for how long the job waits; empty: for up to `patience_s`.
+        """
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         waited_s = self._clock() - self._waiting_since
         if waited_s >= SILENCE_S and not self._logged_wait:
             self._logged_wait = True
-            text = "has waited for %.0f s, and goes on for up to patience_s=%g s in all: %s"
-            self._warn(text, waited_s, self.patience_s, reason)
+            until = until or f"for up to patience_s={self.patience_s:g} s in all"
+            self._warn("has waited for %.0f s, and goes on %s: %s", waited_s, until, reason)
 
     def on_fault(self, error: DPFlowError, times: int) -> None:
         """A service has failed over a call for the `times`-th time. Raises the error where that is too often."""

@@ -57,7 +57,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: come it is asked for again, seconds: a coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
 #: Errors after which the same call is tried again.
-_TRANSIENT = (ErrorKind.NAME_BUSY, ErrorKind.RANKS_AWAITED, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
+_TRANSIENT = (ErrorKind.NAME_BUSY, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -121,6 +121,8 @@ class RouterLink:
         self._epoch: _EpochAtRouter | None = None
         self._before: _EpochAtRouter | None = None
         self._router_in_step = False
+        #: Whether nothing of any epoch was read before the one that is being drawn.
+        self._is_fresh = False
         #: What keeps the flow's jobs from reading faster, as its services say; empty: nothing that is known.
         self.limited_by = ""
         #: What the flow's workers have taken, and when the coordinator was asked for that.
@@ -140,9 +142,13 @@ class RouterLink:
         """The job's present id at the services."""
         return JobId(self._job.reader, self._generation, self._job.instance)
 
-    def start_epoch(self, epoch: int, drawn: Marks, position: int) -> None:
-        """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn."""
+    def start_epoch(self, epoch: int, drawn: Marks, position: int, *, resumes: bool = False) -> None:
+        """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn.
+
+        resumes: whether it goes on from a saved state, which may be of its beginning.
+        """
         with self._lock:
+            self._is_fresh = self._epoch is None and not resumes
             self._before = self._epoch
             self._epoch, self._router_in_step = _EpochAtRouter(epoch, drawn, position), False
             self._attempt(self._in_epoch)
@@ -169,21 +175,24 @@ class RouterLink:
         with self._lock:
             self._attempt(self._refresh, given_up, deadline)
 
-    def send_heartbeat(self, figures: JobFigures) -> None:
+    def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
         """Renew the lease, report the job's figures, and get a new routing table where there is one.
+
+        reads: whether the job is in the middle of an epoch. Between two it needs no services, which may be stopped
+            then in favour of another flow: that they do not answer is not logged.
 
         One attempt; raises its error.
         """
         router = self._router
         if router is None:
             raise PeerLostError("the job has been closed")
-        heartbeat = JobHeartbeat(self.id, figures)
+        heartbeat = JobHeartbeat(self.id, figures, reads)
         try:
             reply: JobHeartbeatReply = router.call(
                 "heartbeat", heartbeat, reply_type=JobHeartbeatReply, timeout_s=min(CALL_S, self._patience_s)
             ).body
         except (DeadlineError, PeerLostError) as error:
-            self.outages.on_no_answer(error)
+            self.outages.on_no_answer(error, quietly=not reads)
             raise
         self.outages.on_answer()
         self.limited_by = reply.limited_by
@@ -239,6 +248,8 @@ class RouterLink:
             except RemoteCallError as error:
                 faults += error.kind is ErrorKind.INTERNAL
                 self._note(error, deadline, faults)
+                if error.kind is ErrorKind.RANKS_AWAITED:  # they may take as long as they like
+                    self._deadline = deadline = max(deadline, time.monotonic() + self._patience_s)
             except (DeadlineError, PeerLostError) as error:
                 self.outages.on_no_answer(error)
                 if time.monotonic() >= deadline:
@@ -269,6 +280,9 @@ class RouterLink:
                 self.outages.on_fault(error, faults)
             case ErrorKind.USAGE | ErrorKind.UNKNOWN_FLOW:
                 raise UsageError(error.text) from error
+            case ErrorKind.RANKS_AWAITED:
+                self.outages.on_wait(error.text, until="for as long as they take")
+                return
             case kind if kind in _TRANSIENT:
                 self.outages.on_wait(error.text)
             case _:
@@ -367,7 +381,8 @@ class RouterLink:
             and self._before.number < self._epoch.number
         ):
             epochs.append(self._before)
-        body = StartEpoch(self.id, [epoch.place for epoch in epochs])
+        fresh = self._is_fresh and not self._epoch.position
+        body = StartEpoch(self.id, [epoch.place for epoch in epochs], fresh)
         frames = [epoch.drawn.tobytes() for epoch in epochs]
         router.call("start", body, frames, timeout_s=self._call_s)
         self._router_in_step = True

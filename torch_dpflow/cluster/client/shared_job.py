@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import operator
 import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow.cluster.client.collate import collate_function
 from torch_dpflow.cluster.client.description import Failover, JobDescription
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
 from torch_dpflow.cluster.client.options import JobOptions
+from torch_dpflow.cluster.client.plan_feed import LATER, PlanFeed
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks
 from torch_dpflow.cluster.client.stop_signal import StopSignal
@@ -31,6 +34,7 @@ from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
     OptionError,
+    OptionTypeError,
     PeerLostError,
     RemoteCallError,
     UsageError,
@@ -55,13 +59,17 @@ class SharedJob:
         self,
         cluster: Cluster,
         job: JobDescription,
-        collate: Callable[[list[Any]], Any],
+        collate: Callable[[list[Any]], Any] | None,
         options: JobOptions,
         failover: Failover | None = None,
+        *,
+        content: Mapping[str, str] | None = None,
     ) -> None:
         self._pid = os.getpid()
         self._job = job
-        self._collate = collate
+        self.collate_with(collate)
+        #: What identified the content of its flow when the job was opened; see `flow_registration.content_of`.
+        self.content = dict(content or {})
         self._options = options
         self._router = RouterLink(cluster, job, patience_s=options.patience_s, failover=failover)
         self._links = ShardLinks(self._router)
@@ -76,6 +84,15 @@ class SharedJob:
             self._send_heartbeat, HEARTBEAT_S, "dpflow-heartbeat", on_error=self._on_error, finish=self._leave
         )
         self._heartbeat.start()
+
+    def collate_with(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        """Have epochs that begin from now on use another function to collate; None: torch's default."""
+        self._collate = collate_function(collate_fn)
+
+    @property
+    def name(self) -> str:
+        """The job's name, the same for all its ranks."""
+        return self._job.name
 
     @property
     def length(self) -> int:
@@ -115,8 +132,8 @@ class SharedJob:
     ) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
-        A rank of several waits for the others before its first batch, and again where it resumes from a state that
-        differs from what the others know of it.
+        A rank of several waits for the others before its first batch, unless none of them has begun, and again where it
+        resumes from a state that differs from what the others know of it. It waits for as long as they take.
 
         done: a `state`; the samples that were delivered by then are not read again.
         draw_seed: decides, with the epoch, the random draws; None: the job's seed.
@@ -126,14 +143,14 @@ class SharedJob:
         if done is not None:
             cursor.resume(epoch, done)
         self._begin(cursor)
-        self._router.start_epoch(epoch, cursor.marks.copy(), cursor.position)
+        self._router.start_epoch(epoch, cursor.marks.copy(), cursor.position, resumes=done is not None)
         closed = StopSignal()
         batches = self._drawn_batches(self.length - cursor.position, closed)
         return self._read(batches, epoch, draw_seed, closed)
 
     def read(
         self,
-        plan: Iterable[Sequence[int]],
+        plan: Iterable[Iterable[int]] | PlanFeed,
         epoch: int,
         *,
         draw_seed: int | None = None,
@@ -146,7 +163,8 @@ class SharedJob:
             batch is delivered, or by the reader's `note_delivered`, and twice after an interrupt.
         """
         self._begin(self._cursor_at_start(epoch))
-        return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed)
+        await_plan = plan.wait if isinstance(plan, PlanFeed) else None
+        return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
         """Which samples of the epoch have been delivered. O(size / 8)."""
@@ -215,6 +233,7 @@ class SharedJob:
         draw_seed: int | None,
         closed: StopSignal,
         passed: Callable[[int, int], None] | None = None,
+        await_plan: Callable[[float], object] | None = None,
     ) -> EpochReader:
         options, seed = self._options, self._job.seed if draw_seed is None else draw_seed
         cursor, before = self._cursor, self._cursor.position
@@ -241,6 +260,7 @@ class SharedJob:
                 loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
             ),
             closed=closed,
+            await_plan=await_plan,
         )
         if self._closed.is_set():
             self._reader.close()  # another thread may have closed the job before the reader was there to be closed
@@ -261,12 +281,10 @@ class SharedJob:
             left -= len(batch)
             yield batch
 
-    def _checked(self, keys: Sequence[int]) -> list[int]:
-        size = self._job.size
-        for key in keys:
-            if not 0 <= key < size:
-                raise OptionError(f"the plan has sample {key}: the flow has samples 0 to {size - 1}")
-        return [int(key) for key in keys]
+    def _checked(self, keys: Iterable[int]) -> list[int]:
+        if keys is LATER:
+            return cast(list[int], LATER)
+        return [_sample_number(key, self._job.size) for key in keys]
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
 
@@ -287,8 +305,9 @@ class SharedJob:
 
     def _send_heartbeat(self) -> None:
         generation = self._router.id.generation
+        reads = self._reader is not None and self._reader.is_fetching
         try:
-            self._router.send_heartbeat(self._figures())
+            self._router.send_heartbeat(self._figures(), reads=reads)
             self._links.forget(self._router.id)
             self._links.send_heartbeat(self._router.id)
         except RemoteCallError as error:
@@ -297,7 +316,9 @@ class SharedJob:
             elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
                 raise
         except DPFlowError:
-            self._router.refresh_routes(self._closed)
+            # Between two epochs the flow may have given way to another one: asking for its router would start it again.
+            if reads:
+                self._router.refresh_routes(self._closed)
 
     def _figures(self) -> JobFigures:
         meter = self._meter
@@ -313,6 +334,20 @@ class SharedJob:
             trace = None if isinstance(error, DPFlowError) else error
             text = "flow %r, job %r: heartbeat failed (%s)"
             LOADER.warning(text, self._job.flow, self._job.name, error, exc_info=trace)
+
+
+def _sample_number(key: Any, size: int) -> int:
+    """A key of the sampler's as an integer: numpy's integers and tensors of one integer are as good as Python's."""
+    try:
+        number = operator.index(key)
+    except TypeError:
+        raise OptionTypeError(
+            f"the sampler gives the key {key!r:.80} of type {type(key).__name__}: the samples of a flow have numbers, "
+            f"0 to {size - 1}; have the sampler give integers, and the dataset look its keys up by number"
+        ) from None
+    if not 0 <= number < size:
+        raise OptionError(f"the plan has sample {number}: the flow has samples 0 to {size - 1}")
+    return number
 
 
 def _draw_of(seed: int, epoch: int) -> int:

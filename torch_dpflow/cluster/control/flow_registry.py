@@ -87,8 +87,11 @@ class Flow:
     state: FlowState = FlowState.CREATED
     #: Jobs that read it, as its router last reported.
     jobs: int = 0
-    #: When a job last read or accessed it, seconds.
+    #: When a job last had it open or accessed it, seconds.
     last_used: float = 0.0
+    #: How many of the jobs are in the middle of an epoch, and when one last was or accessed the flow, seconds.
+    reading: int = 0
+    last_read: float = 0.0
     #: Whether a higher version is in force.
     replaced: bool = False
     #: Whether its services have been requested and do not run yet.
@@ -107,9 +110,21 @@ class Flow:
             self.state = state
             self.life.append((state, now))
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its services have been stopped; those that still run are about to end."""
+        return self.state is FlowState.IDLE and not self.starting
+
     def is_unread(self, now: float) -> bool:
         """Whether its services run and no job has used it lately."""
         return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
+
+    def may_give_way(self, now: float) -> bool:
+        """Whether its services run and no job has been in the middle of an epoch lately; jobs may have it open."""
+        if self.is_unread(now):
+            return True
+        is_open = self.state is FlowState.ACCESSED and not self.replaced and not self.reading
+        return is_open and now - self.last_read >= UNREAD_S
 
     def view(self, part: Part | None, now: float) -> FlowView:
         """The flow for people. part: its part of the cluster while its services run."""
@@ -225,22 +240,32 @@ class FlowRegistry:
             raise UsageError(
                 f"flow {name!r}, version {version}, is not in force (version {newest.spec.version} is); read that one"
             )
-        flow.last_used = now
+        flow.last_used = flow.last_read = now
         if flow.state in (FlowState.READY, FlowState.ACCESSED):
             return flow, []
         flow.starting = True
         return flow, [StartFlow(flow.spec)]
 
-    def report(self, instance: str, jobs: int, now: float) -> list[FlowInstruction]:
-        """The router of this instance runs and serves so many jobs."""
+    def report(
+        self, instance: str, jobs: int, now: float, *, reading: int | None = None
+    ) -> list[FlowInstruction]:
+        """The router of this instance runs and serves so many jobs.
+
+        reading: how many of them are in the middle of an epoch; None: all.
+        """
         flow = self._flows.get(instance)
         if flow is None:
             return [StopFlow(instance)]
+        if flow.is_stopped:
+            return []  # it is about to end
         # Time during which the services start does not count as idle: no job could read.
         if jobs or flow.jobs or flow.starting:
             flow.last_used = now
         flow.starting = False
-        flow.jobs = jobs
+        reading = jobs if reading is None else reading
+        if reading or flow.reading:
+            flow.last_read = now
+        flow.jobs, flow.reading = jobs, reading
         flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
         return []
 
@@ -262,11 +287,16 @@ class FlowRegistry:
         return flow, [SaveFlow(scaled)]
 
     def stop_unread(self, now: float) -> list[FlowInstruction]:
-        """Stop the services of the flow that has been unread for longest, if there is one, in favour of another."""
-        unread = [flow for flow in self._flows.values() if flow.is_unread(now)]
+        """Stop the services of the flow that has been unread for longest, if there is one, in favour of another.
+
+        Flows without jobs come first. Jobs that have a flow open without reading start its services again when they
+        read.
+        """
+        unread = [flow for flow in self._flows.values() if flow.may_give_way(now)]
         if not unread:
             return []
-        longest = min(unread, key=lambda flow: flow.last_used)
+        longest = min(unread, key=lambda flow: (flow.jobs > 0, flow.last_read))
+        longest.jobs = longest.reading = 0
         longest.enter(FlowState.IDLE, now)
         return [StopFlow(longest.spec.instance)]
 

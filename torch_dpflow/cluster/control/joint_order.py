@@ -8,11 +8,12 @@ for the same seed. A slot is filled from the job's sampling group when a rank fi
 a repeated draw of the same places returns the same samples.
 
 Ranks need not be in step. The first one to finish begins the next epoch, which draws the rest of the last one for the
-others; no rank may be two epochs ahead of another.
+others. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
 
 Only a rank itself knows for certain what it has read. So before the first draw, and again when a rank's report
 contradicts what it was given (another checkpoint), every rank has to report what it has of which epoch; then the open
-slots are filled anew, and no sample that some rank has is drawn again.
+slots are filled anew, and no sample that some rank has is drawn again. A rank that begins its first epoch, and so has
+nothing, need not wait for ranks that have not reported: `draw` with `alone`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 from torch_dpflow.samplers.ranks import RankShares
 
+#: Most epochs that are kept for ranks that are behind: one takes as much memory as the flow's samples have numbers.
+MAX_EPOCHS = 16
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
 
@@ -61,8 +64,12 @@ class JointOrder:
         self._shares = shares
         #: By rank: what it has of its present epoch and the one before. Empty once every rank has reported.
         self._reported: dict[int, dict[int, Held]] = {}
-        #: The epochs in progress, at most two; empty until every rank has reported.
+        #: Ranks among them that have read nothing of any epoch.
+        self._fresh: set[int] = set()
+        #: The epochs in progress; empty until every rank has reported.
         self._epochs: dict[int, _JointEpoch] = {}
+        #: The epoch of each reader, by its rank and name; without a name, of a rank that has no reader at present.
+        self._at: dict[tuple[int, str], int] = {}
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -71,8 +78,12 @@ class JointOrder:
             return ()
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
 
-    def start(self, rank: int, held: Sequence[Held]) -> None:
+    def start(self, rank: int, held: Sequence[Held], *, reader: str = "", fresh: bool = False) -> None:
         """A rank begins or resumes an epoch: `held[0]` is what it has of it, the rest of those before.
+
+        Args:
+            reader: which reader of the rank, where it has several.
+            fresh: whether it has read nothing, of this epoch or another.
 
         Raises:
             UsageError: the ranks are too far apart, or this one has samples that are not the job's.
@@ -82,22 +93,42 @@ class JointOrder:
             raise UsageError(
                 f"rank {rank} of job {self._job!r} has {now.position} samples of an epoch of {self._shares.per_rank}"
             )
+        self._at.pop((rank, ""), None)
+        self._at[rank, reader] = now.epoch
         if self._epochs:
             if self._begin_next(now) or self._agrees(rank, now):
                 return
-            self._epochs, self._reported = {}, {}
+            self._epochs, self._reported, self._fresh = {}, {}, set()
         self._reported[rank] = {one.epoch: one for one in held}
+        (self._fresh.add if fresh else self._fresh.discard)(rank)
         if not self.awaited:
             self._refill(rank)
 
-    def draw(self, rank: int, epoch: int, position: int, count: int, now: float | None = None) -> IndexArray:
+    def leave(self, rank: int, reader: str = "") -> None:
+        """A reader has left; the rank may come back."""
+        epoch = self._at.pop((rank, reader), None)
+        if epoch is not None and all(rank != other for other, _ in self._at):
+            self._at[rank, ""] = epoch
+
+    def draw(
+        self,
+        rank: int,
+        epoch: int,
+        position: int,
+        count: int,
+        now: float | None = None,
+        *,
+        alone: bool = False,
+    ) -> IndexArray:
         """The samples in `count` of a rank's places from `position` on; fewer at the end of its part.
+
+        alone: whether ranks that have not reported can be taken to have nothing, where none of the others has.
 
         Raises:
             AwaitedRanksError: other ranks have not started.
             OutOfStepError: the rank has to start the epoch again and report what it has.
         """
-        if not self._epochs and rank in self._reported:
+        if not self._epochs and rank in self._reported and not (alone and self._begin_alone(rank)):
             raise AwaitedRanksError(
                 f"job {self._job!r} waits for its ranks {list(self.awaited)}, which have not begun (again) to read"
             )
@@ -121,12 +152,25 @@ class JointOrder:
         newest = max(self._epochs)
         if held.position or held.epoch <= newest:
             return False
-        before = {}
+        before: dict[int, _JointEpoch] = {}
         if self._shares.replicas > 1:
             self._epochs[newest].finish()
-            before[newest] = self._epochs[newest]
+            passed = min(self._at.values())
+            kept = [epoch for epoch in sorted(self._epochs) if epoch >= passed][1 - MAX_EPOCHS :]
+            before = {epoch: self._epochs[epoch] for epoch in kept}
         untouched = [Held(held.epoch)] * self._shares.replicas
         self._epochs = {**before, held.epoch: self._begin(held.epoch, untouched)}
+        return True
+
+    def _begin_alone(self, rank: int) -> bool:
+        """Begin this rank's first epoch without those that have not reported; returns whether it may."""
+        (epoch,) = self._reported[rank] if len(self._reported[rank]) == 1 else (-1,)
+        if any(other not in self._fresh or [*held] != [epoch] for other, held in self._reported.items()):
+            return False
+        for other in self.awaited:
+            self._reported[other] = {epoch: Held(epoch)}
+            self._at[other, ""] = epoch
+        self._refill(rank)
         return True
 
     def _refill(self, latest: int) -> None:
@@ -147,7 +191,7 @@ class JointOrder:
             # Forget its report, which may be the wrong one; the error goes to this rank.
             del self._reported[latest]
             raise
-        self._epochs, self._reported = joint, {}
+        self._epochs, self._reported, self._fresh = joint, {}, set()
 
     def _held_in(self, epoch: int) -> list[Held]:
         """What each rank has of an epoch that it is in, has passed, or has not reached."""
@@ -170,7 +214,8 @@ class JointOrder:
 
     def validate(self) -> None:
         """Check every invariant; O(samples), for tests. Raises AssertionError."""
-        assert len(self._epochs) <= 2
+        assert len(self._epochs) <= MAX_EPOCHS
+        assert not self._epochs or {rank for rank, _ in self._at} == {*range(self._shares.replicas)}
         assert self._epochs or self.awaited
         for joint in self._epochs.values():
             joint.validate()

@@ -100,7 +100,8 @@ def _refuse(name: str, current: _Holder, rival: int, now: float) -> None:
         del current.rivals[rival]
         raise UsageError(
             f"job {name!r} is being read by another process; give this one a name of its own, as in "
-            "JobOptions(name=...), or none"
+            "JobOptions(name=...), or none. Jobs with names of their own have orders of their own; processes that are "
+            "to read the same batches need a sampler with a seeded generator, or torch.distributed"
         )
     raise NameBusyError(
         f"job {name!r} is held by another process, which renewed its lease {now - current.renewed:.1f} s ago; its name "

@@ -81,6 +81,8 @@ class JobHeartbeat(Body):
 
     job: JobId
     figures: JobFigures | None = None
+    #: Whether it is in the middle of an epoch.
+    reads: bool = True
 
 
 class JobHeartbeatReply(Body):
@@ -145,6 +147,8 @@ class StartEpoch(Body):
     job: JobId
     #: Of the present epoch, then of the one before.
     places: Annotated[list[EpochPlace], msgspec.Meta(min_length=1, max_length=2)]
+    #: Whether the process has read nothing, of this epoch or another.
+    fresh: bool = False
 
 
 class DrawSamples(Body):

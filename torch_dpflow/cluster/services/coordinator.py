@@ -220,9 +220,11 @@ class Coordinator:
                 taken_s = self._scaling.worker_seconds(instance).total
                 text = "no job reads it any more; its workers have taken %.0f worker-seconds"
                 SERVICE.info(text, taken_s, extra={"flow": instance})
-            self._apply(self._registry.report(instance, jobs, now))
+            reading = view.status.get("reading")
+            reading = reading if isinstance(reading, int) else None
+            self._apply(self._registry.report(instance, jobs, now, reading=reading))
         flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)
-        if flow is not None:
+        if flow is not None and not flow.is_stopped:
             self._running[instance] = flow.spec
             if is_up:
                 self._routers[instance] = view.address

@@ -116,6 +116,7 @@ class Router:
         self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
         self._clock = clock
+        self._began = clock()
         self._group = sampling_group(
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
         )
@@ -127,6 +128,8 @@ class Router:
         self._jobs: dict[str, _Job] = {}
         #: By reader name: the figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}
+        #: Readers that are between two epochs.
+        self._resting: set[str] = set()
         #: By shard: how many samples its cache can hold; 0 if that is not known.
         self._cache_samples: dict[str, int] = {}
         #: Calls that wait for a complete table, and when their callers give up, seconds.
@@ -180,6 +183,7 @@ class Router:
         return {
             "jobs": len(jobs),
             "names": jobs,
+            "reading": len({self._readers[name].job for name in self._readers.keys() - self._resting}),
             "cache_samples": self._group.capacity,
             "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
@@ -266,6 +270,7 @@ class Router:
     def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
         reader = self._renew_lease(start.job)
+        self._resting.discard(start.job.name)
         if len(call.frames) != len(start.places):
             raise UsageError(
                 f"{len(call.frames)} bitmaps for {len(start.places)} epochs: one for each is required"
@@ -274,7 +279,7 @@ class Router:
             Held(place.epoch, place.position, self._decode_bitmap(frame))
             for place, frame in zip(start.places, call.frames)
         ]
-        self._jobs[reader.job].order.start(reader.rank, held)
+        self._jobs[reader.job].order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
 
     def _decode_bitmap(self, bitmap: memoryview) -> IndexArray:
         bits = np.frombuffer(bitmap, np.uint8)
@@ -286,12 +291,16 @@ class Router:
         draw: DrawSamples = call.body
         reader = self._renew_lease(draw.job)
         order = self._jobs[reader.job].order
-        indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, self._clock())
+        now = self._clock()
+        # By then ranks that an earlier router knew have joined this one, and reported what they have.
+        alone = now - self._began >= JOB_LEASE_S
+        indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
         return Result(None, [indices.tobytes()])
 
     def _on_heartbeat(self, call: IncomingCall) -> Result:
         heartbeat: JobHeartbeat = call.body
         self._renew_lease(heartbeat.job)
+        (self._resting.discard if heartbeat.reads else self._resting.add)(heartbeat.job.name)
         if heartbeat.figures is not None:
             self._figures[heartbeat.job.name] = heartbeat.figures
         return Result(JobHeartbeatReply(self._routing.generation, self._limited_by))
@@ -315,8 +324,12 @@ class Router:
 
     def _remove_reader(self, name: str) -> None:
         self._figures.pop(name, None)
+        self._resting.discard(name)
         reader = self._readers.pop(name, None)
-        if reader is not None and all(other.job != reader.job for other in self._readers.values()):
+        if reader is None:
+            return
+        self._jobs[reader.job].order.leave(reader.rank, name)
+        if all(other.job != reader.job for other in self._readers.values()):
             self._group.leave(reader.job)
             del self._jobs[reader.job]
 

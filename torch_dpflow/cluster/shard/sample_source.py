@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.script import pack, unpack
 from torch_dpflow.workers.fetching import failure
 from torch_dpflow.workers.kept_memory import keep_freed_memory
+from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Samples that another worker has taken over are given up so many samples later: by then it has announced them, so they
 #: are read from storage once.
@@ -72,6 +73,8 @@ class SampleAssignment:
     #: Whether images travel pixel by pixel, as they were decoded, and are not sorted into planes: the job that started
     #: the flow collates by `collate_channels_last`. Others get the same batches, at more processor time.
     keeps_layout: bool = False
+    #: Of the script that started the flow.
+    settings: ScriptSettings = field(default_factory=ScriptSettings)
 
     def pack(self) -> bytes:
         """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
@@ -165,6 +168,7 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
 
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
+    assignment.settings.apply()
     keep_freed_memory()
     # Every sample is seeded by itself; this is for `worker_init_fn`.
     random.seed(worker)

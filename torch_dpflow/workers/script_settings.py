@@ -1,0 +1,77 @@
+"""Settings of the script's process that affect samples, for workers that are not forked from it.
+
+Workers of a shared flow and of a platform start in a process of their own, where these settings have their defaults.
+Forked workers have them anyway.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+#: Attributes of modules that change what is decoded: module, name, and default. Read only where the script has imported
+#: the module.
+_ATTRIBUTES: tuple[tuple[str, str, Any], ...] = (
+    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
+    ("PIL.Image", "MAX_IMAGE_PIXELS", 1024 * 1024 * 1024 // 4 // 3),
+)
+_NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings:
+    """The settings that differ from the defaults of a new process."""
+
+    default_dtype: torch.dtype = torch.float32
+    #: As `numpy.seterr` takes it.
+    numpy_errors: dict[str, Any] = field(default_factory=_NUMPY_ERRORS.copy)
+    #: Module, name and value.
+    attributes: tuple[tuple[str, str, Any], ...] = ()
+    #: Whether torch uses deterministic algorithms only, and whether it merely warns where there is none.
+    deterministic: tuple[bool, bool] = (False, False)
+    #: As of `torch.set_float32_matmul_precision`.
+    matmul_precision: str = "highest"
+
+    @classmethod
+    def capture(cls) -> ScriptSettings:
+        """Read them in this process, in this thread."""
+        found = [
+            (module, name, usual, vars(sys.modules.get(module, cls))) for module, name, usual in _ATTRIBUTES
+        ]
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            numpy_errors=dict(np.geterr()),
+            attributes=tuple(
+                (m, name, has[name]) for m, name, usual, has in found if has.get(name, usual) != usual
+            ),
+            deterministic=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            matmul_precision=torch.get_float32_matmul_precision(),
+        )
+
+    def apply(self) -> None:
+        """Set them in this process; numpy's in this thread only."""
+        torch.set_default_dtype(self.default_dtype)
+        np.seterr(**self.numpy_errors)
+        for module, name, value in self.attributes:
+            with suppress(ImportError):  # then no dataset can use it here either
+                setattr(importlib.import_module(module), name, value)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch.set_float32_matmul_precision(self.matmul_precision)
+
+    def describe(self) -> str:
+        """Those that change what samples are, for people; empty where all have their defaults."""
+        parts = [f"{module}.{name}={value!r}" for module, name, value in self.attributes]
+        if self.default_dtype is not torch.float32:
+            parts.insert(0, f"torch's default dtype {self.default_dtype}")
+        if self.numpy_errors != _NUMPY_ERRORS:
+            parts.append(f"numpy.seterr {self.numpy_errors}")
+        return ", ".join(parts)
