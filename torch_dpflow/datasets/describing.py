@@ -56,10 +56,16 @@ class Describer:
         """The metadata of an item with a path."""
         assert isinstance(item.path, str)
         try:
-            url = data_url(self._dataset_url, self._own_root, item.path)
+            url = data_url(self._dataset_url, self._own_root, self._below_root(item.path))
         except DatasetError as error:
             raise SourceError(str(error)) from error
         return self._sample(item, url, offset=item.offset, length=item.length, checksum=item.checksum)
+
+    def _below_root(self, path: str) -> str:
+        """An absolute path below a local root, such as /, relative to it; other paths as they are."""
+        root = self._own_root.removeprefix("file://").rstrip("/") + "/"
+        is_below = self._own_root.startswith("file:///") and path.startswith(root)
+        return path.removeprefix(root).lstrip("/") if is_below else path
 
     def _packed(self, item: Item, packs: ShardPacks) -> SampleMeta:
         assert item.data is not None
@@ -76,7 +82,7 @@ class Describer:
     def _sample(
         self, item: Item, url: str, *, offset: int | None, length: int | None, checksum: str | None
     ) -> SampleMeta:
-        path = url.removeprefix(f"{self._root.rstrip('/')}/")
+        path = url.removeprefix(self._root)
         meta = encode_annotations(item.meta, path)
         try:
             return SampleMeta(path=path, offset=offset, length=length, checksum=checksum, meta=meta)
