@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow
 
+from torch_dpflow.datasets.annotations import iso_duration
 from torch_dpflow.errors import SourceError
 
-_NANOSECONDS = 10**9
 _BINARY = (
     pyarrow.types.is_binary,
     pyarrow.types.is_large_binary,
@@ -84,7 +84,10 @@ def _values(column: pyarrow.Array, name: str) -> list[Any]:
             texts: list[Any] = column.cast(pyarrow.string()).to_pylist()
             return texts
         if column.type == pyarrow.duration("ns"):
-            return [_duration(value) for value in column.cast(pyarrow.int64()).to_pylist()]
+            return [
+                None if value is None else iso_duration(value)
+                for value in column.cast(pyarrow.int64()).to_pylist()
+            ]
         raise SourceError(
             f"{name} of type {column.type}: {error}; store it as text or as integers"
         ) from error
@@ -127,10 +130,3 @@ def _timestamps(column: pyarrow.Array) -> list[Any]:
     in_utc = column.cast(pyarrow.timestamp(column.type.unit))
     texts = in_utc.cast(pyarrow.string()).to_pylist()
     return [None if text is None else text.replace(" ", "T") + zone for text in texts]
-
-
-def _duration(value: int | None) -> str | None:
-    if value is None:
-        return None
-    seconds, rest = divmod(abs(value), _NANOSECONDS)
-    return f"{'-' if value < 0 else ''}PT{seconds}.{rest:09d}S"
