@@ -380,7 +380,7 @@ def test_a_directory_of_parquet_files_is_one_table(tmp_path: Path) -> None:
     (tmp_path / "parts/year=2024").mkdir()
     with pytest.raises(SourceError, match=r"has a column in the names of its directories, as in 'year=2024'"):
         list(ListingImporter(tmp_path / "parts").items())
-    with pytest.raises(SourceError, match=r"is no directory of files that end with \.parquet"):
+    with pytest.raises(SourceError, match=r"is no directory of Parquet files; give one"):
         list(ListingImporter(tmp_path / "gone").items())
 
 

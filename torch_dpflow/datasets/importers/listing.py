@@ -191,7 +191,7 @@ class ListingImporter:
         found = [child.name for child in children if child.name.lower().endswith(_PARQUET)]
         if not found:
             raise SourceError(
-                f"{self._files.url} is no directory of files that end with {_PARQUET}; give one"
+                f"{self._files.url} is no directory of Parquet files; give one, or a .csv, .tsv or .parquet file"
             )
         return found
 
@@ -208,7 +208,7 @@ class ListingImporter:
                 yield file
         except FileNotFoundError as error:
             raise SourceError(
-                f"there is no file {name}; a directory of Parquet files ends with a /"
+                f"there is no {name}; check the path, and write a / at the end of a directory"
             ) from error
         except StorageError:
             raise
