@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from tests.datasets.samples_source import check_starts
 from tests.new_process import interpreter
+from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.coco import CocoImporter
+from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.errors import OptionTypeError, SourceError
 
 
@@ -190,6 +192,16 @@ def test_names_are_texts_that_come_once(tmp_path: Path, text: str, told: str) ->
     path.write_text(text)
     with pytest.raises(SourceError, match=f"no file of COCO annotations: {told}"):
         list(CocoImporter(path, images=tmp_path).items())
+
+
+def test_file_names_may_be_absolute_below_their_root(tmp_path: Path, local_store: DatasetStore) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    images = [{"id": 1, "file_name": f"{tmp_path}/a.jpg"}]
+    (tmp_path / "instances.json").write_text(json.dumps({"images": images}))
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", CocoImporter(tmp_path / "instances.json", images="/"))
+    draft.publish()
+    assert DatasetReader(local_store.open("core/x"))[0][0] == b"a"
 
 
 def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -394,6 +395,24 @@ def test_absolute_paths_are_taken_below_their_root(
     draft.add("train", ListingImporter(tmp_path / "list.csv", root=root or tmp_path))
     draft.publish()
     assert DatasetReader(local_store.open("core/x"))[0] == (b"a", {})
+
+
+@pytest.mark.parametrize(("content", "is_told"), [(None, True), (b"", False), (b"ab", False)])
+def test_a_listing_whose_objects_are_missing_is_told(
+    tmp_path: Path,
+    local_store: DatasetStore,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | None,
+    is_told: bool,
+) -> None:
+    if content is not None:
+        (tmp_path / "a.jpg").write_bytes(content)
+    (tmp_path / "list.csv").write_text("path\na.jpg\nb.jpg\n")
+    with caplog.at_level(logging.WARNING, "torch_dpflow.datasets"):
+        draft = Draft(local_store, "core/x", "v1")
+        draft.add("train", ListingImporter(tmp_path / "list.csv"))
+    told = [record.getMessage() for record in caplog.records]
+    assert [f"file://{tmp_path}/a.jpg, the first object" in text for text in told] == [True] * is_told
 
 
 def test_data_columns_are_for_parquet_alone() -> None:

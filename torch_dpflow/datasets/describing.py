@@ -12,7 +12,12 @@ from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.packing import ShardPacks
 from torch_dpflow.datasets.spec import SampleMeta, data_url
-from torch_dpflow.errors import DatasetError, DPFlowError, SourceError
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.urls import without_login
+from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, SourceError
+from torch_dpflow.log import DATASETS
+
+_ONE_LOOK = ReadOptions(attempts=1)
 
 
 class Describer:
@@ -42,6 +47,7 @@ class Describer:
         self._own_root = data if importer.root is None else importer.root
         self._pack_root = pack_root
         self._checksum = checksum
+        self._has_looked = False
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """The metadata of a shard's items. Items with data are added to the packs.
@@ -59,7 +65,28 @@ class Describer:
             url = data_url(self._dataset_url, self._own_root, self._below_root(item.path))
         except DatasetError as error:
             raise SourceError(str(error)) from error
+        if not self._has_looked:
+            self._has_looked = True
+            if item.length is None or item.offset is not None:  # not from a listing of a directory
+                self._look_at(url)
         return self._sample(item, url, offset=item.offset, length=item.length, checksum=item.checksum)
+
+    def _look_at(self, url: str) -> None:
+        """Warn if the first object that the source names is missing: with a wrong root all are.
+
+        No error, for objects may be written later than their descriptions.
+        """
+        with ObjectReader(self._options, options=_ONE_LOOK) as reader:
+            try:
+                reader.read(url, 0, 1)
+            except ObjectMissingError:
+                DATASETS.warning(
+                    "%s, the first object that the source names, is missing, and its sample cannot be read; check the "
+                    "root and the column of paths. `dpflow dataset verify --data` names all that are missing",
+                    without_login(url),
+                )
+            except DPFlowError:
+                pass  # it may be readable elsewhere, with other credentials
 
     def _below_root(self, path: str) -> str:
         """An absolute path below a local root, such as /, relative to it; other paths as they are."""

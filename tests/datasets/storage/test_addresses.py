@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec.asyn
 import pytest
+from fsspec.archive import AbstractArchiveFileSystem
 
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.ftp_server import FTPServer
@@ -26,6 +27,7 @@ from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.archives import use_plain_names
 from torch_dpflow.datasets.storage.urls import (
     file_system_of,
     join_url,
@@ -293,6 +295,24 @@ def test_members_that_lead_out_of_an_archive_are_refused(tmp_path: Path, name: s
     address = _pack(tmp_path / name, ["cat/0.jpg", wrong], "gz" if name == "a.tgz" else "")
     with pytest.raises(StorageError, match=re.escape(f"has a member of the name {wrong!r}, which leads out")):
         list(ImageFolderImporter(address).items())
+
+
+class _Archive(AbstractArchiveFileSystem):  # type: ignore[misc]
+    """As fsspec's libarchive, which cannot rename members."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = names
+
+    def _get_dirs(self) -> None:
+        self.dir_cache = {name: {"name": name, "type": "file", "size": 1} for name in self._names}
+
+
+def test_other_archives_are_read_where_their_names_are_plain() -> None:
+    use_plain_names(_Archive("cat/", "cat/0.jpg"), "libarchive://::a.rar")
+    for wrong in ("./cat/0.jpg", "cat//0.jpg", "/cat/0.jpg", "../0.jpg"):
+        with pytest.raises(StorageError, match=f"has a member of the name '{wrong}'"):
+            use_plain_names(_Archive("cat/1.jpg", wrong), "libarchive://::a.rar")
 
 
 def test_links_of_an_archive_lead_to_members_of_plain_names(tmp_path: Path) -> None:
