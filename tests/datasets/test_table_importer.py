@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import uuid
 from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +330,21 @@ def test_bytes_in_a_table_are_no_annotations(
     parquet.write_table(pa.table({"path": ["a", "b"], column: values}), tmp_path / "list.parquet")
     with pytest.raises(SourceError, match=rf"column '{named}' has bytes.*data_column='{named}' imports them"):
         list(ListingImporter(tmp_path / "list.parquet").items())
+
+
+def test_values_that_have_a_text_are_no_bytes(tmp_path: Path, local_store: DatasetStore) -> None:
+    number = uuid.UUID(int=7)
+    columns = {
+        "path": pa.array(["a"]),
+        "id": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([number.bytes], pa.binary(16))),
+        "none": pa.array([None], pa.binary()),
+        "price": pa.array([Decimal("1.10")]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "list.parquet")
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", ListingImporter(tmp_path / "list.parquet"))
+    draft.publish()
+    assert local_store.open("core/x").sample(0).fields() == {"id": str(number), "price": "1.10"}
 
 
 @pytest.mark.parametrize("is_struct", [True, False])

@@ -84,7 +84,8 @@ class DelimitedRows:
                 ) from error
             except csv.Error as error:
                 raise self._unreadable(
-                    f'{error}; inside quotes write each quote twice, and quote a cell that begins with one: """so"""'
+                    f"{error}; inside quotes write each quote twice, and quote a cell that begins with one, as in "
+                    '"""so"" he said"; or write the table as Parquet'
                 ) from error
             if cells is None:
                 return

@@ -14,7 +14,6 @@ _BINARY = (
     pyarrow.types.is_binary,
     pyarrow.types.is_large_binary,
     pyarrow.types.is_fixed_size_binary,
-    pyarrow.types.is_binary_view,
 )
 
 
@@ -67,8 +66,6 @@ def _bytes_in(column: pyarrow.Array, name: str) -> Iterator[str]:
     elif pyarrow.types.is_map(kind):
         yield from _bytes_in(column.keys, name)
         yield from _bytes_in(column.items, name)
-    elif isinstance(column, pyarrow.ExtensionArray):
-        yield from _bytes_in(column.storage, name)
     elif hasattr(column, "flatten") and hasattr(kind, "value_type"):
         yield from _bytes_in(column.flatten(), name)
 
