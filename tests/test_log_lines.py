@@ -19,13 +19,13 @@ def line(options: LogOptions, text: str = "it is lost", error: Any = None, **sub
     record = logging.LogRecord("torch_dpflow.service", logging.WARNING, "", 0, text, (), error)
     record.created, record.msecs = 1.5, 500.0
     vars(record).update(subjects)
-    return StructuredFormatter(options, {"flow": "f@1", "process": "f@1/router", "pid": 7}).format(record)
+    return StructuredFormatter(options, {"flow": "f:v1", "process": "f:v1/router", "pid": 7}).format(record)
 
 
 def test_text_has_every_field() -> None:
     assert line(LogOptions(), job="mine") == (
-        "time=1970-01-01T00:00:01.500Z level=warning logger=torch_dpflow.service flow=f@1 shard=- worker=- "
-        'job=mine process=f@1/router pid=7 text="it is lost"'
+        "time=1970-01-01T00:00:01.500Z level=warning logger=torch_dpflow.service flow=f:v1 shard=- worker=- "
+        'job=mine process=f:v1/router pid=7 text="it is lost"'
     )
 
 
@@ -34,11 +34,11 @@ def test_json_has_every_field() -> None:
         "time": "1970-01-01T00:00:01.500Z",
         "level": "warning",
         "logger": "torch_dpflow.service",
-        "flow": "f@1",
+        "flow": "f:v1",
         "shard": None,
         "worker": 3,
         "job": None,
-        "process": "f@1/router",
+        "process": "f:v1/router",
         "pid": 7,
         "text": "it is lost",
     }

@@ -176,6 +176,53 @@ def test_an_index_outside_is_the_datasets_to_turn_down(index: int) -> None:
     assert cache.statistics().errors == 0
 
 
+class Endless(Counting):
+    """Has rows beyond its length."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.full((self.width,), float(index))
+
+
+def test_an_index_outside_is_an_error_also_where_the_dataset_has_none() -> None:
+    cache = ALSDCache(Endless(10), 10)
+    for index in (10, -11):
+        with pytest.raises(IndexError, match=f"index {index} is outside the dataset, which has 10 samples"):
+            cache[index]
+        with pytest.raises(IndexError, match=f"index {index} is outside"):
+            cache.__getitems__([1, index])
+
+
+@pytest.mark.parametrize("change", [-4, 3])
+@pytest.mark.parametrize("together", [False, True])
+def test_nothing_is_kept_of_a_dataset_of_another_length(change: int, together: bool) -> None:
+    rows = [torch.tensor([float(number)]) for number in range(10)]
+    cache = ALSDCache(rows, 100)  # type: ignore[arg-type]
+
+    def read(*indices: int) -> list[float]:
+        found = cache.__getitems__([*indices]) if together else [cache[index] for index in indices]
+        return [float(one) for one in found]
+
+    assert read(*range(10)) == [*range(10)]
+    rows[:] = [torch.tensor([100.0 + number]) for number in range(10 + change)]
+    size = len(rows)
+    assert len(cache) == size
+    assert read(-1, *range(size)) == [100.0 + size - 1, *(100.0 + number for number in range(size))]
+    for index in (size, -size - 1):
+        with pytest.raises(IndexError):
+            read(index)
+    assert cache.statistics().misses == size
+
+
+def test_a_changed_dataset_is_read_anew_after_clear() -> None:
+    dataset = Counting(3)
+    cache = ALSDCache(dataset, 3)
+    assert [int(cache[1][0]), len(cache[1])] == [1, 4]
+    dataset.width = 7
+    assert len(cache[1]) == 4
+    cache.clear()
+    assert len(cache[1]) == 7
+
+
 def test_keys_of_any_kind_are_kept_where_the_dataset_takes_them() -> None:
     dataset = Words()
     cache = ALSDCache(dataset, 10)

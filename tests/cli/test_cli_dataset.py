@@ -73,6 +73,20 @@ def test_show(dataset: Dataset, tree: Path) -> None:
     assert (needs_one.exit_code, "['train', 'val']; name one" in needs_one.output) == (1, True)
 
 
+def test_show_says_whether_samples_have_checksums(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    dataset("import", "imagefolder", "core/pets:v1", f"train={tree}/train", "--shard-size", "6")
+    assert "checks  no checksums; --checksum at import" in dataset("show", "core/pets:v1:train").stdout
+    dataset("append", "imagefolder", "core/pets:v1", f"train={tree}/val", "--checksum", "sha256")
+    assert "checks  checksums of 4 of 14 samples" in dataset("show", "core/pets:v2:train").stdout
+    dataset("import", "imagefolder", "core/pets:v5", f"train={tree}/val", "--checksum", "crc32")
+    assert "checks  crc32 of every sample" in dataset("show", "core/pets:v5").stdout
+    iterable = "tests.datasets.samples_source:numbers_for_import"
+    dataset("import", "iterable", "core/packed:v1", f"train={iterable}")
+    assert "checks  crc32 of every sample" in dataset("show", "core/packed").stdout
+    (tmp_path / "store/core/packed/meta/v1/train/ms-0.json").unlink()
+    assert "checks  not known: " in dataset("show", "core/packed").stdout
+
+
 def test_show_of_a_sample_as_json(dataset: Dataset, tree: Path) -> None:
     _import(dataset, tree)
     shown = json.loads(dataset("show", "core/pets:v1:train", "--sample", "7", "--json").stdout)
@@ -350,7 +364,7 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[...,
         ),
         (["import", "coco", "core/x:v1", "train=/no/such.json"], 1, "coco needs the setting ['images']"),
         (["import", "listing", "core/x:v1", "train=/no/such.csv"], 1, "there is no file:///no/such.csv"),
-        (["import", "listing", "core/x:v1", "train=/no/such"], 1, "give a .csv, .tsv or .parquet file"),
+        (["import", "listing", "core/x:v1", "train=/no/such"], 1, "or a .csv, .tsv or .parquet file"),
         (["import", "iterable", "core/x:v1", "train=no.such"], 1, "give package.module:name"),
         (["import", "iterable", "core/x:v1", "train=math:nothing"], 1, "give package.module:name"),
         (["import", "imagefolder", "core/x:v1", "train=/x", "-s", "sizes=3"], 1, "has no setting ['sizes']"),

@@ -15,7 +15,7 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, figures_of
 
-FLOW = "imagenet/train-with-a-name-that-says-all-of-it@17"
+FLOW = "imagenet/train-with-a-name-that-says-all-of-it:v17"
 PROCESS = ProcessView(
     f"{FLOW}/shard-000/worker-13",
     "worker",
@@ -90,9 +90,9 @@ def test_what_is_missing_and_since_when_is_counted_is_told(capsys: pytest.Captur
     flow = FlowView(spec, "accessed", 1, False, [], Part(1, 3, 1 << 30))
     status = {"workers": 2, "served": 5, "decodes": 4}
     for restarts, since in ((0, ""), (1, " since its shards were last started")):
-        figures = figures_of([flow], [ProcessView("a@1/shard-000", "shard", 1, 2, "", status, restarts)])
+        figures = figures_of([flow], [ProcessView("a:v1/shard-000", "shard", 1, 2, "", status, restarts)])
         print_missing([flow], figures)
         print_sharing(figures)
         missing, sharing = capsys.readouterr().out.splitlines()
-        assert missing.startswith("a@1: 2 of its 3 workers run; ")
-        assert sharing.startswith(f"a@1: jobs received 5 samples{since}, for which 4 were loaded.")
+        assert missing.startswith("a:v1: 2 of its 3 workers run; ")
+        assert sharing.startswith(f"a:v1: jobs received 5 samples{since}, for which 4 were loaded.")

@@ -6,13 +6,18 @@ import json
 import random
 import signal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.datasets.samples_source import check_starts
 from tests.new_process import interpreter
+from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.coco import CocoImporter
+from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.errors import OptionTypeError, SourceError
 
 
@@ -99,6 +104,16 @@ def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentat
         ({"annotations": [_box(bbox=[1, 2, 3, "4"])]}, "bbox is "),
         ({"annotations": [_box(bbox=[1, 2, 3, float("nan")])]}, "it holds NaN, which is no JSON"),
         ({"annotations": [_box(category_id=[1])]}, "category_id is "),
+        ({"images": [{"id": 1.0, "file_name": "a"}]}, r"id is 1\.0; give an integer of 64 bits, or text"),
+        ({"images": [{"id": -(2**63) - 1, "file_name": "a"}]}, "id is -9223372036854775809; give an integer"),
+        ({"images": [{"id": True, "file_name": "a"}]}, "id is True; give an integer"),
+        ({"images": [{"id": "7", "file_name": "a"}] * 2}, "lists image '7' twice"),
+        ({"annotations": [_box(image_id="1")]}, "annotations of image '1', which it does not list"),
+        ({"annotations": [_box(image_id=1e3)]}, r"image_id is 1000\.0; give an integer"),
+        (
+            {"categories": [{"id": 1, "name": "cat"}, {"id": 1, "name": "dog"}]},
+            "number 1 of 'categories': category 1 is .*dog.*, and was .*cat.* before",
+        ),
         ({"annotations": [{"image_id": 1, "category_id": 1}]}, "has no 'bbox'"),
         (
             {"images": [{"id": 1, "file_name": "a"}], "annotations": [_box(category_id=7)]},
@@ -113,6 +128,80 @@ def test_what_is_wrong_with_coco_annotations_is_told(
     path.write_text(json.dumps({**_coco(path, images=3), **change}))
     with pytest.raises(SourceError, match=f"instances.json is no file of COCO annotations: .*{told}"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
+
+
+#: Ids that are equal as numbers, or were once joined by rounding.
+_ALIKE = [
+    "12345678901234567890",
+    "12345678901234567891",
+    "007",
+    "7",
+    7,
+    "7.0",
+    "00000e1234567890",
+    "0",
+    2**63 - 1,
+]
+
+
+@settings(max_examples=50, derandomize=True)
+@given(
+    st.lists(
+        st.sampled_from(_ALIKE)
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda value: (type(value), value),
+    )
+)
+@example(_ALIKE)
+@example(["0000e10000000000", "0000e20000000000", "000000000000000e", "1e5", "100000"])
+def test_ids_keep_their_type_and_spelling(ids: list[int | str]) -> None:
+    document = {
+        "images": [{"id": number, "file_name": f"{place}.jpg"} for place, number in enumerate(ids)],
+        "annotations": [
+            {"image_id": number, "category_id": number, "bbox": [place, 0, 1, 1]}
+            for place, number in enumerate(ids)
+        ],
+        "categories": [{"id": number} for number in ids],
+    }
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "instances.json"
+        path.write_text(json.dumps(document))
+        found = list(CocoImporter(path, images=folder).items())
+    assert len(found) == len(ids)
+    for place, (item, number) in enumerate(zip(found, ids)):
+        (record,) = (json.loads(bytes(record)) for record in item.meta["annotations"])
+        assert (item.path, record["bbox"][0]) == (f"{place}.jpg", place)
+        for name, value in (("image_id", item.meta["image_id"]), ("category_id", record["category_id"])):
+            assert (name, type(value), value) == (name, type(number), number)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"images": [{"id": 1, "id": 2, "file_name": "a"}]}', "an object has 'id' twice"),
+        ('{"images": [], "annotations": [], "images": []}', "it has 'images' twice"),
+        ('{"images": [], 3: []}', "expected a name in quotes"),
+        ('{"images": [], [3]: []}', "expected a name in quotes"),
+    ],
+)
+def test_names_are_texts_that_come_once(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "instances.json"
+    path.write_text(text)
+    with pytest.raises(SourceError, match=f"no file of COCO annotations: {told}"):
+        list(CocoImporter(path, images=tmp_path).items())
+
+
+def test_file_names_may_be_absolute_below_their_root(tmp_path: Path, local_store: DatasetStore) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    images = [{"id": 1, "file_name": f"{tmp_path}/a.jpg"}]
+    (tmp_path / "instances.json").write_text(json.dumps({"images": images}))
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", CocoImporter(tmp_path / "instances.json", images="/"))
+    draft.publish()
+    assert DatasetReader(local_store.open("core/x"))[0][0] == b"a"
 
 
 def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:

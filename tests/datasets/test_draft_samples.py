@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import math
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,9 +44,7 @@ def test_annotations_that_are_nested_too_deep_are_told(inner: Any, levels: int) 
     meta: Any = inner
     for _ in range(levels):
         meta = [meta]
-    with pytest.raises(
-        SourceError, match="of a sample cannot be kept: it is nested deeper than 100 levels"
-    ):
+    with pytest.raises(SourceError, match="of a sample cannot be kept: it is nested deeper than 100 levels"):
         encode_annotations({"x": meta}, "a sample")
 
 
@@ -73,6 +76,114 @@ def test_numbers_that_json_cannot_hold_are_named(
 ) -> None:
     with pytest.raises(SourceError, match=told):
         publish(store, [(b"", {}), (b"", meta)])
+
+
+@dataclasses.dataclass
+class _Box:
+    area: Any
+
+
+class _Record(msgspec.Struct):
+    area: Any
+
+
+class _Pair(NamedTuple):
+    area: Any
+
+
+class _Kind(enum.Enum):
+    CAT = "cat"
+    NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        *[
+            (holder(wrong), rf"{field}={shown}, which JSON cannot hold")
+            for holder, field in (
+                (_Box, r"x\.area"),
+                (_Record, r"x\.area"),
+                (_Pair, r"x\[0\]"),
+                (lambda value: [{"boxes": (_Box(value),)}], r"x\[0\]\.boxes\[0\]\.area"),
+                (lambda value: {1: [value, "a"]}, r"x\.1\[0\]"),
+            )
+            for wrong, shown in (
+                (float("nan"), "nan"),
+                (-math.inf, "-inf"),
+                (np.float32("inf"), "inf"),
+                (torch.tensor(float("nan")), "nan"),
+                (Decimal("NaN"), r"Decimal\('NaN'\)"),
+                (Decimal("-Infinity"), r"Decimal\('-Infinity'\)"),
+            )
+        ],
+        (_Kind.NAN, "x=nan"),
+        ({float("nan")}, r"x\[0\]=nan"),
+        ({float("inf"): 1}, "the key x=inf"),
+        (np.array([np.nan], object), r"x\[0\]=nan"),
+        (np.array([(np.nan, 1)], [("a", "f4"), ("b", "i4")]), r"x\[0\]\[0\]=nan"),
+        (b"cat", "x=b'cat', and JSON holds no bytes; give text"),
+        (_Box([bytearray(b"cat")]), r"x\.area\[0\]=b'cat'"),
+        (np.array([b"cat"]), r"x\[0\]=b'cat'"),
+        ({b"cat": 1}, "the key x=b'cat'"),
+        ({1: "a", "1": "b"}, "with keys that are the same text in JSON"),
+        (_Box({2: "a", "2": "b"}), "with keys that are the same text in JSON"),
+        (np.datetime64("NaT"), "NaT is no time"),
+        (np.array(["2024-01-01", "NaT"], "M8[ns]"), "NaT is no time"),
+        (np.timedelta64("NaT", "s"), "NaT is no time"),
+        (np.timedelta64(5, "Y"), "a duration in units of 'Y' has no equal"),
+        (np.timedelta64(5), "a duration in units of 'generic' has no equal"),
+        (np.timedelta64(5, "ps"), "a duration in units of 'ps' has no equal"),
+        (np.timedelta64(2**60, "s"), "a duration in units of 's' has no equal"),
+        (np.zeros(1, [("at", "M8[ns]")]), "times in fields or behind a mask"),
+        (np.ma.masked_array(np.zeros(2, "M8[ns]"), [True, False]), "times in fields or behind a mask"),
+        (np.longdouble("0.1"), "a longdouble is no JSON value"),
+        (msgspec.Raw(b'{"a": NaN}'), "JSON is malformed"),
+    ],
+)
+def test_no_value_becomes_another_without_a_word(value: Any, told: str) -> None:
+    with pytest.raises(SourceError, match=told):
+        encode_annotations({"x": value}, "a sample")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.datetime64("2024-01-01T00:00:00.123456789"), "2024-01-01T00:00:00.123456789"),
+        (np.datetime64("2024-01-01T00:00:00.000001000"), "2024-01-01T00:00:00.000001"),
+        (np.datetime64(0, "ns"), "1970-01-01T00:00:00"),
+        (np.datetime64("2024-01-01", "D"), "2024-01-01"),
+        (np.datetime64("1969-12-31T23:59:59.999999999"), "1969-12-31T23:59:59.999999999"),
+        (np.datetime64("1970-01-01T00:00:00.000000000001"), "1970-01-01T00:00:00.000000000001"),
+        (np.datetime64("12024-01-01T00:00:00"), "12024-01-01T00:00:00"),
+        (
+            np.array([["2024-01-01"], ["2024-01-02"]], "M8[ns]"),
+            [["2024-01-01T00:00:00"], ["2024-01-02T00:00:00"]],
+        ),
+        (np.array([], "M8[ns]"), []),
+        ([np.datetime64(1, "ns")], ["1970-01-01T00:00:00.000000001"]),
+        (np.array([np.datetime64(1, "ns")], object), ["1970-01-01T00:00:00.000000001"]),
+        (_Box(np.datetime64(1, "ns")), {"area": "1970-01-01T00:00:00.000000001"}),
+        (np.timedelta64(5, "s"), "PT5S"),
+        (np.timedelta64(5_000_000_000, "ns"), "PT5S"),
+        (np.timedelta64(-1_500_000_001, "ns"), "-PT1.500000001S"),
+        (np.array([[1, 2]], "m8[ns]"), [["PT0.000000001S", "PT0.000000002S"]]),
+        (np.array([3], "m8[2ns]"), ["PT0.000000006S"]),
+        (timedelta(seconds=5), "PT5S"),
+        (datetime(2024, 1, 1, tzinfo=timezone.utc), "2024-01-01T00:00:00Z"),
+        (Decimal("1.10"), "1.10"),
+        (_Kind.CAT, "cat"),
+        (_Box(_Pair((1, {2}))), {"area": [[1, [2]]]}),
+        ({1: "a", 2: None}, {"1": "a", "2": None}),
+        (2**64, 2**64),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.ma.masked_array([1, 2], [True, False]), [None, 2]),
+        (msgspec.Raw(b'{"a": null}'), {"a": None}),
+    ],
+)
+def test_values_of_other_types_are_written_exactly(value: Any, expected: Any) -> None:
+    encoded = encode_annotations({"x": value}, "a sample")
+    assert msgspec.json.decode(encoded) == {"x": expected}
 
 
 def test_none_is_no_number(store: DatasetStore) -> None:
@@ -170,11 +281,20 @@ def test_an_item_has_either_a_path_or_bytes() -> None:
         ({"path": "a", "offset": 5}, "offset=5 without a length"),
         ({"path": "a", "checksum": "crc32:0"}, "checksum='crc32:0'"),
         ({"path": "a", "checksum": 5}, "checksum=5"),
+        ({"data": b"abc", "length": 2}, "length=2 of data of 3 bytes"),
+        ({"data": b"abc", "offset": 0, "length": 3}, "offset=0, length=3 of data of 3 bytes"),
+        ({"data": b"abc", "checksum": "crc32:00000000"}, "is not that of the data"),
     ],
 )
 def test_an_item_that_could_not_be_read_again_is_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(SourceError, match=told):
         Item(**fields)
+
+
+def test_information_for_all_samples_may_hold_numpy(store: DatasetStore) -> None:
+    draft = Draft(store, "core/x", "v1")
+    draft.add("train", IterableImporter(Numbered(1), info={"mean": np.array([0.5]), "names": {0: "cat"}}))
+    assert draft.publish().variants["train"].info == {"mean": [0.5], "names": {"0": "cat"}}
 
 
 def test_an_item_may_bring_numpy_numbers(store: DatasetStore) -> None:

@@ -159,6 +159,17 @@ def test_speech_is_joined_with_its_transcripts(speech: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\u3000"])
+def test_words_of_a_transcript_are_kept_whole(tmp_path: Path, start: str, end: str, inside: str) -> None:
+    _write(tmp_path, "1/2/1-2-0.flac", "1/2/1-2-1.flac")
+    text = f"{start}1-2-0 ONE{inside}TWO{inside}{end}1-2-1 THREE{end}"
+    (tmp_path / "1/2/1-2.trans.txt").write_bytes(text.encode())
+    texts = [item.meta["text"] for item in SpeechImporter(tmp_path).items()]
+    assert texts == [f"ONE{inside}TWO{inside}", "THREE"]
+
+
 def test_what_is_wrong_with_speech_is_told(speech: Path) -> None:
     extra = speech / "19/198/19-198-0009.flac"
     extra.write_bytes(b"")

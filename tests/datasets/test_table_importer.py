@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import uuid
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,11 @@ import pytest
 from tests.datasets.samples_source import check_starts
 from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.checksums import checksum_of
+from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.datasets.importers.listing import ListingImporter
+from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
 
 pa, csv, parquet = Later("pyarrow"), Later("pyarrow.csv"), Later("pyarrow.parquet")
@@ -153,6 +160,285 @@ def test_nanoseconds_become_text(tmp_path: Path, local_store: DatasetStore) -> N
         list(ListingImporter(str(tmp_path / "list.parquet")).items())
 
 
+def test_whole_microseconds_are_read_within_every_nesting(tmp_path: Path) -> None:
+    ns = pa.timestamp("ns")
+    moment = datetime(1970, 1, 1, microsecond=5)
+    columns = {
+        "path": pa.array(["a"]),
+        "list": pa.array([[5000]], pa.list_(ns)),
+        "large": pa.array([[5000]], pa.large_list(ns)),
+        "fixed": pa.array([[5000]], pa.list_(ns, 1)),
+        "map": pa.array([[("x", 5000)]], pa.map_(pa.string(), ns)),
+        "keys": pa.array([[(5000, 1)]], pa.map_(ns, pa.int64())),
+        "struct": pa.array([{"x": 5000}], pa.struct([("x", ns)])),
+        "both": pa.array([[[("x", [5000])]]], pa.large_list(pa.map_(pa.string(), pa.list_(ns)))),
+        "dictionary": pa.array([5000], ns).dictionary_encode(),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "list.parquet")
+    (item,) = ListingImporter(tmp_path / "list.parquet").items()
+    assert item.meta == {
+        "list": [moment],
+        "large": [moment],
+        "fixed": [moment],
+        "map": [("x", moment)],
+        "keys": [(moment, 1)],
+        "struct": {"x": moment},
+        "both": [[("x", [moment])]],
+        "dictionary": moment,
+    }
+    assert {type(value) for value in (*item.meta["large"], item.meta["dictionary"])} == {datetime}
+
+
+def _items(path: Path, content: str | bytes, **how: Any) -> list[Item]:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return list(ListingImporter(path, **how).items())
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["1", "", "-3"], [1, None, -3]),
+        (["", "", ""], [None, None, None]),
+        (["NA", "nan", "2"], [None, None, 2]),
+        ([str(2**63), "7", str(2**64 - 1)], [2**63, 7, 2**64 - 1]),
+        ([str(2**64), "7", "8"], [str(2**64), "7", "8"]),
+        ([str(-(2**63)), "0", "1"], [-(2**63), 0, 1]),
+        ([str(-(2**63) - 1), "0", "1"], [str(-(2**63) - 1), "0", "1"]),
+        (["1", "2", "2.5"], [1.0, 2.0, 2.5]),
+        (["1e3", ".5", "-2."], [1000.0, 0.5, -2.0]),
+        ([str(2**53 + 1), "1.5", "2"], [str(2**53 + 1), "1.5", "2"]),
+        (["007", "7", "8"], ["007", "7", "8"]),
+        (["00000e1234567890", "1", "2"], ["00000e1234567890", "1", "2"]),
+        (["12e345", "1", "2"], ["12e345", "1", "2"]),
+        (["1_000", "1", "2"], ["1_000", "1", "2"]),
+        (["\u0661", "1", "2"], ["\u0661", "1", "2"]),
+        (["+49", "1", "2"], ["+49", "1", "2"]),
+        ([" 1", "2 ", "3"], [1, 2, 3]),
+        (["true", "False", ""], [True, False, None]),
+        (["2024-01-31", "", "2024-01-31 10:00:00"], ["2024-01-31", None, "2024-01-31 10:00:00"]),
+        (["a", "", "NA"], ["a", "", "NA"]),
+        (["1", "", "a"], ["1", "", "a"]),
+        (["a\u2028b", "c\x85d", "e\x0cf"], ["a\u2028b", "c\x85d", "e\x0cf"]),
+        (['"a ""b"""', "'", 'c"d'], ['a "b"', "'", 'c"d']),
+        (['"a\nb"', '"a\r\nb"', '"a,b"'], ["a\nb", "a\r\nb", "a,b"]),
+    ],
+)
+def test_a_column_has_the_type_that_all_rows_allow(
+    tmp_path: Path, cells: list[str], expected: list[Any]
+) -> None:
+    content = "".join(f"{number},{cell}\n" for number, cell in enumerate(cells))
+    for start in ("path,x\n", "\ufeffpath,x\n\n"):
+        found = _items(tmp_path / "list.csv", start + content)
+        assert [item.meta.get("x") for item in found] == expected
+        assert [type(item.meta.get("x")) for item in found] == [type(value) for value in expected]
+        assert [item.path for item in found] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "late", "expected"),
+    [
+        ('"a\nb, c"', "x", ("a\nb, c", "x")),
+        ("", "7", (None, 7)),
+        ("1", "2.5", (1.0, 2.5)),
+        ("5", str(2**63), (5, 2**63)),
+    ],
+)
+def test_types_are_those_of_all_rows_however_large_the_table(
+    tmp_path: Path, cell: str, late: str, expected: tuple[Any, Any]
+) -> None:
+    rows, filler = 300, "y" * 5_000  # 1.5 MB: more than readers look at to infer a type
+    content = "path,filler,x\n" + f"a,{filler},{cell}\n" * rows + f"b,,{late}\n"
+    importer = ListingImporter(tmp_path / "list.csv")
+    found = _items(tmp_path / "list.csv", content)
+    assert [item.meta.get("x") for item in found] == [expected[0]] * rows + [expected[1]]
+    assert next(importer.items(rows)).meta["x"] == expected[1]
+    assert importer.total() == rows + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "l.csv",
+            "path,label\na,caf\u00e9\nb,x\n".encode("latin-1"),
+            r"it is no UTF-8 text.*iconv -f LATIN1",
+        ),
+        ("l.csv", "path,\u00e9\na,x\n".encode("latin-1"), "it is no UTF-8 text"),
+        ("l.csv", "path,label\na,x\n".encode("utf-16"), "it is no UTF-8 text"),
+        ("l.tsv", "path\tlabel\na\tx\x80\n".encode("latin-1"), "it is no UTF-8 text"),
+        ("l.csv", b"path,x,y,x\na,1,2,3\n", r"several columns of the name \['x'\]"),
+        ("l.csv", b"path,,\na,1,2\n", r"several columns of the name \[''\]"),
+        (
+            "l.csv",
+            b'path,text\na,"Hello\nb,x\nc,"y\n',
+            "line 4 or after: .* expected after .*write each quote twice",
+        ),
+        ("l.csv", b'path,text\na,"Hello\nb,x\n', "unexpected end of data"),
+        ("l.tsv", b'path\ttext\na\t"Hello" he said\n', "expected after"),
+        ("l.csv", b"path,x\na,1\nb\n", "line 3 or after: it has 1 cells, and the header 2"),
+        ("l.csv", b"", "it is empty"),
+        ("l.csv", b"\n\n", "it is empty"),
+    ],
+)
+def test_a_table_that_is_not_understood_is_refused(
+    tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    with pytest.raises(SourceError, match=told):
+        _items(tmp_path / name, content)
+
+
+def test_offsets_and_lengths_may_have_leading_zeros(tmp_path: Path) -> None:
+    how = {"offset_column": "start", "length_column": "size"}
+    (item,) = _items(tmp_path / "list.csv", "path,start,size\n001,0010,08\n", **how)
+    assert (item.path, item.offset, item.length) == ("001", 10, 8)
+
+
+def test_a_parquet_file_is_refused_where_its_columns_have_one_name(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["path", "x", "x"])
+    parquet.write_table(table, tmp_path / "list.parquet")
+    with pytest.raises(SourceError, match=r"list\.parquet has several columns of the name \['x'\]"):
+        list(ListingImporter(tmp_path / "list.parquet").items())
+
+
+def test_integers_of_a_parquet_file_stay_exact(tmp_path: Path, local_store: DatasetStore) -> None:
+    values = [2**64 - 1, 2**63, 7]
+    table = pa.table({"path": ["a", "b", "c"], "id": pa.array(values, pa.uint64())})
+    parquet.write_table(table, tmp_path / "list.parquet")
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", ListingImporter(tmp_path / "list.parquet"))
+    draft.publish()
+    assert [sample.fields()["id"] for sample in local_store.open("core/x").samples()] == values
+
+
+def _images(count: int) -> list[dict[str, Any]]:
+    """As datasets' Image feature writes them."""
+    return [{"bytes": b"%d" % number, "path": f"{number}.jpg"} for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "named"),
+    [
+        ("image", _images(2), "image.bytes"),
+        ("image", [b"\xff", None], "image"),
+        ("images", [[b"\xff"], []], "images"),
+        ("pages", [_images(2), []], "pages.bytes"),
+    ],
+)
+def test_bytes_in_a_table_are_no_annotations(
+    tmp_path: Path, column: str, values: list[Any], named: str
+) -> None:
+    parquet.write_table(pa.table({"path": ["a", "b"], column: values}), tmp_path / "list.parquet")
+    with pytest.raises(SourceError, match=rf"column '{named}' has bytes.*data_column='{named}' imports them"):
+        list(ListingImporter(tmp_path / "list.parquet").items())
+
+
+def test_values_that_have_a_text_are_no_bytes(tmp_path: Path, local_store: DatasetStore) -> None:
+    number = uuid.UUID(int=7)
+    columns = {
+        "path": pa.array(["a"]),
+        "id": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([number.bytes], pa.binary(16))),
+        "none": pa.array([None], pa.binary()),
+        "price": pa.array([Decimal("1.10")]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "list.parquet")
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", ListingImporter(tmp_path / "list.parquet"))
+    draft.publish()
+    assert local_store.open("core/x").sample(0).fields() == {"id": str(number), "price": "1.10"}
+
+
+@pytest.mark.parametrize("is_struct", [True, False])
+def test_bytes_of_a_parquet_file_are_imported(
+    tmp_path: Path, local_store: DatasetStore, is_struct: bool
+) -> None:
+    images = _images(9)
+    table: dict[str, Any] = (
+        {"image": images} if is_struct else {key: [one[key] for one in images] for key in images[0]}
+    )
+    sums = [checksum_of(one["bytes"], "sha256") for one in images]
+    parquet.write_table(pa.table({**table, "label": range(9), "sum": sums}), tmp_path / "list.parquet")
+    settings = {"data_column": "image.bytes" if is_struct else "bytes", "checksum_column": "sum"}
+    importer = make_importer("listing", str(tmp_path / "list.parquet"), settings)
+    check_starts(importer)
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", importer, shard_size=4)
+    draft.publish()
+    place = {"image": {"path": "3.jpg"}} if is_struct else {"path": "3.jpg"}
+    assert DatasetReader(local_store.open("core/x"))[3] == (b"3", {**place, "label": 3})
+    sums[5] = sums[4]
+    parquet.write_table(pa.table({**table, "sum": sums}), tmp_path / "list.parquet")
+    with pytest.raises(SourceError, match=r"row 5: checksum='sha256:.*' is not that of the data"):
+        list(importer.items())
+
+
+def test_paths_may_be_fields_of_structs(tmp_path: Path) -> None:
+    images = [{"bytes": None, "path": f"{number}.jpg"} for number in range(3)]
+    path = tmp_path / "list.parquet"
+    parquet.write_table(pa.table({"image": images, "label": [0, 1, 2]}), path)
+    found = list(ListingImporter(path, path_column="image.path").items())
+    assert [(item.path, item.meta) for item in found] == [(f"{n}.jpg", {"label": n}) for n in range(3)]
+    with pytest.raises(SourceError, match=r"has no column \['image.file'\]; it has \['image', 'label'\]"):
+        list(ListingImporter(path, path_column="image.file").items())
+    parquet.write_table(pa.table({"image.path": ["a"], "image": [1]}), path)
+    (item,) = ListingImporter(path, path_column="image.path").items()
+    assert (item.path, item.meta) == ("a", {"image": 1})
+
+
+def test_a_directory_of_parquet_files_is_one_table(tmp_path: Path) -> None:
+    for part, count in (("b", 2), ("a", 3), ("c", 4)):
+        (tmp_path / "parts").mkdir(exist_ok=True)
+        rows = [{"path": f"{part}{n}.jpg", "n": n} for n in range(count)]
+        _write_table(tmp_path / f"parts/{part}.parquet", rows)
+    (tmp_path / "parts/_SUCCESS").touch()
+    expected = [f"{part}{n}.jpg" for part, count in (("a", 3), ("b", 2), ("c", 4)) for n in range(count)]
+    for listing in (str(tmp_path / "parts"), f"{tmp_path}/parts/", tmp_path / "parts"):
+        importer = ListingImporter(listing)
+        assert [item.path for item in check_starts(importer)] == expected
+        assert importer.root == f"file://{tmp_path}/parts"
+    (tmp_path / "parts/year=2024").mkdir()
+    with pytest.raises(SourceError, match=r"has a column in the names of its directories, as in 'year=2024'"):
+        list(ListingImporter(tmp_path / "parts").items())
+    with pytest.raises(SourceError, match=r"is no directory of Parquet files; give one"):
+        list(ListingImporter(tmp_path / "gone").items())
+
+
+@pytest.mark.parametrize("root", ["/", None])
+def test_absolute_paths_are_taken_below_their_root(
+    tmp_path: Path, local_store: DatasetStore, root: str | None
+) -> None:
+    (tmp_path / "a.bin").write_bytes(b"a")
+    (tmp_path / "list.csv").write_text(f"path\n{tmp_path}/a.bin\n")
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", ListingImporter(tmp_path / "list.csv", root=root or tmp_path))
+    draft.publish()
+    assert DatasetReader(local_store.open("core/x"))[0] == (b"a", {})
+
+
+@pytest.mark.parametrize(("content", "is_told"), [(None, True), (b"", False), (b"ab", False)])
+def test_a_listing_whose_objects_are_missing_is_told(
+    tmp_path: Path,
+    local_store: DatasetStore,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | None,
+    is_told: bool,
+) -> None:
+    if content is not None:
+        (tmp_path / "a.jpg").write_bytes(content)
+    (tmp_path / "list.csv").write_text("path\na.jpg\nb.jpg\n")
+    with caplog.at_level(logging.WARNING, "torch_dpflow.datasets"):
+        draft = Draft(local_store, "core/x", "v1")
+        draft.add("train", ListingImporter(tmp_path / "list.csv"))
+    told = [record.getMessage() for record in caplog.records]
+    assert [f"file://{tmp_path}/a.jpg, the first object" in text for text in told] == [True] * is_told
+
+
+def test_data_columns_are_for_parquet_alone() -> None:
+    with pytest.raises(OptionError, match="data_column='x' is for Parquet files, and without offset_column"):
+        ListingImporter("list.csv", data_column="x")
+    with pytest.raises(OptionError, match="data_column='x' is for Parquet files"):
+        ListingImporter("list.parquet", data_column="x", offset_column="y", length_column="z")
+
+
 def test_numbers_of_a_table_that_json_cannot_hold_are_named(
     tmp_path: Path, local_store: DatasetStore
 ) -> None:
@@ -177,4 +463,4 @@ def test_damaged_pages_are_told(tmp_path: Path) -> None:
 def test_without_pyarrow_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[datasets\]'"):
-        next(ListingImporter(str(tmp_path / "list.csv")).items())
+        next(ListingImporter(str(tmp_path / "list.parquet")).items())

@@ -71,7 +71,7 @@ def read_through(cluster: TestCluster, flow: str, hosts: Hosts, disturb: Callabl
 def serving(cluster: TestCluster, flow: str) -> set[str]:
     """The addresses of the hosts whose shards serve a flow."""
     shards = [
-        view for view in cluster.processes(f"{flow}@1/") if view.role == "shard" and view.status.get("keys")
+        view for view in cluster.processes(f"{flow}:v1/") if view.role == "shard" and view.status.get("keys")
     ]
     return {view.address.removeprefix("tcp://").rpartition(":")[0] for view in shards}
 

@@ -37,9 +37,12 @@ class ALSDCache(Dataset[Any]):
     sampler must draw in the process that reads: a copy of it in a worker does not know the position in the epoch, and
     DynaGCSSampler's has no lookahead there.
 
-    An index counts from the end if it is negative and the dataset has a length. One that is no number is a
-    key of its own; one that cannot be hashed, such as a list, or is outside the dataset, is passed to the
-    dataset unchanged, and its sample is not kept.
+    Where the dataset has a length, an integer is a position: a negative one counts from the end, and one outside is an
+    IndexError. An index that is no number is a key of its own; one that cannot be hashed, such as a list, is passed to
+    the dataset unchanged, and its sample is not kept.
+
+    A sample that is kept does not follow the dataset: after a change of the dataset call `clear()` in each process that
+    reads it, or make the cache anew. Only a change of its length is noticed; it drops all samples and counts.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.
@@ -120,10 +123,10 @@ class ALSDCache(Dataset[Any]):
 
     def _open(self) -> None:
         """Start empty."""
-        self._length = _length_of(self.dataset)
+        length = _length_of(self.dataset)
         #: keys of indices that are not positions
         self._names: dict[Hashable, int] = {}
-        self._numbers = itertools.count(self._length or 0)
+        self._numbers = itertools.count(length or 0)
         poller = None if self.sampler is None else LookaheadPoller(self.sampler)
         self._store = SampleStore(
             partial(
@@ -131,23 +134,31 @@ class ALSDCache(Dataset[Any]):
                 self.policy,
                 max_items=self._budget.items,
                 max_bytes=self._budget.bytes,
-                keys=self._length,
+                keys=length,
             ),
             copies=self.copy,
             before_read=None if poller is None else poller.poll,
         )
+        self._length = length  # last: until then other threads open anew too
 
     def _locate(self, index: Any) -> tuple[int | None, Any]:
         """The key of an index, and the index to load it by; key None: the sample is not kept."""
+        if self._length is not None and _length_of(self.dataset) != self._length:
+            self._open()
+        length = self._length
         try:
             position = operator.index(index)
         except TypeError:
             return self._name(index), index
-        if self._length is None:
+        if length is None:
             return self._name(position), index
-        if not -self._length <= position < self._length:
-            return None, index
-        position %= self._length
+        if not -length <= position < length:
+            self.dataset[index]  # its own error says more
+            raise IndexError(
+                f"index {position} is outside the dataset, which has {length} samples; where a dataset has a length, "
+                "integers are positions"
+            )
+        position %= length
         return position, position
 
     def _name(self, index: Any) -> int | None:

@@ -36,11 +36,11 @@ def list_flows(address: str, as_json: bool) -> None:
 def show(name: str, address: str, as_json: bool) -> None:
     """Show a flow: its state, its part of the cluster, and the jobs that read it.
 
-    With --json, every version that is in force or still read.
+    NAME:v2 is its version 2; without a version, every one that is in force or still read is shown.
     """
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
-    found = [one for one in flows if one.spec.name == name]
+    found = [one for one in flows if name in (one.spec.name, one.spec.instance)]
     if not found:
         raise UsageError(
             f"flow {name!r} is not registered; registered are {sorted({one.spec.name for one in flows})}"

@@ -59,7 +59,7 @@ def _import_options(command: Command) -> Command:
         click.option(
             "--checksum",
             type=click.Choice(["crc32", "sha256"]),
-            help="Read all data and keep its checksums.",
+            help="Read all data and keep its checksums; data that is copied into the store has them always.",
         ),
         click.option("--description", default="", help="A line for people."),
         click.option("--restart", is_flag=True, help="Discard what an interrupted run has written."),
@@ -171,7 +171,7 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
 )
 @store_options
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
-    """Show a version, the last one by default: variants, counts, the location of its data, and its source."""
+    """Show a version, the last one by default: variants, counts, checksums, source, and where its data is."""
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
     version = store.load(target.id, target.version)
@@ -187,7 +187,8 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
     if described is not None and as_json:
         print_json(described)
     else:
-        print_version(version, target.variant, described)
+        names = [target.variant] if target.variant else sorted(version.variants)
+        print_version([store.open(DatasetRef(target.id, version.version, name)) for name in names], described)
 
 
 @dataset.command("verify")

@@ -24,7 +24,8 @@ from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.spec import Dataset, SampleMeta, encode_file
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.datasets.verify import Compared, Problem
+from torch_dpflow.datasets.verify import Compared, Problem, checksums_in
+from torch_dpflow.errors import DatasetError
 
 
 def print_json(record: Dataset | SampleMeta) -> None:
@@ -46,25 +47,39 @@ def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -
     stdout_console().print(table)
 
 
-def print_version(dataset: Dataset, only: str | None, sample: SampleMeta | None) -> None:
-    """The metadata of a version, with one variant or all of them, and of a sample."""
-    names = sorted(dataset.variants) if only is None else [only]
-    variants = {name: dataset.variant(name) for name in names}
+def print_version(variants: Sequence[StoredDataset], sample: SampleMeta | None) -> None:
+    """The metadata of a version, with some of its variants, and of a sample."""
+    dataset = variants[0].dataset
     click.echo(f"{dataset.id}:{dataset.version}  published {dataset.created}")
     if dataset.description:
         click.echo(f"  {dataset.description}")
     if dataset.parent is not None:
         click.echo(f"  continues {dataset.parent}")
-    for name, variant in variants.items():
+    for stored in variants:
+        variant = stored.variant
         size = sum(entry.bytes for entry in variant.shards)
-        click.echo(f"  {name}: {variant.samples:,} samples")
+        click.echo(f"  {stored.variant_name}: {variant.samples:,} samples")
         click.echo(f"    data    {variant.data}")
         click.echo(f"    shards  {len(variant.shards)} of {variant.shard_size} samples, {size:,} bytes")
+        click.echo(f"    checks  {_checksums_of(stored)}")
         for label, known in (("source", variant.source), ("info", variant.info)):
             text = msgspec.json.encode(known).decode()
             click.echo(f"    {label:<7} {text if len(text) <= 300 else text[:300] + '…'}")
     if sample is not None:
         click.echo(msgspec.json.format(msgspec.json.encode(sample)).decode())
+
+
+def _checksums_of(stored: StoredDataset) -> str:
+    """Whether the samples have checksums, in a few words."""
+    try:
+        counts = checksums_in(stored)
+    except (DatasetError, OSError) as error:
+        return f"not known: {error}"
+    if not counts[""]:
+        return f"{' and '.join(sorted(counts))} of every sample"
+    if len(counts) == 1:
+        return "no checksums; --checksum at import reads all data and keeps them"
+    return f"checksums of {counts.total() - counts['']:,} of {counts.total():,} samples that were looked at"
 
 
 def problem_line(variant: str, problem: Problem) -> str:

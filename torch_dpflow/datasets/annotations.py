@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import numpy as np
@@ -12,18 +15,27 @@ import numpy as np
 from torch_dpflow._core.depth import TOO_DEEP, check_json
 from torch_dpflow.errors import SourceError
 
+_NANOSECONDS = 10**9
+_BYTES = (bytes, bytearray, memoryview)
+#: Values that `_wrong_values` looks at, or that JSON holds as text.
+_KEPT = (*_BYTES, Decimal, datetime, date, time, timedelta, UUID)
+
 
 def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     """Annotations as a JSON object; `name` names the sample in errors.
 
+    Times are ISO 8601 text, exact to the nanosecond, decimals are text, enumerations their values, and dataclasses
+    objects.
+
     Raises:
-        SourceError: they are no mapping, or have values that JSON cannot hold, such as NaN.
+        SourceError: they are no mapping, or have values that JSON cannot hold: NaN, infinity, NaT, bytes, and keys that
+            are the same text.
     """
     try:
         encoded = _ENCODER.encode(meta)
-        # NaN and infinity are written as null.
         check_json(encoded)
-        wrong = next(_not_finite(meta, ""), None) if b"null" in encoded else None
+        # NaN and infinity are written as null, bytes as base64, equal keys twice: then both differ. So do tuples.
+        wrong = None if _is_equal(_DECODER.decode(encoded), meta) else next(_wrong_values(meta), None)
     except RecursionError as error:  # nor can they be shown
         raise SourceError(f"the annotations of {name} cannot be kept: {TOO_DEEP}") from error
     except (TypeError, ValueError, OverflowError) as error:
@@ -33,32 +45,90 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     if not encoded.startswith(b"{"):
         raise SourceError(f"the annotations of {name} are no mapping: {meta!r:.500}")
     if wrong is not None:
-        raise SourceError(
-            f"the annotations of {name} have {wrong[0]}={wrong[1]!r}, which JSON cannot hold; give a finite number or "
-            f"None, or leave it out: {meta!r:.500}"
-        )
+        raise SourceError(f"the annotations of {name} have {wrong}: {meta!r:.500}")
     return msgspec.Raw(encoded)
 
 
-def _not_finite(value: Any, field: str) -> Iterator[tuple[str, float]]:
-    """Every number that is not finite, and its field."""
-    if isinstance(value, float):
+def iso_duration(nanoseconds: int) -> str:
+    """A duration as ISO 8601 text, exact to the nanosecond."""
+    seconds, rest = divmod(abs(nanoseconds), _NANOSECONDS)
+    return f"{'-' if nanoseconds < 0 else ''}PT{seconds}.{rest:09d}S"
+
+
+def _is_equal(decoded: Any, meta: Any) -> bool:
+    try:
+        return bool(decoded == meta)
+    except Exception:  # arrays have no single truth
+        return False
+
+
+def _wrong_values(meta: Any) -> Iterator[str]:
+    """Each value that JSON cannot hold, with its field."""
+    return _wrong(msgspec.to_builtins(meta, builtin_types=_KEPT, enc_hook=_plain), "")
+
+
+def _wrong(value: Any, field: str) -> Iterator[str]:
+    if isinstance(value, float | Decimal):
         if not math.isfinite(value):
-            yield field, value
-    elif isinstance(value, Mapping):
+            yield f"{field}={value!r}, which JSON cannot hold; give a finite number or None, or leave it out"
+    elif isinstance(value, _BYTES):
+        yield f"{field}={bytes(value)!r:.80}, and JSON holds no bytes; give text, or numbers"
+    elif isinstance(value, dict):
+        if len(_DECODER.decode(_ENCODER.encode(dict.fromkeys(value)))) < len(value):
+            yield f"{field or 'keys'}={value!r:.200}, with keys that are the same text in JSON"
         for key, inner in value.items():
-            yield from _not_finite(inner, f"{field}.{key}" if field else str(key))
-    elif isinstance(value, list | tuple | set | frozenset):
+            if not isinstance(key, str):
+                yield from _wrong(key, f"the key {field}")
+            yield from _wrong(inner, f"{field}.{key}" if field else str(key))
+    elif isinstance(value, list | tuple):
         for position, inner in enumerate(value):
-            yield from _not_finite(inner, f"{field}[{position}]")
-    elif hasattr(value, "tolist"):
-        yield from _not_finite(value.tolist(), field)
+            yield from _wrong(inner, f"{field}[{position}]")
 
 
 def _plain(value: Any) -> Any:
+    """A value that the encoder does not support, as one that it does, or that has such elements."""
+    if isinstance(value, msgspec.Raw):
+        return _DECODER.decode(value)
+    if isinstance(value, np.generic | np.ndarray) and _has_times(value.dtype):
+        if value.dtype.names is not None or isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                "times in fields or behind a mask are no JSON values; give an array of times alone"
+            )
+        return _times(np.asarray(value))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
-        return value.tolist()
+        plain = value.tolist()
+        if type(plain) is not type(value):  # numpy's long double has no type of Python
+            return plain
     raise TypeError(f"a {type(value).__name__} is no JSON value")
 
 
+def _has_times(kind: np.dtype[Any]) -> bool:
+    if kind.subdtype is not None:
+        return _has_times(kind.subdtype[0])
+    return kind.kind in "mM" or any(_has_times(kind[name]) for name in kind.names or ())
+
+
+def _times(values: np.ndarray[Any, Any]) -> Any:
+    """Times or durations of numpy as those of Python, or as ISO 8601 text where Python has none that are equal.
+
+    Raises ValueError for NaT, and for durations of which neither has an equal.
+    """
+    if np.isnat(values).any():
+        raise ValueError("NaT is no time; give a time or None, or leave it out")
+    if not any(isinstance(one, int) for one in values.astype(object).flat):
+        return values.tolist()
+    unit, step = np.datetime_data(values.dtype)
+    is_time = values.dtype.kind == "M"
+    if unit == "ns":
+        coarse = values.astype("M8[us]" if is_time else "m8[us]")
+        if (coarse == values).all():
+            return coarse.tolist()
+    if is_time:
+        return np.asarray(np.datetime_as_string(values)).tolist()
+    if unit != "ns":
+        raise ValueError(f"a duration in units of {unit!r} has no equal; give one in seconds or nanoseconds")
+    return np.frompyfunc(iso_duration, 1, 1)(values.astype(np.int64).astype(object) * step)
+
+
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+_DECODER = msgspec.json.Decoder()

@@ -12,8 +12,12 @@ from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.packing import ShardPacks
 from torch_dpflow.datasets.spec import SampleMeta, data_url
-from torch_dpflow.datasets.storage.urls import check_url
-from torch_dpflow.errors import DatasetError, DPFlowError, OptionError, SourceError
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.urls import check_url, without_login
+from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, OptionError, SourceError
+from torch_dpflow.log import DATASETS
+
+_ONE_LOOK = ReadOptions(attempts=1)
 
 
 class Describer:
@@ -43,6 +47,7 @@ class Describer:
         self._own_root = data if importer.root is None else importer.root
         self._pack_root = pack_root
         self._checksum = checksum
+        self._has_looked = False
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """The metadata of a shard's items. Items with data are added to the packs.
@@ -57,10 +62,14 @@ class Describer:
         """The metadata of an item with a path."""
         assert isinstance(item.path, str)
         try:
-            url = data_url(self._dataset_url, self._own_root, item.path)
+            url = data_url(self._dataset_url, self._own_root, self._below_root(item.path))
             check_url(url)
         except (DatasetError, OptionError) as error:
             raise SourceError(str(error)) from error
+        if not self._has_looked:
+            self._has_looked = True
+            if item.length is None or item.offset is not None:  # not from a listing of a directory
+                self._look_at(url)
         # What is in the dataset's directory is copied with it, and has another ETag then.
         is_own = url.startswith(f"{self._dataset_url}/")
         return self._sample(
@@ -71,6 +80,29 @@ class Describer:
             checksum=item.checksum,
             revision=None if is_own or item.checksum is not None else item.revision,
         )
+
+    def _look_at(self, url: str) -> None:
+        """Warn if the first object that the source names is missing: with a wrong root all are.
+
+        No error, for objects may be written later than their descriptions.
+        """
+        with ObjectReader(self._options, options=_ONE_LOOK) as reader:
+            try:
+                reader.read(url, 0, 1)
+            except ObjectMissingError:
+                DATASETS.warning(
+                    "%s, the first object that the source names, is missing, and its sample cannot be read; check the "
+                    "root and the column of paths. `dpflow dataset verify --data` names all that are missing",
+                    without_login(url),
+                )
+            except DPFlowError:
+                pass  # it may be readable elsewhere, with other credentials
+
+    def _below_root(self, path: str) -> str:
+        """An absolute path below a local root, such as /, relative to it; other paths as they are."""
+        root = self._own_root.removeprefix("file://").rstrip("/") + "/"
+        is_below = self._own_root.startswith("file:///") and path.startswith(root)
+        return path.removeprefix(root).lstrip("/") if is_below else path
 
     def _packed(self, item: Item, packs: ShardPacks) -> SampleMeta:
         assert item.data is not None
@@ -94,7 +126,7 @@ class Describer:
         checksum: str | None,
         revision: str | None = None,
     ) -> SampleMeta:
-        path = url.removeprefix(f"{self._root.rstrip('/')}/")
+        path = url.removeprefix(self._root)
         meta = encode_annotations(item.meta, path)
         try:
             return SampleMeta(

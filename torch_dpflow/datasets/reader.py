@@ -21,9 +21,9 @@ class DatasetReader(SampleReader, Dataset[Sample]):
         storage_options: fsspec's options for the data; None: those of the store.
         read_options: timeouts, retries, concurrency.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
-        check: compare each sample with its checksum, if the dataset has one; None: only those that do not come from
-            local files. False also reads objects of S3 and OSS that were written again after their import. Lengths are
-            always compared.
+        check: compare each sample with its checksum, if the dataset has one; None: those that come from storage, and
+            not again those that `through` has compared; False: none, and objects of S3 and OSS that were written again
+            after their import are read too. Lengths are always compared.
         on_error: "skip" leaves samples that cannot be read out of a batch, logs them
             (`torch_dpflow.datasets`) and counts them. A batch without any sample left raises its last error,
             as does a sample that is read by itself.

@@ -242,7 +242,9 @@ def url_below(url: str, path: str) -> str:
     if "://" in path:
         return path
     if path.startswith("/") or (".." in path and ".." in path.split("/")):
-        raise DamagedStoreError(f"the path {path!r} leads out of {url}; only a URL may do so")
+        raise DamagedStoreError(
+            f"the path {path!r} leads out of {url}; only a URL may do so, or give a root that it is below"
+        )
     return join_url(url, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,20 @@ class Problem(NamedTuple):
     #: How many samples cannot be read because of it.
     samples: int
     what: str
+
+
+def checksums_in(stored: StoredDataset) -> Counter[str]:
+    """Count the samples with each algorithm of checksums, "" for those without, in two shards of each version.
+
+    These are the first and the last shard that the version has written: one import takes checksums of all samples or of
+    none, unless its source has some. Raises DamagedStoreError if one cannot be read.
+    """
+    shards: dict[str, list[int]] = {}
+    for number, entry in enumerate(stored.variant.shards):
+        shards.setdefault(entry.version, []).append(number)
+    read = sorted({number for numbers in shards.values() for number in (numbers[0], numbers[-1])})
+    samples = (sample for number in read for sample in stored.shard(number).samples)
+    return Counter((sample.checksum or "").partition(":")[0] for sample in samples)
 
 
 def verify(

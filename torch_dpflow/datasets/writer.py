@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+import msgspec
+
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.describing import Describer
@@ -92,13 +94,13 @@ class VariantWriter:
             progress(count - self._base_samples)
         if count <= self._base_samples:
             raise SourceError(f"there is nothing to import from {describe_source(importer)}")
-        encode_annotations(importer.info(), "all samples (`info`)")
+        info = msgspec.json.decode(encode_annotations(importer.info(), "all samples (`info`)"))
         return Variant(
             data=self._record.data,
             samples=count,
             shard_size=size,
             shards=entries,
-            info={**({} if self._base is None else self._base.variant.info), **importer.info()},
+            info={**({} if self._base is None else self._base.variant.info), **info},
             source=self._record.source,
         )
 

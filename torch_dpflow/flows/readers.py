@@ -33,8 +33,8 @@ class LocalDataLoadFlowReader:
             batch.
         storage_options: fsspec's options for the data; None: those of the store.
         read_options: timeouts, retries and concurrency of reads.
-        check: compare each sample's bytes with its checksum, if the dataset has one; None: only of samples that do not
-            come from local files.
+        check: compare each sample's bytes with its checksum, if the dataset has one; None: of samples that come from
+            storage, and not again of those that a pool has compared; False: of none.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
         pool: where the pool is from whose memory samples come, as for `PooledDataset`: "auto" or an address. None: the
             one that "auto" finds, for datasets that are named pool://..., and storage for all others.

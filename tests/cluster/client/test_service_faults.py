@@ -84,7 +84,7 @@ def test_a_job_pauses_while_its_router_names_a_shard_that_is_none_of_its_flow(
     """Another flow's listens there by now: the table comes anew, and says the same."""
     service.faults["fetch"], service.error = (
         float("inf"),
-        StaleRoutingError("a shard of 'other@1', not of 'f@1'"),
+        StaleRoutingError("a shard of 'other:v1', not of 'f:v1'"),
     )
     with closing(open_().traverse(0)) as batches:
         eventually(

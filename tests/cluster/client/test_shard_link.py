@@ -72,7 +72,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
         router: Any = SimpleNamespace(
             cluster=Cluster(address=f"ipc://{tmp_path}/0", transport=TransportOptions()),
             routes=RouteMap(RoutingTable(1, routes)),
-            id=JobId("job", 1, "flow@1"),
+            id=JobId("job", 1, "flow:v1"),
             outages=SimpleNamespace(patience_s=30.0, is_out=False, on_answer=lambda: None),
         )
         opened.append(ShardLinks(router))
@@ -80,7 +80,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
 
     yield open_
     for links in opened:
-        links.close(JobId("job", 1, "flow@1"))
+        links.close(JobId("job", 1, "flow:v1"))
 
 
 def of(*numbers: int) -> list[Wanted]:
@@ -152,7 +152,7 @@ def test_a_shard_is_chosen_by_the_table_that_it_is_told(shards: list[NotingShard
         generation=0,
         addresses=addresses,
         cluster=Cluster(address=addresses[0], transport=TransportOptions()),
-        id=JobId("job", 1, "f@1"),
+        id=JobId("job", 1, "f:v1"),
         outages=SimpleNamespace(patience_s=30.0, is_out=False, on_answer=lambda: None),
     )
     links = ShardLinks(router)

@@ -38,8 +38,8 @@ def test_what_a_modest_flow_leaves_goes_to_the_others() -> None:
 def test_a_flow_that_nobody_reads_keeps_one_worker_where_they_are_scarce() -> None:
     specs = [spec("a", workers=4, shards=2), spec("b", workers=4)]
     scarce, plenty = ClusterLimits(workers=5), ClusterLimits(workers=8)
-    assert parts_of(specs, scarce, unread=["a@1"]) == [Part(1, 1, 1 << 30), Part(1, 4, 1 << 30)]
-    assert parts_of(specs, plenty, unread=["a@1"]) == [Part(2, 4, 1 << 30), Part(1, 4, 1 << 30)]
+    assert parts_of(specs, scarce, unread=["a:v1"]) == [Part(1, 1, 1 << 30), Part(1, 4, 1 << 30)]
+    assert parts_of(specs, plenty, unread=["a:v1"]) == [Part(2, 4, 1 << 30), Part(1, 4, 1 << 30)]
 
 
 def test_shards_of_all_flows_share_the_ports_at_which_workers_call() -> None:
@@ -47,7 +47,7 @@ def test_shards_of_all_flows_share_the_ports_at_which_workers_call() -> None:
     few = ClusterLimits(shards=3)
     assert [part and part.shards for part in parts_of(specs, few)] == [2, 1]
     assert [part and part.shards for part in parts_of([specs[0]], few)] == [3]
-    assert [part and part.shards for part in parts_of([specs[0], specs[0]], few, unread=["a@1"])] == [1, 1]
+    assert [part and part.shards for part in parts_of([specs[0], specs[0]], few, unread=["a:v1"])] == [1, 1]
     assert few.flows == 3
 
 

@@ -102,11 +102,11 @@ def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:
     for number, name in enumerate("abc"):
         flows.register(spec(name), 0.0)
         flows.access(name, 1, float(number))
-        flows.report(f"{name}@1", int(name == "a"), float(number))
+        flows.report(f"{name}:v1", int(name == "a"), float(number))
     assert flows.stop_unread(3.0) == []
-    assert flows.stop_unread(1.0 + UNREAD_S) == [StopFlow("b@1")]
+    assert flows.stop_unread(1.0 + UNREAD_S) == [StopFlow("b:v1")]
     assert flows.stop_unread(1.0 + UNREAD_S) == []
-    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("c@1")]
+    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("c:v1")]
     assert flows.stop_unread(100.0) == []
 
 
@@ -200,18 +200,18 @@ def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
     flows.access("imagenet/train", 1, 0.0)
-    flows.report("imagenet/train@1", 1, 0.0)
+    flows.report("imagenet/train:v1", 1, 0.0)
     assert flows.register(spec(version=2), 1.0) == [SaveFlow(spec(version=2))]
     assert flows.access("imagenet/train", 1, 2.0)[1] == [], "its jobs ask again when its router has died"
     assert flows.access("imagenet/train", 2, 2.0)[1] == [StartFlow(spec(version=2))]
-    flows.report("imagenet/train@2", 1, 3.0)
+    flows.report("imagenet/train:v2", 1, 3.0)
     assert flows.tick(100.0) == []
-    flows.report("imagenet/train@1", 0, 110.0)
+    flows.report("imagenet/train:v1", 0, 110.0)
     assert flows.tick(110.0) == [], "its router may have died"
-    flows.report("imagenet/train@1", 1, 111.0)
+    flows.report("imagenet/train:v1", 1, 111.0)
     assert flows.tick(1000.0) == []
-    flows.report("imagenet/train@1", 0, 1000.0)
-    assert flows.tick(1000.0 + REPLACED_S) == [StopFlow("imagenet/train@1"), ForgetFlow(spec())]
+    flows.report("imagenet/train:v1", 0, 1000.0)
+    assert flows.tick(1000.0 + REPLACED_S) == [StopFlow("imagenet/train:v1"), ForgetFlow(spec())]
     with pytest.raises(UsageError, match=r"version 1, is not in force \(version 2 is\); read that one"):
         flows.access("imagenet/train", 1, 2000.0)
 
@@ -229,13 +229,13 @@ def test_a_flow_that_nobody_reads_gives_way_to_a_higher_version_at_once() -> Non
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
     flows.register(spec(version=2), 1.0)
-    assert flows.tick(1.0) == [StopFlow("imagenet/train@1"), ForgetFlow(spec())]
+    assert flows.tick(1.0) == [StopFlow("imagenet/train:v1"), ForgetFlow(spec())]
 
 
 def test_a_flow_that_is_read_cannot_be_deleted() -> None:
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
-    flows.report("imagenet/train@1", 3, 0.0)
+    flows.report("imagenet/train:v1", 3, 0.0)
     with pytest.raises(UsageError, match="is read by 3 jobs"):
         flows.delete("imagenet/train", 1.0)
     with pytest.raises(UsageError, match="'other' is not registered"):
@@ -243,7 +243,7 @@ def test_a_flow_that_is_read_cannot_be_deleted() -> None:
 
 
 def test_services_of_a_flow_that_is_not_known_are_ended() -> None:
-    assert FlowRegistry().report("gone@1", 1, 0.0) == [StopFlow("gone@1")]
+    assert FlowRegistry().report("gone:v1", 1, 0.0) == [StopFlow("gone:v1")]
 
 
 def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
@@ -251,7 +251,7 @@ def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
     flows.restore(spec(version=2), 0.0)
     flows.restore(spec(version=1), 0.0)
     assert [flow.spec.version for flow in flows.flows] == [2]
-    flows.report("imagenet/train@2", 4, 1.0)
+    flows.report("imagenet/train:v2", 4, 1.0)
     assert flows.flows[0].state is FlowState.ACCESSED
 
 
@@ -302,7 +302,7 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
     for what, name, version, jobs in steps:
         now += 40.0
         told: list[FlowInstruction] = []
-        instance = f"{name}@{version}"
+        instance = f"{name}:v{version}"
         try:
             if what == "register":
                 told = flows.register(spec(name, version), now)

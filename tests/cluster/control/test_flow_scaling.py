@@ -25,8 +25,8 @@ def view(name: str, role: str, incarnation: int = 1, **status: Any) -> ProcessVi
 def processes(jobs: dict[str, int], worker_s: float, *, incarnation: int = 1) -> list[ProcessView]:
     readings = {name: {"samples": many, "stall_s": 0.0, "reading_s": 1.0} for name, many in jobs.items()}
     return [
-        view("flow@1/router", "router", jobs=len(jobs), readings=readings),
-        view("flow@1/shard-000", "shard", incarnation, worker_s=worker_s, working=2),
+        view("flow:v1/router", "router", jobs=len(jobs), readings=readings),
+        view("flow:v1/shard-000", "shard", incarnation, worker_s=worker_s, working=2),
     ]
 
 
@@ -79,7 +79,7 @@ def test_a_coordinator_that_starts_anew_goes_on_with_the_workers_that_run() -> N
     scaling, flow = FlowScaling(LIMITS), spec(workers=2)
     scaling.begin(flow, 0.0)
     found = processes({"a": 100}, 60.0)
-    found += [view(f"flow@1/shard-000/worker-{number}", "worker") for number in range(9)]
+    found += [view(f"flow:v1/shard-000/worker-{number}", "worker") for number in range(9)]
     scaling.observe({flow.instance: flow}, found, 0.0)
     assert scaling.target(flow) == 9
 

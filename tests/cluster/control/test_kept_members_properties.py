@@ -15,7 +15,7 @@ from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
 from torch_dpflow.workers.platform import End
 
 PREFIX = "dpf-0c0ffee0-"
-SHARDS = st.sampled_from(["f@1/shard-000", "f@1/shard-001", "g@1/shard-000"])
+SHARDS = st.sampled_from(["f:v1/shard-000", "f:v1/shard-001", "g:v1/shard-000"])
 
 
 class KeptMachine(RuleBasedStateMachine):

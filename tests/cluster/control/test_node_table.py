@@ -98,14 +98,14 @@ def test_only_shards_of_its_own_and_their_workers_are_a_nodes() -> None:
     nodes = table()
     joined = nodes.join("a", "p", "x", 1, 0.0)
     own = [
-        view("f@1/shard-a-000", "shard"),
-        view("f@1/shard-a-000/worker-1", "worker"),
+        view("f:v1/shard-a-000", "shard"),
+        view("f:v1/shard-a-000/worker-1", "worker"),
     ]
     foreign = [
-        view("f@1/router", "router"),
+        view("f:v1/router", "router"),
         view("coordinator", "coordinator"),
-        view("f@1/shard-000", "shard"),
-        view("f@1/shard-b-000/worker-0", "worker"),
+        view("f:v1/shard-000", "shard"),
+        view("f:v1/shard-b-000/worker-0", "worker"),
     ]
     assert nodes.report("a", joined.generation, "here", [*own, *foreign], 0.0)
     assert [(one.id, one.node) for one in nodes.processes] == [(one.id, "a") for one in own]

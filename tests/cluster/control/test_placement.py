@@ -21,22 +21,23 @@ def spec(**changes: Any) -> FlowSpec:
 
 
 def shard(number: int, **status: Any) -> ProcessView:
-    return ProcessView(f"f@1/shard-{number:03}", "shard", 1, 9, "ipc://x", status)
+    return ProcessView(f"f:v1/shard-{number:03}", "shard", 1, 9, "ipc://x", status)
 
 
 def workers(number: int, count: int) -> list[ProcessView]:
     return [
-        ProcessView(f"f@1/shard-{number:03}/worker-{place}", "worker", 1, 9, "", {}) for place in range(count)
+        ProcessView(f"f:v1/shard-{number:03}/worker-{place}", "worker", 1, 9, "", {})
+        for place in range(count)
     ]
 
 
 def ids(launches: list[Launch], role: str) -> list[str]:
-    return [launch.id.removeprefix("f@1/") for launch in launches if launch.role == role]
+    return [launch.id.removeprefix("f:v1/") for launch in launches if launch.role == role]
 
 
 def settings(launches: list[Launch]) -> dict[str, ShardSettings]:
     return {
-        launch.id.removeprefix("f@1/"): msgspec.msgpack.decode(launch.settings, type=ShardSettings)
+        launch.id.removeprefix("f:v1/"): msgspec.msgpack.decode(launch.settings, type=ShardSettings)
         for launch in launches
         if launch.role == "shard"
     }
@@ -53,7 +54,7 @@ def test_workers_and_memory_are_dealt_evenly() -> None:
     ]
     assert settings(launches) == {"shard-000": ShardSettings(2, 500), "shard-001": ShardSettings(3, 500)}
     router = msgspec.msgpack.decode(launches[0].settings, type=RouterSettings)
-    assert router.shards == ["f@1/shard-000", "f@1/shard-001"]
+    assert router.shards == ["f:v1/shard-000", "f:v1/shard-001"]
 
 
 def test_scaling_changes_settings_and_no_arguments() -> None:
@@ -89,7 +90,9 @@ def test_shards_with_a_platform_get_their_numbers_of_workers_and_the_node_starts
 
 
 def test_shards_of_other_flows_and_versions_are_no_affair_of_this_one() -> None:
-    others = [ProcessView(f"{flow}/shard-004", "shard", 1, 9, "", {}) for flow in ("f@2", "g@1", "f@1/x@1")]
+    others = [
+        ProcessView(f"{flow}/shard-004", "shard", 1, 9, "", {}) for flow in ("f:v2", "g:v1", "f:v1/x:v1")
+    ]
     assert ids(launches_of(spec(), Part(1, 1, 1000), others), "shard") == ["shard-000"]
 
 
@@ -114,7 +117,7 @@ def test_shards_are_spread_over_nodes_and_workers_are_beside_them(
 ) -> None:
     launches = launches_of(spec(), Part(shards, shards + extra, 1000), [], nodes=nodes)
     places = {launch.id: launch.node for launch in launches}
-    assert places["f@1/router"] == ""
+    assert places["f:v1/router"] == ""
     counts = [sum(one.role == "shard" and one.node == node for one in launches) for node in nodes]
     assert max(counts) - min(counts) <= 1
     for launch in launches:
@@ -131,11 +134,11 @@ def test_a_node_that_goes_changes_no_shard_of_the_others() -> None:
 
 def test_a_node_that_leaves_keeps_its_workers_until_others_have_its_keys() -> None:
     there = [
-        ProcessView("f@1/shard-a-000", "shard", 1, 9, "ipc://x", {"keys": 50}, node="a"),
-        ProcessView("f@1/shard-a-000/worker-0", "worker", 1, 9, "", {}, node="a"),
+        ProcessView("f:v1/shard-a-000", "shard", 1, 9, "ipc://x", {"keys": 50}, node="a"),
+        ProcessView("f:v1/shard-a-000/worker-0", "worker", 1, 9, "", {}, node="a"),
     ]
     launches = launches_of(spec(), Part(1, 1, 1000), there, nodes=["b"])
-    assert {one.id.removeprefix("f@1/"): one.node for one in launches} == {
+    assert {one.id.removeprefix("f:v1/"): one.node for one in launches} == {
         "router": "",
         "shard-b-000": "b",
         "shard-b-000/worker-0": "b",
@@ -152,14 +155,14 @@ def owners(launches: list[Launch]) -> list[str]:
     """The shards that the router is told to give keys to."""
     (router,) = (one for one in launches if one.role == "router")
     told = msgspec.msgpack.decode(router.settings, type=RouterSettings).shards
-    return [id.removeprefix("f@1/") for id in told]
+    return [id.removeprefix("f:v1/") for id in told]
 
 
 def test_shards_keep_their_keys_until_all_that_are_to_have_them_listen() -> None:
     """A node's first process imports torch for seconds, for which jobs would have nobody to ask."""
-    old = [ProcessView("f@1/shard-000", "shard", 1, 9, "tcp://x:1", {"keys": 100}), *workers(0, 2)]
-    a = ProcessView("f@1/shard-a-000", "shard", 1, 9, "", {}, node="a")
-    b = ProcessView("f@1/shard-b-000", "shard", 1, 9, "tcp://b:1", {}, node="b")
+    old = [ProcessView("f:v1/shard-000", "shard", 1, 9, "tcp://x:1", {"keys": 100}), *workers(0, 2)]
+    a = ProcessView("f:v1/shard-a-000", "shard", 1, 9, "", {}, node="a")
+    b = ProcessView("f:v1/shard-b-000", "shard", 1, 9, "tcp://b:1", {}, node="b")
     before = launches_of(spec(), Part(2, 2, 1000), [*old, a, b], nodes=["a", "b"])
     assert owners(before) == ["shard-000", "shard-b-000"]
     assert {"shard-000/worker-0", "shard-000/worker-1"} < {*ids(before, "worker")}
@@ -169,5 +172,5 @@ def test_shards_keep_their_keys_until_all_that_are_to_have_them_listen() -> None
 
 
 def test_a_shard_that_is_dead_keeps_no_keys() -> None:
-    dead = ProcessView("f@1/shard-a-000", "shard", 1, 0, "", {"keys": 100}, runs=False, node="a")
+    dead = ProcessView("f:v1/shard-a-000", "shard", 1, 0, "", {"keys": 100}, runs=False, node="a")
     assert owners(launches_of(spec(), Part(1, 1, 1000), [dead], nodes=["b"])) == ["shard-b-000"]

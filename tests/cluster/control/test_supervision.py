@@ -21,7 +21,7 @@ from torch_dpflow.cluster.control.supervision import (
 )
 from torch_dpflow.cluster.messages.node import Launch
 
-ROUTER, SHARD = Launch("flow@1/router", "router", b"a"), Launch("flow@1/shard-0", "shard", b"b")
+ROUTER, SHARD = Launch("flow:v1/router", "router", b"a"), Launch("flow:v1/shard-0", "shard", b"b")
 
 
 def running(*launches: Launch) -> Supervisor:

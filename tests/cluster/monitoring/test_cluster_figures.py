@@ -23,7 +23,7 @@ READING = {"stall_s": 1.0, "reading_s": 4.0, "batches": 3, "samples": 30, "bytes
 
 
 def view(part: str, role: str, restarts: int = 0, **status: Any) -> ProcessView:
-    return ProcessView(f"f@1/{part}", role, 7, 99, "", status, restarts)
+    return ProcessView(f"f:v1/{part}", role, 7, 99, "", status, restarts)
 
 
 def shard(number: int, **status: Any) -> ProcessView:
@@ -38,7 +38,7 @@ def test_a_flow_is_the_sum_of_its_shards() -> None:
             shard(0, keys=50, wants=10, shared=4, decodes=6, served=8, queued=1, held_bytes=100, workers=1),
             shard(1, keys=50, wants=30, shared=26, decodes=4, served=32, queued=2, held_bytes=50, workers=1),
             view("shard-001/worker-0", "worker", 3),
-            ProcessView("f@10/shard-000", "shard", 1, 1, "", {"keys": 9, "served": 1000}),
+            ProcessView("f:v10/shard-000", "shard", 1, 1, "", {"keys": 9, "served": 1000}),
         ],
     )
     (flow,) = figures.flows
@@ -49,7 +49,7 @@ def test_a_flow_is_the_sum_of_its_shards() -> None:
         ("shard-000", 0, 0),
         ("shard-001", 1, 3),
     ]
-    assert figures.jobs == [JobRow(flow="f@1", job="job", **READING)]  # type: ignore[arg-type]
+    assert figures.jobs == [JobRow(flow="f:v1", job="job", **READING)]  # type: ignore[arg-type]
     assert figures.jobs[0].stall_share == 0.25
 
 

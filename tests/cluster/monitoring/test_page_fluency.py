@@ -43,7 +43,7 @@ def observation(second: int) -> Observation:
     return Observation(
         flows=[
             FlowRow(
-                flow="images@1",
+                flow="images:v1",
                 state="accessed",
                 jobs=JOBS,
                 generation=1,
@@ -56,7 +56,7 @@ def observation(second: int) -> Observation:
         ],
         jobs=[
             JobRow(
-                flow="images@1",
+                flow="images:v1",
                 job=f"job-{n}",
                 stall_s=second * (0.5 + 0.4 * math.sin(n + second / 30)),
                 reading_s=second,
@@ -68,8 +68,8 @@ def observation(second: int) -> Observation:
         ],
         processes=[
             ProcessRow(
-                id=f"images@1/shard-{n % 4:03}/worker-{n // 4}",
-                flow="images@1",
+                id=f"images:v1/shard-{n % 4:03}/worker-{n // 4}",
+                flow="images:v1",
                 role="worker",
                 state="starting" if (n + second) % 10 == 0 else "running",
                 where=f"pid {1000 + n}",

@@ -27,12 +27,12 @@ SERIES = ("stall", "rate", "hit_rate", "decodes")
 
 def job(name: str = "j", **counts: Any) -> JobRow:
     usual = {"stall_s": 0.0, "reading_s": 0.0, "batches": 0, "samples": 0, "bytes": 0}
-    return JobRow(flow="f@1", job=name, **{**usual, **counts})
+    return JobRow(flow="f:v1", job=name, **{**usual, **counts})
 
 
 def flow(limited_by: str = "", restarts: int = 0, **figures: int) -> FlowRow:
     return FlowRow(
-        flow="f@1",
+        flow="f:v1",
         state="accessed",
         jobs=1,
         generation=1,
@@ -45,8 +45,8 @@ def flow(limited_by: str = "", restarts: int = 0, **figures: int) -> FlowRow:
 
 
 def worker(number: int, **given: Any) -> ProcessRow:
-    usual = {"flow": "f@1", "role": "worker", "state": "running"}
-    return ProcessRow(id=f"f@1/shard-000/worker-{number}", **{**usual, **given})
+    usual = {"flow": "f:v1", "role": "worker", "state": "running"}
+    return ProcessRow(id=f"f:v1/shard-000/worker-{number}", **{**usual, **given})
 
 
 def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
@@ -65,7 +65,7 @@ def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
             job("fast", reading_s=12.0, samples=10),
             job("idle"),
         ],
-        limits={"f@1 fast": ("processors", "decode faster")},
+        limits={"f:v1 fast": ("processors", "decode faster")},
     )
     update = page.observe(seen, 102.0)
     slow, fast, idle = update.jobs
@@ -80,7 +80,7 @@ def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
     assert (line.hit_rate_now, line.hit_rate, line.decodes_now, line.decodes) == (0.75, 0.5, 0.25, 0.5)
     assert (update.summary.stall, update.summary.samples_per_s) == (0.25, 105.0)
     assert (update.summary.hit_rate, update.summary.decodes) == (0.75, 0.25)
-    others = replace(seen.flows[0], flow="g@1")
+    others = replace(seen.flows[0], flow="g:v1")
     late = page.observe(Observation(flows=[*seen.flows, others], jobs=seen.jobs), 102.5)
     assert late.summary.hit_rate == 0.75, "what is seen for the first time has not just happened"
     fell = page.observe(Observation(flows=[flow(wants=1, hits=1)], jobs=[job("slow", samples=5)]), 103.0)
@@ -99,20 +99,20 @@ def test_the_log_says_who_was_restarted_and_why_and_sums_up_crowds() -> None:
         processes=[worker(0, restarts=1, ended="pid 5 was ended by SIGKILL"), worker(1, state="down")]
     )
     assert events(page, seen, 1.0) == [
-        ("restart", "f@1/shard-000/worker-0", "was restarted: pid 5 was ended by SIGKILL"),
-        ("end", "f@1/shard-000/worker-1", "ended, and will be started again"),
+        ("restart", "f:v1/shard-000/worker-0", "was restarted: pid 5 was ended by SIGKILL"),
+        ("end", "f:v1/shard-000/worker-1", "ended, and will be started again"),
     ]
     crowd = Observation(processes=[worker(n, restarts=2) for n in range(50)], jobs=[job()])
     assert events(page, crowd, 2.0) == [
-        ("restart", "f@1/shard-000/worker-0", "was restarted"),
-        ("restart", "f@1/shard-000/worker-1", "was restarted"),
-        ("begin", "workers of f@1", "48 began, f@1/shard-000/worker-2 first"),
-        ("begin", "j", "reads f@1"),
+        ("restart", "f:v1/shard-000/worker-0", "was restarted"),
+        ("restart", "f:v1/shard-000/worker-1", "was restarted"),
+        ("begin", "workers of f:v1", "48 began, f:v1/shard-000/worker-2 first"),
+        ("begin", "j", "reads f:v1"),
     ]
     assert events(page, Observation(failure="does not answer"), 3.0) == [
         ("failure", "coordinator", "does not answer"),
-        ("end", "workers of f@1", "50 ended, f@1/shard-000/worker-0 first"),
-        ("end", "j", "has left f@1"),
+        ("end", "workers of f:v1", "50 ended, f:v1/shard-000/worker-0 first"),
+        ("end", "j", "has left f:v1"),
     ]
     assert events(page, Observation(), 4.0) == [("change", "coordinator", "answers again")]
     numbers = [event.number for event in page.whole().events]
@@ -123,23 +123,23 @@ def test_processes_and_members_are_shown_with_their_states() -> None:
     member = MemberView("dpf-1", 0, "on deck", 3.0, "host-a pid 9")
     views = [
         ProcessView("coordinator", "coordinator", 1, 5, "ipc://x", {}),
-        ProcessView("a/b@2/shard-000", "shard", 2, 6, "", {"members": msgspec.to_builtins([member])}),
-        ProcessView("a/b@2/shard-000/worker-0", "worker", 3, 7, "", {"up": True}),
-        ProcessView("a/b@2/shard-000/worker-1", "worker", 4, 8, "", {}, 2, True, "exited with code 1"),
-        ProcessView("a/b@2/router", "router", 5, 0, "", {"members": "many"}, 1, False),
-        ProcessView("a/b@2/shard-001", "shard", 0, 0, "", {}, 0, False),
-        ProcessView("a/b@2/shard-002", "shard", 6, 0, "", {}, 0, False, "exited with code 1"),
+        ProcessView("a/b:v2/shard-000", "shard", 2, 6, "", {"members": msgspec.to_builtins([member])}),
+        ProcessView("a/b:v2/shard-000/worker-0", "worker", 3, 7, "", {"up": True}),
+        ProcessView("a/b:v2/shard-000/worker-1", "worker", 4, 8, "", {}, 2, True, "exited with code 1"),
+        ProcessView("a/b:v2/router", "router", 5, 0, "", {"members": "many"}, 1, False),
+        ProcessView("a/b:v2/shard-001", "shard", 0, 0, "", {}, 0, False),
+        ProcessView("a/b:v2/shard-002", "shard", 6, 0, "", {}, 0, False, "exited with code 1"),
     ]
     rows = observation_of([], views).processes
     assert [(row.flow, row.role, row.state, row.where) for row in rows] == [
         ("", "coordinator", "running", "pid 5"),
-        ("a/b@2", "shard", "starting", "pid 6"),
-        ("a/b@2", "worker", "on deck", "host-a pid 9"),
-        ("a/b@2", "worker", "running", "pid 7"),
-        ("a/b@2", "worker", "starting", "pid 8"),
-        ("a/b@2", "router", "down", ""),
-        ("a/b@2", "shard", "starting", ""),
-        ("a/b@2", "shard", "down", ""),
+        ("a/b:v2", "shard", "starting", "pid 6"),
+        ("a/b:v2", "worker", "on deck", "host-a pid 9"),
+        ("a/b:v2", "worker", "running", "pid 7"),
+        ("a/b:v2", "worker", "starting", "pid 8"),
+        ("a/b:v2", "router", "down", ""),
+        ("a/b:v2", "shard", "starting", ""),
+        ("a/b:v2", "shard", "down", ""),
     ]
     assert (rows[4].restarts, rows[4].ended) == (2, "exited with code 1")
 
@@ -204,7 +204,7 @@ def test_nothing_grows_without_end() -> None:
         seen = [job(f"{second}-{n}", stall_s=second, reading_s=second, samples=second) for n in range(2)]
         page.observe(Observation(jobs=[*seen, job("stays", reading_s=second)]), float(second))
     history = page.whole().history
-    assert len(history.at) == len(history.stall["f@1 stays"]) == MOST_POINTS
+    assert len(history.at) == len(history.stall["f:v1 stays"]) == MOST_POINTS
     assert all(len(getattr(history, name)) <= MOST_SERIES for name in SERIES)
     many = [worker(n) for n in range(MOST_PROCESSES + 10)] + [worker(99999, state="down")]
     update = page.observe(Observation(processes=many), 9999.0)

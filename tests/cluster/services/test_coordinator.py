@@ -32,7 +32,7 @@ def spec(name: str) -> FlowSpec:
 
 
 def router(name: str) -> ProcessView:
-    return ProcessView(f"{name}@1/router", "router", 1, 1, f"ipc:///{name}", {"jobs": 0})
+    return ProcessView(f"{name}:v1/router", "router", 1, 1, f"ipc:///{name}", {"jobs": 0})
 
 
 def test_a_coordinator_that_starts_anew_admits_nobody_before_it_knows_what_runs(tmp_path: Path) -> None:
@@ -44,12 +44,14 @@ def admit_late(folder: Path) -> None:
     (folder / "contents").mkdir()
     (folder / "contents" / CONTENT).touch()
     state = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner")
-    for name in "abcd":
-        state.put(f"flow/{name}@1", msgspec.msgpack.encode(spec(name)))
+    older = "@1"  # the spelling of an older release
+    for name, version in (("a", older), ("b", ":v1"), ("c", ":v1"), ("d", older)):
+        state.put(f"flow/{name}{version}", msgspec.msgpack.encode(spec(name)))
     now = [0.0]
     server = RpcServer(listen(f"ipc://{folder}/coordinator"))
     contents, limits = Contents(folder / "contents"), ClusterLimits(workers=2)
     coordinator = Coordinator(server, state, contents, limits, clock=lambda: now[0])
+    assert state.find("flow/") == [f"flow/{name}:v1" for name in "abcd"]
     threading.Thread(target=server.serve, daemon=True).start()
     with RpcClient(server.address) as client:
         access = partial(client.call, "access", Access("d", 1), reply_type=str)
@@ -66,7 +68,7 @@ def admit_late(folder: Path) -> None:
             access(timeout_s=0.2)  # waits for its router
     assert [flow.state for flow in ask_in(server, coordinator.views)[0]].count("idle") == 2
     launched = {launch.id for launch in ask_in(server, coordinator.desired) if launch.role == "router"}
-    assert launched == {"c@1/router", "d@1/router"}
+    assert launched == {"c:v1/router", "d:v1/router"}
 
 
 def test_more_shards_than_there_are_ports_for_workers_are_refused_at_once(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Keeping:
             if stream is not None:
                 stream.close()
 
-    def attach(self, shard: str = "f@1/shard-000", incarnation: int = 1) -> KeptPlatform:
+    def attach(self, shard: str = "f:v1/shard-000", incarnation: int = 1) -> KeptPlatform:
         return self._stack.enter_context(closing(KeptPlatform(service_of(self.folder, shard, incarnation))))
 
     def name(self, number: int, group: str = "0123456789") -> str:
@@ -142,7 +142,7 @@ def test_members_that_no_shard_knows_are_ended(keeping: Keeping) -> None:
 
 def test_two_shards_share_one_maximum_and_a_restarted_shard_has_none_left(keeping: Keeping) -> None:
     keeping.up(workers=2)
-    first, second = keeping.attach(), keeping.attach("g@1/shard-000")
+    first, second = keeping.attach(), keeping.attach("g:v1/shard-000")
     pids = started(first, keeping, 0, 1, 2)  # one more, for successors
     other = keeping.name(3, "abcdefabcd")
     second.start(other, keeping.order)

@@ -50,7 +50,7 @@ def test_a_job_of_a_version_that_was_replaced_reads_on_when_its_router_dies(
         higher = open_job(flow, Numbers(8), version=2, address=cluster.address, batch_size=4, options=OPTIONS)
         with higher as other:
             assert sorted(keys(other.traverse(0))) == list(range(8))
-            killed = cluster.kill(f"{flow}@1/router")
+            killed = cluster.kill(f"{flow}:v1/router")
             wait(lambda: has_ended(killed), what="the router's end")
             assert sorted(seen + keys(batches)) == list(range(400))
 

@@ -41,8 +41,8 @@ def test_status_top_and_flow_tell_of_a_job(
 ) -> None:
     job = join(flow, Numbers(40), batch_size=10)
     assert sum(len(labels) for _, labels in job.traverse(0)) == 40
-    wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 1, what="the job's name at the coordinator")
-    cluster.process(f"{flow}@1/shard-000/worker")
+    wait(lambda: cluster.flows()[f"{flow}:v1"].jobs == 1, what="the job's name at the coordinator")
+    cluster.process(f"{flow}:v1/shard-000/worker")
     told = json.loads(run("status", "--address", cluster.address, "--json").output)
     assert [(one["spec"]["name"], one["state"]) for one in told["flows"] if one["jobs"]] == [
         (flow, "accessed")
@@ -50,21 +50,24 @@ def test_status_top_and_flow_tell_of_a_job(
     assert {one["role"] for one in told["processes"]} == {"coordinator", "router", "shard", "worker"}
     assert flow in run("status", "--address", cluster.address).output
     looks = run("top", "--count", "2", "--interval", "0", "--address", cluster.address).output
-    assert f"{flow}@1" in looks
+    assert f"{flow}:v1" in looks
     assert "shard-000" in looks
     shown = json.loads(run("flow", "show", flow, "--json", "--address", cluster.address).output)
     assert shown[0]["spec"]["size"] == 40
+    for name in (flow, f"{flow}:v1"):  # as printed
+        assert f"{flow}:v1: 40 samples" in run("flow", "show", name, "--address", cluster.address).output
+    assert "is not registered" in run("flow", "show", f"{flow}:v2", "--address", cluster.address).output
     scaled = run("flow", "scale", flow, "--shards", "2", "--address", cluster.address)
-    assert f"{flow}@1 is to have 2 shards and 2 workers; " in scaled.output
+    assert f"{flow}:v1 is to have 2 shards and 2 workers; " in scaled.output
     scaled = run("flow", "scale", flow, "--workers", "3", "--address", cluster.address)
-    assert f"{flow}@1 is to have 2 shards and 3 workers; " in scaled.output
+    assert f"{flow}:v1 is to have 2 shards and 3 workers; " in scaled.output
     refused = run("flow", "scale", flow, "--address", cluster.address)
     assert "give --shards, --workers or both" in refused.output
     refused = run("flow", "delete", flow, "--address", cluster.address)
     assert refused.exit_code == 1
     assert "is read by 1 jobs; end them first" in refused.output
     job.close()
-    wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 0, what="the job's end")
+    wait(lambda: cluster.flows()[f"{flow}:v1"].jobs == 0, what="the job's end")
     assert run("flow", "delete", flow, "--address", cluster.address).output == f"deleted {flow}\n"
     assert flow not in run("flow", "list", "--address", cluster.address).output
 

@@ -47,8 +47,8 @@ def test_a_cluster_goes_on_without_its_connection_file_and_writes_it_again(
     with open_job(flow, Numbers(400), address=session.address, batch_size=4, options=options) as job:
         reading = job.traverse(0)
         keys = next(reading)[1].tolist()
-        wait(lambda: len(session.processes(f"{flow}@1/")) == 4, what="a router, a shard and two workers")
-        victims = [view.pid for view in session.processes(f"{flow}@1/")]
+        wait(lambda: len(session.processes(f"{flow}:v1/")) == 4, what="a router, a shard and two workers")
+        victims = [view.pid for view in session.processes(f"{flow}:v1/")]
         shutil.rmtree(folder)
         for pid in victims:
             with suppress(ProcessLookupError):  # a worker ends with its shard

@@ -57,7 +57,7 @@ def peak_bytes(pid: int) -> int:
 
 def peaks(cluster: TestCluster, flow: str) -> dict[str, int]:
     found = {
-        view.role: view.pid for view in cluster.processes() if view.id.startswith(("coord", f"{flow}@1/s"))
+        view.role: view.pid for view in cluster.processes() if view.id.startswith(("coord", f"{flow}:v1/s"))
     }
     return {role: peak_bytes(found[role]) for role in ("coordinator", "shard")}
 
@@ -74,7 +74,7 @@ def test_a_dataset_that_holds_much_is_in_no_services_memory(
     dataset = InMemory(nbytes)
     ((values, keys),) = join(flow, dataset, batch_size=64, workers=workers, idle_s=60.0).traverse(0)
     assert [int(value) for value in values] == [dataset[int(key)][0] for key in keys]
-    wait(lambda: len(cluster.processes(f"{flow}@1/shard-000/worker")) == workers, what="all workers")
+    wait(lambda: len(cluster.processes(f"{flow}:v1/shard-000/worker")) == workers, what="all workers")
     after = peaks(cluster, flow)
     for role in before:
         assert after[role] - before[role] < 32 << 20, role
@@ -91,7 +91,7 @@ def test_what_is_too_large_is_told_before_anything_is_sent(
         OptionError, match=r"take 2,\d+,\d+ bytes when they are packed; 1,048,576 are allowed"
     ):
         join(flow, InMemory(2 << 20))
-    assert f"{flow}@1" not in cluster.flows()
+    assert f"{flow}:v1" not in cluster.flows()
 
 
 def registered(client: RpcClient, flow: str, content: bytes) -> str:

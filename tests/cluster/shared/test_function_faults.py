@@ -44,7 +44,7 @@ def job(functions: FunctionCluster, join: Join, flow: str) -> Endless:
 
 
 def limited_by(cluster: CommandedCluster, flow: str) -> str:
-    return next((one["limited_by"] for one in told(cluster)["flows"] if one["flow"] == f"{flow}@1"), "")
+    return next((one["limited_by"] for one in told(cluster)["flows"] if one["flow"] == f"{flow}:v1"), "")
 
 
 def test_a_quota_leaves_the_epoch_to_those_that_are_there_and_is_told(
@@ -169,7 +169,7 @@ def test_clocks_ten_minutes_off_change_nothing(
             job = Endless(opened)
             job.until(lambda: len(working(cluster, flow)) >= 2, "two members")
             assert not double.failed()
-            killed = cluster.kill(f"{flow}@1/shard")
+            killed = cluster.kill(f"{flow}:v1/shard")
             job.until(
                 lambda: killed not in [view.pid for view in cluster.processes("shard")], "its successor"
             )

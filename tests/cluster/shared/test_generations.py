@@ -61,7 +61,7 @@ def test_a_clock_that_steps_back_while_a_router_comes_back_holds_up_nobody(
     seen = keys(islice(batches, 3))
     for _ in range(2):
         step(-600)
-        killed = cluster.kill(f"{flow}@1/router")
+        killed = cluster.kill(f"{flow}:v1/router")
         wait(lambda killed=killed: has_ended(killed), what="the router's end")
         seen += keys(islice(batches, 30))
     assert sorted(seen + keys(batches)) == list(range(400))
@@ -70,14 +70,16 @@ def test_a_clock_that_steps_back_while_a_router_comes_back_holds_up_nobody(
 def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Join_, flow: str) -> None:
     """Where a service has ended another's may listen next, and would give samples of other data."""
     join(flow, Numbers(40), batch_size=4, name="training")
-    router = cluster.process(f"{flow}@1/router").address
+    router = cluster.process(f"{flow}:v1/router").address
     with find_cluster(cluster.address).connect(router, timeout_s=60) as client:
         for method, body in (
-            ("join", Join("stranger", "other@1", 1, 0, 4)),
-            ("heartbeat", JobHeartbeat(JobId("training", 1, "other@1"))),
-            ("leave", JobId("training", 1 << 60, "other@1")),
+            ("join", Join("stranger", "other:v1", 1, 0, 4)),
+            ("heartbeat", JobHeartbeat(JobId("training", 1, "other:v1"))),
+            ("leave", JobId("training", 1 << 60, "other:v1")),
         ):
-            with pytest.raises(RemoteCallError, match=f"the router of flow '{flow}@1', and not of") as caught:
+            with pytest.raises(
+                RemoteCallError, match=f"the router of flow '{flow}:v1', and not of"
+            ) as caught:
                 client.call(method, body)
             assert caught.value.kind == ErrorKind.MISDIRECTED
 
@@ -89,9 +91,9 @@ from types import SimpleNamespace
 from torch_dpflow.ipc.rpc import RpcServer
 from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
 from torch_dpflow.cluster.shard.run import ShardRegistration
-service = ServiceSpec(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
+service = ServiceSpec(id="f:v1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
-ShardRegistration(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f@1/router")
+ShardRegistration(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f:v1/router")
 sys.stdin.read()
 """
 
@@ -105,7 +107,7 @@ def test_a_shard_that_has_been_replaced_does_not_take_its_place_back(tmp_path: P
         tried.append(shard.incarnation)
         raise StaleShardError("another has taken its place")
 
-    running = Running(1, [ProcessView("f@1/router", "router", 1, 1, address, {})])
+    running = Running(1, [ProcessView("f:v1/router", "router", 1, 1, address, {})])
     server = RpcServer(listen(address))
     server.register("changes", lambda call: Result(running), body_type=int, remembered=False)
     server.register("register_shard", refuse, body_type=RegisterShard)

@@ -53,16 +53,16 @@ def keys(batches: Any) -> list[int]:
 
 def places(cluster: TestCluster, flow: str, role: str) -> set[str]:
     """The nodes on which a flow's processes of this role run."""
-    return {view.node for view in cluster.processes(f"{flow}@1/") if view.role == role}
+    return {view.node for view in cluster.processes(f"{flow}:v1/") if view.role == role}
 
 
 def workers_at(cluster: TestCluster, flow: str) -> list[str]:
     """The node of each of a flow's workers."""
-    return [view.node for view in cluster.processes(f"{flow}@1/") if view.role == "worker"]
+    return [view.node for view in cluster.processes(f"{flow}:v1/") if view.role == "worker"]
 
 
 def pids(cluster: TestCluster, flow: str) -> dict[str, int]:
-    return {view.id: view.pid for view in cluster.processes(f"{flow}@1/shard")}
+    return {view.id: view.pid for view in cluster.processes(f"{flow}:v1/shard")}
 
 
 def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_nodes_find_a_cluster_that_is_started_anew(flow: str, tmp_path: Path) ->
             )
             batches = job.traverse(0)
             seen = keys(islice(batches, 3))
-            (was,) = [view.pid for view in cluster.processes(f"{flow}@1/shard") if view.role == "shard"]
+            (was,) = [view.pid for view in cluster.processes(f"{flow}:v1/shard") if view.role == "shard"]
             os.kill(cluster.pid, signal.SIGKILL)
             wait(lambda: has_ended(cluster.pid), what="the cluster's end")
             cluster = TestCluster.start(tmp_path, **where)  # type: ignore[arg-type]

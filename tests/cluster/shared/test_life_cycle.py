@@ -45,10 +45,10 @@ def test_a_life_from_creation_to_deletion(
     job = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
     wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the job at the coordinator")
     text = run(cluster, "flow", "show", flow)
-    assert f"{flow}@1: 20 samples, read by 1 job" in text
+    assert f"{flow}:v1: 20 samples, read by 1 job" in text
     assert "»accessed«" in text
-    wait(lambda: len(cluster.processes(f"{flow}@1/")) == 4, what="a router, a shard and two workers")
-    pids = [view.pid for view in cluster.processes(f"{flow}@1/")]
+    wait(lambda: len(cluster.processes(f"{flow}:v1/")) == 4, what="a router, a shard and two workers")
+    pids = [view.pid for view in cluster.processes(f"{flow}:v1/")]
     job.close()
     wait(lambda: shown(cluster, flow)["state"] == "idle", what="the end of patience")
     wait(lambda: all(map(has_ended, pids)), what="the end of the services")
@@ -87,13 +87,15 @@ def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_run
     job = join(flow, Numbers(200), batch_size=5, shards=2, workers=2, idle_s=30.0)
     reading = job.traverse(0)
     keys = [int(key) for _ in range(3) for key in next(reading)[1]]
-    before = {view.id: view.pid for view in cluster.processes(f"{flow}@1/")}
+    before = {view.id: view.pid for view in cluster.processes(f"{flow}:v1/")}
     for _ in range(2):
         killed = cluster.kill("coordinator")
         wait(lambda killed=killed: has_ended(killed), what="the coordinator's end")
         keys += [int(key) for _ in range(3) for key in next(reading)[1]]
         wait(
-            lambda: before.items() <= {view.id: view.pid for view in cluster.processes(f"{flow}@1/")}.items(),
+            lambda: (
+                before.items() <= {view.id: view.pid for view in cluster.processes(f"{flow}:v1/")}.items()
+            ),
             what="the same processes at the next coordinator",
         )
     assert sorted(keys + [int(key) for _, labels in reading for key in labels]) == list(range(200))
@@ -140,7 +142,7 @@ def test_shards_and_flows_that_end_for_good_leave_no_sockets(
     wait(lambda: len(sockets_of(cluster) & own) == 2, what="the end of two shards")
     assert len(list(job.traverse(1))) == 4
     job.close()
-    wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 0, what="the job's end")
+    wait(lambda: cluster.flows()[f"{flow}:v1"].jobs == 0, what="the job's end")
     run(cluster, "flow", "delete", flow)
     wait(lambda: not sockets_of(cluster) & own, what="the end of the flow's services")
 

@@ -112,25 +112,26 @@ def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job
         lambda told: (
             any(row["samples"] == 2 * SAMPLES for row in told["jobs"])
             and any(
-                row["flow"] == f"{FLOW}@1" and row["decodes"] and row["workers"] == 2 for row in told["flows"]
+                row["flow"] == f"{FLOW}:v1" and row["decodes"] and row["workers"] == 2
+                for row in told["flows"]
             )
         ),
     )
-    (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}@1"]
+    (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}:v1"]
     assert (line["state"], line["jobs"], line["shards"], line["workers"]) == ("accessed", 1, 1, 2)
     assert 0 < line["decodes"] < 2
     assert 0 <= line["hit_rate"] <= 1
-    (mine,) = [row for row in told["jobs"] if row["flow"] == f"{FLOW}@1"]
+    (mine,) = [row for row in told["jobs"] if row["flow"] == f"{FLOW}:v1"]
     assert (mine["job"], mine["batches"]) == (NAME, 18)
     assert 0 <= mine["stall"] <= 1
-    assert f"{FLOW}@1 {NAME}" in told["history"]["stall"]
+    assert f"{FLOW}:v1 {NAME}" in told["history"]["stall"]
     rows = processes(told)
     assert rows["page"]["state"] == rows["coordinator"]["state"] == "running"
-    assert rows[f"{FLOW}@1/shard-000/worker-1"]["role"] == "worker"
+    assert rows[f"{FLOW}:v1/shard-000/worker-1"]["role"] == "worker"
 
 
 def test_a_worker_that_is_killed_is_in_the_stream(cluster: CommandedCluster, job: SharedJob) -> None:
-    id = f"{FLOW}@1/shard-000/worker-0"
+    id = f"{FLOW}:v1/shard-000/worker-0"
     await_state(cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running")
     with closing(stream_of(cluster)) as stream:
         assert stream.readline().startswith(b"id: ")
@@ -156,7 +157,7 @@ def test_nothing_secret_is_shown(cluster: CommandedCluster) -> None:
 def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
     cluster: CommandedCluster, job: SharedJob
 ) -> None:
-    id = f"{FLOW}@1/shard-000/worker-1"
+    id = f"{FLOW}:v1/shard-000/worker-1"
     told = await_state(
         cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running"
     )

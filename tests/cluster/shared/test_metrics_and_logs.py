@@ -78,7 +78,7 @@ def test_a_scrape_says_what_happened(
     log = tmp_path / "loads"
     job = join(flow, Numbers(SAMPLES, log=log), batch_size=10, name="mine", memory_bytes=8 << 20)
     assert sum(read(job, epoch) for epoch in range(2)) == 2 * SAMPLES
-    own = {"flow": f"{flow}@1"}
+    own = {"flow": f"{flow}:v1"}
 
     def told() -> bool:
         scrape, loads = Scrape(cluster), len(log.read_text().split())
@@ -135,26 +135,26 @@ def test_the_dashboard_for_grafana_names_only_metrics_that_there_are(cluster: Co
 def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:
     unnamed = UnnamedJobs()
 
-    def row(job: str, samples: int, flow: str = "images@1") -> JobRow:
+    def row(job: str, samples: int, flow: str = "images:v1") -> JobRow:
         return JobRow(
             flow=flow, job=job, stall_s=1.0, reading_s=2.0, batches=1, samples=samples, bytes=samples
         )
 
-    def told(*rows: JobRow, flows: tuple[str, ...] = ("images@1", "other@1")) -> dict[tuple[str, str], int]:
+    def told(*rows: JobRow, flows: tuple[str, ...] = ("images:v1", "other:v1")) -> dict[tuple[str, str], int]:
         return {(one.flow, one.job): one.samples for one in unnamed.combine(rows, flows)}
 
     first, second, ranked = draw_name(), draw_name(), f"{draw_name()}/1"
     assert told(row("mine", 5), row(first, 10), row(second, 1)) == {
-        ("images@1", "mine"): 5,
-        ("images@1", "unnamed"): 11,
+        ("images:v1", "mine"): 5,
+        ("images:v1", "unnamed"): 11,
     }
-    assert told(row(second, 2), row(ranked, 1)) == {("images@1", "unnamed"): 13}
-    assert told(row(ranked, 4), row(first, 7, "other@1")) == {
-        ("images@1", "unnamed"): 16,
-        ("other@1", "unnamed"): 7,
+    assert told(row(second, 2), row(ranked, 1)) == {("images:v1", "unnamed"): 13}
+    assert told(row(ranked, 4), row(first, 7, "other:v1")) == {
+        ("images:v1", "unnamed"): 16,
+        ("other:v1", "unnamed"): 7,
     }
-    assert told() == {("images@1", "unnamed"): 16, ("other@1", "unnamed"): 7}
-    assert told(flows=("other@1",)) == {("other@1", "unnamed"): 7}, "a flow that was deleted is not kept"
+    assert told() == {("images:v1", "unnamed"): 16, ("other:v1", "unnamed"): 7}
+    assert told(flows=("other:v1",)) == {("other:v1", "unnamed"): 7}, "a flow that was deleted is not kept"
 
 
 def jittered(sample: Any) -> Any:
@@ -168,7 +168,7 @@ def test_what_is_drawn_on_top_of_what_is_kept_is_no_decode(
     dataset = ALSDCache(Numbers(SAMPLES, log=tmp_path / "loads"), "64MiB", transform=jittered)
     job = join(flow, dataset, batch_size=10, workers=1)
     assert sum(read(job, epoch) for epoch in range(2)) == 2 * SAMPLES
-    own = {"flow": f"{flow}@1"}
+    own = {"flow": f"{flow}:v1"}
     wait(
         lambda: Scrape(cluster)("dpflow_shard_samples_delivered_total", **own) >= 2 * SAMPLES,
         what="the samples in the metrics",
@@ -187,7 +187,7 @@ def test_top_says_the_same_in_json(
         result = CliRunner().invoke(root, ["top", "--count", "1", "--json", "--address", cluster.address])
         figures: dict[str, Any] = json.loads(result.output)
         return {
-            kind: next((row for row in rows if row["flow"] == f"{flow}@1"), {})
+            kind: next((row for row in rows if row["flow"] == f"{flow}:v1"), {})
             for kind, rows in figures.items()
         }
 
@@ -212,7 +212,7 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
 ) -> None:
     job = join(flow, Numbers(SAMPLES), batch_size=10, name="mine")
     read(job, 0)
-    part = f"{flow}@1/shard-000/worker-1"
+    part = f"{flow}:v1/shard-000/worker-1"
     wait(lambda: cluster.process(part).status.get("up"), what="a worker that its shard knows")
     worker = cluster.process(part)
     os.kill(worker.pid, signal.SIGKILL)
@@ -230,13 +230,13 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
         {"time", "level", "flow", "shard", "worker", "job", "process", "pid"} <= line.keys() for line in lines
     )
     ended = [line for line in lines if line["level"] == "warning" and line["process"] == "node"]
-    assert [line["text"] for line in ended if line["flow"] == f"{flow}@1"] == [
+    assert [line["text"] for line in ended if line["flow"] == f"{flow}:v1"] == [
         f"process {worker.id} ended unexpectedly, restarting: pid {worker.pid} was ended by SIGKILL (the kernel's "
         "out-of-memory killer sends it too)"
     ]
     told = [line for line in lines if "its samples are requeued" in line["text"]]
     assert [(line["flow"], line["shard"], line["worker"], line["job"]) for line in told] == [
-        (f"{flow}@1", "shard-000", 1, None)
+        (f"{flow}:v1", "shard-000", 1, None)
     ]
 
 

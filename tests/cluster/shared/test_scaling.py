@@ -102,7 +102,7 @@ def test_two_jobs_read_on_while_shards_go_from_one_to_three_to_two(
     (tmp_path / "enough").touch()
     for job in jobs:
         job.finish()
-    wait(lambda: cluster.flows()["scaled@1"].jobs == 0, what="the jobs' end at the coordinator")
+    wait(lambda: cluster.flows()["scaled:v1"].jobs == 0, what="the jobs' end at the coordinator")
     dpflow(cluster, "flow", "delete", "scaled")
 
 
@@ -126,11 +126,11 @@ def test_what_is_drawn_by_chance_is_the_same_whatever_becomes_of_the_shards(
     for shards in (2, 1):
         dpflow(cluster, "flow", "scale", "draws/moved", "--shards", str(shards))
         wait(
-            lambda shards=shards: len(processes_of(cluster, "draws/moved@1", "shard")) == shards,
+            lambda shards=shards: len(processes_of(cluster, "draws/moved:v1", "shard")) == shards,
             what=f"{shards} shards",
         )
         got |= draws(next(reading) for _ in range(10))
-        lines = [line for line in cluster.log.read_text().splitlines() if "flow=draws/moved@1" in line]
+        lines = [line for line in cluster.log.read_text().splitlines() if "flow=draws/moved:v1" in line]
         assert not [line for line in lines if "level=warning" in line]
         retired = [line for line in lines if "shard retired" in line]
         assert len(retired) <= (shards == 1)  # the second one may have had no keys yet
@@ -150,15 +150,15 @@ def test_flows_share_the_workers_and_the_last_one_has_them_all(
     def divided() -> bool:
         # What is started may overlap for a moment with what has been killed, and is told to be two for each.
         parts = {name: flow.part for name, flow in cluster.flows().items() if flow.part and flow.jobs}
-        return {name: part.workers for name, part in parts.items()} == {"halves/a@1": 2, "halves/b@1": 2}
+        return {name: part.workers for name, part in parts.items()} == {"halves/a:v1": 2, "halves/b:v1": 2}
 
     wait(divided, what="two workers for each flow")
     for job in (first, second):
         assert sorted(int(key) for _, keys in job.traverse(0) for key in keys) == list(range(40))
     first.close()
-    wait(lambda: cluster.flows()["halves/a@1"].state == "idle", what="the first flow's idleness")
+    wait(lambda: cluster.flows()["halves/a:v1"].state == "idle", what="the first flow's idleness")
     wait(
-        lambda: len(processes_of(cluster, "halves/b@1", "worker")) == 4,
+        lambda: len(processes_of(cluster, "halves/b:v1", "worker")) == 4,
         what="all workers for the other flow",
     )
     assert len(processes(cluster, "worker")) == 4

@@ -49,7 +49,7 @@ def test_fast_jobs_one_after_the_other_hear_what_they_share(
         return " ".join(told.output.split())
 
     # More than the job was told, where a second worker has loaded a sample too and its count came afterwards.
-    told = re.compile(rf"{flow}@1: jobs received 400 samples, for which (\d+) were loaded\.")
+    told = re.compile(rf"{flow}:v1: jobs received 400 samples, for which (\d+) were loaded\.")
 
     def verdict() -> str | None:
         text = status()
@@ -123,4 +123,4 @@ def test_a_job_hears_what_its_flows_workers_have_taken_and_its_own_part(
 def figures_of_flow(cluster: TestCluster, flow: str) -> dict[str, Any]:
     """As `dpflow workers --json` tells them."""
     told = CliRunner().invoke(root, ["workers", "--json", "--address", cluster.address])
-    return next(one for one in json.loads(told.output)["flows"] if one["flow"] == f"{flow}@1")
+    return next(one for one in json.loads(told.output)["flows"] if one["flow"] == f"{flow}:v1")

@@ -69,7 +69,7 @@ class Reader:
 
 def is_of(flow: str, view: ProcessView) -> bool:
     """Whether the flow counts on it; those of other tests' flows end meanwhile."""
-    return view.role == "coordinator" or view.id.startswith(f"{flow}@")
+    return view.role == "coordinator" or view.id.startswith(f"{flow}:v")
 
 
 def services(cluster: TestCluster, flow: str) -> dict[str, ProcessView]:
@@ -107,7 +107,7 @@ def fuzz(cluster: TestCluster, job: SharedJob, flow: str, *, messages: int, raw:
     wait(lambda: set(services(cluster, flow)) == set(ROLES), what="all services")
     wait(lambda: len(pids(cluster, flow)) == len(ROLES) + 2, what="both workers")
     views = services(cluster, flow)
-    spec = cluster.flows()[f"{flow}@1"].spec
+    spec = cluster.flows()[f"{flow}:v1"].spec
     fuzzer = Fuzzer(chance, spec, READER, views["shard"].id)
     before = pids(cluster, flow)
     reader = Reader(job)

@@ -41,7 +41,7 @@ def test_a_stranger_gets_nothing_of_any_service(
     reader = Reader(job)
     wait(lambda: set(services(cluster, flow)) == set(ROLES), what="all services")
     views = services(cluster, flow)
-    fuzzer = Fuzzer(chance, cluster.flows()[f"{flow}@1"].spec, READER, views["shard"].id)
+    fuzzer = Fuzzer(chance, cluster.flows()[f"{flow}:v1"].spec, READER, views["shard"].id)
     for view in views.values():
         others = generate_keys(view.address).client_keys()
         for keys in (None, others):

@@ -77,7 +77,7 @@ def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own_and_is_t
         try:
             assert sorted(seen + keys(batches)) == list(range(400))
             assert sorted(keys(job.traverse(1))) == list(range(400))
-            assert f"{flow}@1" in other.flows()
+            assert f"{flow}:v1" in other.flows()
             job.close()
             with open_at(other, flow, 3.0) as impatient:
                 batches = impatient.traverse(0)

@@ -112,7 +112,7 @@ def working(cluster: CommandedCluster, flow: str) -> dict[str, int]:
     return {
         view["name"]: int(view["where"].rpartition(" ")[2])
         for shard, views in members(cluster).items()
-        if shard.startswith(f"{flow}@")
+        if shard.startswith(f"{flow}:v")
         for view in views
         if view["state"] == "working"
     }
@@ -162,13 +162,13 @@ def test_a_fleet_grows_and_shrinks_while_its_job_reads(
     job = join(flow, Numbers(2000), batch_size=8, workers=1)
     batches = job.traverse(0)
     read = keys([next(batches)])
-    shard = cluster.process(f"{flow}@1/shard").pid
+    shard = cluster.process(f"{flow}:v1/shard").pid
     for workers in (3, 1):
         scale(cluster, flow, workers)
         wait(lambda workers=workers: len(working(cluster, flow)) == workers, what=f"{workers} members")
         read += keys([next(batches)])
     assert sorted(read + keys(batches)) == list(range(2000))
-    assert [view.pid for view in cluster.processes(f"{flow}@1/shard")] == [shard]
+    assert [view.pid for view in cluster.processes(f"{flow}:v1/shard")] == [shard]
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(
         closing(open_job(flow, Numbers(8), address=cluster.address, batch_size=4)) as job,
     ):
         told = (
-            rf"(?s)no worker for sample .* for {flow}@1/shard-000: no port of {at} is free .*fewer shards by"
+            rf"(?s)no worker for sample .* for {flow}:v1/shard-000: no port of {at} is free .*fewer shards by"
         )
         for epoch in range(2):
             with pytest.raises(WorkerStartError, match=told):
@@ -265,7 +265,7 @@ def test_members_leave_when_their_shard_is_killed_and_its_successor_has_others(
     read = keys([next(batches)])
     wait(lambda: working(cluster, flow), what="a member")
     before = working(cluster, flow)
-    cluster.kill(f"{flow}@1/shard")
+    cluster.kill(f"{flow}:v1/shard")
     wait(lambda: all(map(has_ended, before.values())), what="the end of its members")
     assert sorted(read + keys(batches)) == list(range(400))
     wait(lambda: working(cluster, flow), what="other members")
@@ -282,7 +282,7 @@ def test_a_shard_and_a_keeper_that_are_told_to_end_leave_no_member(
     read = keys([next(batches)])
     wait(lambda: working(cluster, flow), what="a member")
     before = working(cluster, flow)
-    id = "keeper" if part == "keeper" else f"{flow}@1/shard"
+    id = "keeper" if part == "keeper" else f"{flow}:v1/shard"
     pid = cluster.kill(id, signal.SIGTERM)
     wait(lambda: cluster.process(id).pid not in (0, pid), what="its successor")
     assert cluster.process(id).ended == f"pid {pid} exited with code 0"

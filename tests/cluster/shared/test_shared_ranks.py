@@ -258,7 +258,7 @@ def test_a_killed_router_deals_the_rest_to_the_ranks(ranks: Any, cluster: TestCl
     jobs = ranks(2, size=400)
     readings = [job.traverse(0) for job in jobs]
     begun = [keys(next(reading) for _ in range(5 + 3 * rank)) for rank, reading in enumerate(readings)]
-    cluster.kill(f"{flow}@1/router")
+    cluster.kill(f"{flow}:v1/router")
     rest = read_together(readings)
     assert sorted(chain.from_iterable(begun + rest)) == list(range(400))
     again = read_together([job.traverse(1) for job in jobs])

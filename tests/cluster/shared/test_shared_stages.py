@@ -38,12 +38,12 @@ def draws(batches: Any) -> dict[int, tuple[float, ...]]:
 
 def test_what_is_refused_does_not_count_as_asked_for(cluster: TestCluster, join: Join, flow: str) -> None:
     next(join(flow, ALSDCache(Numbers(SIZE), "64MiB", transform=jittered)).traverse(0))
-    address = cluster.process(f"{flow}@1/shard-000", role="shard").address
+    address = cluster.process(f"{flow}:v1/shard-000", role="shard").address
     tickets = itertools.count(1)
 
     def want(count: int, draw: int | None) -> None:
         asked = list(itertools.islice(tickets, count))
-        shard.call("want", Ask(JobId("other", 1, f"{flow}@1"), 2**40, 0, draw, asked, [0] * count, []))
+        shard.call("want", Ask(JobId("other", 1, f"{flow}:v1"), 2**40, 0, draw, asked, [0] * count, []))
 
     with find_cluster(cluster.address).connect(address) as shard:
         want(1, 0)
@@ -51,7 +51,7 @@ def test_what_is_refused_does_not_count_as_asked_for(cluster: TestCluster, join:
             with pytest.raises(RemoteCallError, match="join as two jobs"):
                 want(1 << 14, None)
         want(1, 0)
-        shard.call("leave", JobId("other", 1, f"{flow}@1"))
+        shard.call("leave", JobId("other", 1, f"{flow}:v1"))
 
 
 def read_together(jobs: list[SharedJob], epoch: int) -> list[dict[int, tuple[float, ...]]]:
@@ -137,7 +137,7 @@ def test_the_router_reckons_with_the_samples_that_fit_into_the_caches(
     job = join(flow, dataset, batch_size=4, memory_bytes=4 << 20)
 
     def reckoned() -> int:
-        return int(cluster.process(f"{flow}@1/router").status.get("cache_samples", 10))
+        return int(cluster.process(f"{flow}:v1/router").status.get("cache_samples", 10))
 
     assert reckoned() == 10
     assert len(draws(job.traverse(0))) == 100

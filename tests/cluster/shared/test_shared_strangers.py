@@ -40,7 +40,7 @@ def test_a_job_with_the_connection_file_reads_over_tcp_and_finds_a_service_again
         reading = job.traverse(0)
         keys = [int(key) for _ in range(5) for key in next(reading)[1]]
         assert all(view.address.startswith("tcp://") for view in cluster.processes() if view.address)
-        cluster.kill(f"{flow}@1/router")
+        cluster.kill(f"{flow}:v1/router")
         keys += [int(key) for _, labels in reading for key in labels]
     assert sorted(keys) == list(range(400))
 
@@ -98,16 +98,16 @@ def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: s
 def test_a_shard_refuses_what_a_job_may_not_ask(cluster: TestCluster, flow: str) -> None:
     options = JobOptions(idle_s=3.0)
     with open_job(flow, Numbers(10), address=cluster.address, options=options):
-        wait(lambda: any(view.address for view in cluster.processes(f"{flow}@1/shard-000")))
-        shard = next(view for view in cluster.processes(f"{flow}@1/shard-000") if view.role == "shard")
+        wait(lambda: any(view.address for view in cluster.processes(f"{flow}:v1/shard-000")))
+        shard = next(view for view in cluster.processes(f"{flow}:v1/shard-000") if view.role == "shard")
         with find_cluster(cluster.address).connect(shard.address, timeout_s=60) as client:
-            job = JobId("intruder", 1, f"{flow}@1")
+            job = JobId("intruder", 1, f"{flow}:v1")
             for ask, message in (
                 (Ask(job, 9, 0, 0, [1], [10], []), "has 10 samples"),
                 (Ask(job, 9, 0, 0, [1, 2], [3], []), "one for each is required"),
                 (Ask(job, 9, 0, 0, [1], [3], [], 2), "no more than all can be"),
                 (Ask(job, 0, 0, 0, [1], [3], []), "is out of date"),
-                (Ask(JobId("intruder", 1, "other@1"), 9, 0, 0, [1], [3], []), "and not of 'other@1'"),
+                (Ask(JobId("intruder", 1, "other:v1"), 9, 0, 0, [1], [3], []), "and not of 'other:v1'"),
             ):
                 with pytest.raises(RemoteCallError, match=message):
                     client.call("fetch", ask)

@@ -77,7 +77,7 @@ def keys(batches: object) -> list[int]:
 
 def has(redis: RedisServer, flow: str) -> bool:
     with closing(open_store(redis.url)) as store:
-        return bool(store.find(f"flow/{flow}@1"))
+        return bool(store.find(f"flow/{flow}:v1"))
 
 
 def test_jobs_read_and_come_while_the_store_is_away_and_all_is_written_again(
@@ -88,7 +88,7 @@ def test_jobs_read_and_come_while_the_store_is_away_and_all_is_written_again(
         seen = keys(islice(batches, 3))
         wait(lambda: has(redis, flow), what="the flow in the store")
         redis.stop()
-        killed = cluster.kill(f"{flow}@1/router")
+        killed = cluster.kill(f"{flow}:v1/router")
         wait(lambda: has_ended(killed), what="the router's end")
         assert sorted(seen + keys(batches)) == list(range(400))
         with open_at(cluster, f"{flow}/other") as other:
@@ -123,7 +123,7 @@ def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs
         batches = job.traverse(0)
         seen = keys(islice(batches, 3))
         wait(lambda: has(redis, flow), what="the flow in the store")
-        before = {view.pid for view in cluster.processes(f"{flow}@1/")}
+        before = {view.pid for view in cluster.processes(f"{flow}:v1/")}
         redis.freeze()
         try:
             killed = cluster.kill("coordinator")
@@ -131,9 +131,9 @@ def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs
             assert sorted(seen + keys(batches)) == list(range(400))
         finally:
             redis.thaw()
-        wait(lambda: f"{flow}@1" in (flows_of(cluster) or ()), what="the flow at the next coordinator")
+        wait(lambda: f"{flow}:v1" in (flows_of(cluster) or ()), what="the flow at the next coordinator")
         wait(
-            lambda: before <= {view.pid for view in cluster.processes(f"{flow}@1/")},
+            lambda: before <= {view.pid for view in cluster.processes(f"{flow}:v1/")},
             what="the same processes, as their node says",
         )
 
@@ -217,6 +217,6 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
             assert acknowledged.wait(120)
             asking.join()
             found = cluster.flows()
-            assert not found if method == "delete" else found["f@1"].spec.workers == 5
+            assert not found if method == "delete" else found["f:v1"].spec.workers == 5
     finally:
         cluster.stop()

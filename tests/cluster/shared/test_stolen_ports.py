@@ -36,7 +36,7 @@ def test_a_service_whose_port_is_taken_listens_elsewhere(cluster: TestCluster, f
     with open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=options) as job:
         batches = job.traverse(0)
         seen = keys(islice(batches, 3))
-        id = role if role == "coordinator" else f"{flow}@1/{role}"
+        id = role if role == "coordinator" else f"{flow}:v1/{role}"
         view = cluster.process(id, role=role.partition("-")[0])
         os.kill(cluster.pid, signal.SIGSTOP)  # so that the stranger is quicker
         try:

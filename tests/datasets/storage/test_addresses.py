@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import fsspec.asyn
 import pytest
+from fsspec.archive import AbstractArchiveFileSystem
 
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.ftp_server import FTPServer
@@ -23,6 +27,7 @@ from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.archives import use_plain_names
 from torch_dpflow.datasets.storage.urls import (
     file_system_of,
     join_url,
@@ -281,6 +286,116 @@ def test_data_in_an_archive_is_imported_and_read(tmp_path: Path) -> None:
         objects.read(f"zip://no::file://{tmp_path}/data.zip")
     listing = ListingImporter(f"zip://lists/all.csv::file://{tmp_path}/data.zip")
     assert [item.path for item in listing.items()] == [f"../{n}.bin" for n in range(9)]
+
+
+#: The same tree as several tools spell it: `tar -C dir .`, absolute names, and joined paths.
+_SPELLED = ["./", "./cat/", "./cat/0.jpg", "cat/1.jpg", "/cat/2.jpg", "cat//3.jpg", "./dog/./0.jpg"]
+_PLAIN = ["cat/0.jpg", "cat/1.jpg", "cat/2.jpg", "cat/3.jpg", "dog/0.jpg"]
+
+
+def _pack(path: Path, names: list[str], compression: str = "") -> str:
+    """An archive of files that have their own names as content; returns its address."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.writestr(name, "" if name.endswith("/") else name)
+        return f"zip://::file://{path}"
+    mode: Any = f"w:{compression}"
+    with tarfile.open(path, mode) as tar:
+        for name in names:
+            member, data = tarfile.TarInfo(name), name.encode()
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            member.size = 0 if member.isdir() else len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return f"tar://::file://{path}"
+
+
+@pytest.mark.parametrize(
+    ("name", "compression"),
+    [
+        ("a.tar", ""),
+        ("a.tar.gz", "gz"),
+        ("a.tgz", "gz"),
+        ("a.TGZ", "gz"),
+        ("a.tbz2", "bz2"),
+        ("a.txz", "xz"),
+        ("a.zip", ""),
+    ],
+)
+def test_members_of_an_archive_are_found_however_they_are_spelled(
+    tmp_path: Path, name: str, compression: str
+) -> None:
+    importer = ImageFolderImporter(_pack(tmp_path / name, _SPELLED, compression))
+    found = list(importer.items())
+    assert [item.path for item in found] == _PLAIN
+    assert [item.meta["label"] for item in found] == [0, 0, 0, 0, 1]
+    draft = Draft(DatasetStore.create(str(tmp_path / "datasets")), "core/x", "v1")
+    draft.add("train", importer)
+    draft.publish()
+    reader = DatasetReader(DatasetStore(str(tmp_path / "datasets")).open("core/x"))
+    assert [reader[number][0].decode() for number in range(5)] == [one for one in _SPELLED if one[-1] != "/"]
+    reader.close()
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tgz", "a.zip"])
+@pytest.mark.parametrize("wrong", ["../cat/1.jpg", "cat/../../1.jpg", "cat/.."])
+def test_members_that_lead_out_of_an_archive_are_refused(tmp_path: Path, name: str, wrong: str) -> None:
+    address = _pack(tmp_path / name, ["cat/0.jpg", wrong], "gz" if name == "a.tgz" else "")
+    with pytest.raises(StorageError, match=re.escape(f"has a member of the name {wrong!r}, which leads out")):
+        list(ImageFolderImporter(address).items())
+
+
+class _Archive(AbstractArchiveFileSystem):  # type: ignore[misc]
+    """As fsspec's libarchive, which cannot rename members."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = names
+
+    def _get_dirs(self) -> None:
+        self.dir_cache = {name: {"name": name, "type": "file", "size": 1} for name in self._names}
+
+
+def test_other_archives_are_read_where_their_names_are_plain() -> None:
+    use_plain_names(_Archive("cat/", "cat/0.jpg"), "libarchive://::a.rar")
+    for wrong in ("./cat/0.jpg", "cat//0.jpg", "/cat/0.jpg", "../0.jpg"):
+        with pytest.raises(StorageError, match=f"has a member of the name '{wrong}'"):
+            use_plain_names(_Archive("cat/1.jpg", wrong), "libarchive://::a.rar")
+
+
+def test_links_of_an_archive_lead_to_members_of_plain_names(tmp_path: Path) -> None:
+    _pack(tmp_path / "a.tar", ["/cat/0.jpg"])
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        for name, kind, target in (
+            ("./cat/1.jpg", tarfile.LNKTYPE, "/cat/0.jpg"),
+            ("dog/0.jpg", tarfile.SYMTYPE, "../cat/0.jpg"),
+        ):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            tar.addfile(member)
+    with ObjectReader() as objects:
+        for name in ("cat/0.jpg", "cat/1.jpg", "dog/0.jpg"):
+            assert objects.read(f"tar://{name}::file://{tmp_path}/a.tar") == b"/cat/0.jpg"
+
+
+def test_an_archive_that_another_one_follows_is_refused(tmp_path: Path) -> None:
+    address = _pack(tmp_path / "a.tar", ["cat/0.jpg"])
+    _pack(tmp_path / "b.tar", ["cat/1.jpg"])
+    with (tmp_path / "a.tar").open("ab") as file:
+        file.write((tmp_path / "b.tar").read_bytes())
+    with pytest.raises(StorageError, match="another archive follows the end of this one"):
+        list(ImageFolderImporter(address).items())
+
+
+def test_names_of_an_archive_from_windows_have_parts(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        member = zipfile.ZipInfo("cat\\0.jpg")
+        member.create_system = 0
+        archive.writestr(member, b"x")
+    (item,) = ImageFolderImporter(f"zip://::file://{tmp_path}/a.zip").items()
+    assert item.path == "cat/0.jpg"
+    with ObjectReader() as objects:
+        assert objects.read(f"zip://cat/0.jpg::file://{tmp_path}/a.zip") == b"x"
 
 
 def test_a_store_that_was_copied_into_an_archive_is_read(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class JobDescription:
     @property
     def instance(self) -> str:
         """The name and version of what it reads, as in `FlowSpec`."""
-        return f"{self.flow}@{self.version}"
+        return f"{self.flow}:v{self.version}"
 
     @property
     def reader(self) -> str:

@@ -235,7 +235,7 @@ class FlowRegistry:
                 f"flow {name!r}, version {version}, is not in force ({known} is); register it"
             )
         # Not only the version in force: a replaced one that is still read may have lost its router.
-        flow = self._flows.get(f"{name}@{version}")
+        flow = self._flows.get(f"{name}:v{version}")
         if flow is None:
             raise UsageError(
                 f"flow {name!r}, version {version}, is not in force (version {newest.spec.version} is); read that one"

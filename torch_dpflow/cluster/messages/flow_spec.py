@@ -65,7 +65,7 @@ class FlowSpec(
     @property
     def instance(self) -> str:
         """The name of this version of the flow, unique among all flows and versions."""
-        return f"{self.name}@{self.version}"
+        return f"{self.name}:v{self.version}"
 
     def check(self) -> None:
         """Raise OptionError unless every field has a value that services can run with.

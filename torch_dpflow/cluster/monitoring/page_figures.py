@@ -174,9 +174,9 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
 
 
 def _flow_of(id: str) -> str:
-    """The flow of NAME@VERSION/shard-000/worker-0."""
-    name, at, rest = id.partition("@")
-    return f"{name}@{rest.partition('/')[0]}" if at else ""
+    """The flow of NAME:vN/shard-000/worker-0."""
+    name, mark, rest = id.partition(":v")
+    return f"{name}:v{rest.partition('/')[0]}" if mark else ""
 
 
 def _members_of(status: dict[str, Any]) -> list[MemberView]:

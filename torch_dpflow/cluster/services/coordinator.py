@@ -416,6 +416,9 @@ class Coordinator:
             try:
                 spec = msgspec.msgpack.decode(self._store.get(key) or b"", type=FlowSpec)
                 spec.check()
+                if key != (own := f"flow/{spec.instance}"):  # of an older release
+                    self._store.put(own, _encode(spec))
+                    self._store.delete(key)
                 specs.append(spec)
             except (msgspec.MsgspecError, OptionError) as error:
                 SERVICE.error("state store: %s cannot be decoded and is ignored: %s", key, error)

@@ -18,9 +18,9 @@ from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 #: The name of the keeper's socket.
 KEEPER_SOCKET = "keeper"
-#: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process. Of a node
-#: that has joined, shards are FLOW@VERSION/shard-NODE-000.
-_ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker-(?P<worker>\d+))?)")
+#: FLOW:vN/router, FLOW:vN/shard-000 or FLOW:vN/shard-000/worker-0: the id of a flow's process. Of a node
+#: that has joined, shards are FLOW:vN/shard-NODE-000.
+_ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker-(?P<worker>\d+))?)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN
+from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN, matches
 from torch_dpflow.datasets.storage.base import REVISION_PATTERN
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import SourceError
@@ -27,14 +27,15 @@ class Item:
 
     #: Annotations: values that JSON can hold, numpy scalars and arrays too.
     meta: Mapping[str, Any] = field(default_factory=dict)
-    #: Relative to the importer's root, or a URL; an absolute path object is a local file. Stored as text.
+    #: Relative to the importer's root, or a URL, or an absolute path below a local root; an absolute path object is a
+    #: local file. Stored as text.
     path: str | os.PathLike[str] | None = None
     data: bytes | None = None
     #: The sample's offset in the object; None: it is the whole object.
     offset: int | None = None
     #: Bytes; None: not known.
     length: int | None = None
-    #: "crc32:" or "sha256:" and hexadecimal digits.
+    #: "crc32:" or "sha256:" and hexadecimal digits. That of `data` is compared with it at once.
     checksum: str | None = None
     #: The state of the object in S3 or OSS: its ETag, in quotes, or the time of its last change as an HTTP date. Used
     #: where there is no checksum.
@@ -57,6 +58,17 @@ class Item:
             raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
         object.__setattr__(self, "checksum", _checksum(self.checksum))
         _check_revision(self.revision)
+        if self.data is not None:
+            self._check_data(self.data)
+
+    def _check_data(self, data: bytes) -> None:
+        if self.offset is not None or self.length not in (None, len(data)):
+            raise SourceError(
+                f"offset={self.offset}, length={self.length} of data of {len(data)} bytes; leave both out, as all of "
+                "the data is the sample"
+            )
+        if self.checksum is not None and not matches(data, self.checksum):
+            raise SourceError(f"checksum={self.checksum!r} is not that of the data; the source is damaged")
 
 
 def local_url(path: os.PathLike[str]) -> str:

@@ -27,9 +27,10 @@ _CACHE_KIB = 32 * 1024
 #: SQLite's integers, and those of other JSON readers, have 64 bits.
 _ID_LIMIT = 2**63
 
+# Ids have columns without a type: SQLite would convert texts of digits to numbers in a typed one.
 _TABLES = """
-create table image (position integer primary key, id integer unique, meta blob);
-create table annotation (position integer primary key, image integer, meta blob);
+create table image (position integer primary key, id unique, meta blob);
+create table annotation (position integer primary key, image, meta blob);
 """
 _ORPHAN = "select image from annotation where image not in (select id from image) limit 1"
 _IMAGES = "select id, meta from image where position >= ? order by position"
@@ -40,7 +41,8 @@ class CocoImporter:
     """Reads COCO's `instances_*.json`: one sample for each image, in the file's order.
 
     Annotations: `image_id`, `file_name`, `width`, `height` and `annotations`, a list of COCO's own records.
-    `info` has `categories`. The file may be larger than memory and have its arrays in any order: it is read
+    `info` has `categories`. Ids are integers of 64 bits or texts, and keep their type and spelling: 7, "7" and "007"
+    are three images. The file may be larger than memory and have its arrays in any order: it is read
     once, as a stream, into a temporary SQLite file, which joins images with their annotations and is about as large as
     the fields that are kept.
 
@@ -63,7 +65,8 @@ class CocoImporter:
         folder, self._name = split_name(str(annotations))
         self._files = Files(folder, options)
         self._kept = (*_ANNOTATION_FIELDS, "segmentation") if segmentation else _ANNOTATION_FIELDS
-        self._categories: list[Any] = []
+        #: id → its record
+        self._categories: dict[Any, dict[str, Any]] = {}
         #: number → the first annotation that has it
         self._used_categories: dict[Any, int] = {}
         self._total: int | None = None
@@ -93,7 +96,7 @@ class CocoImporter:
         return self._total
 
     def info(self) -> Mapping[str, Any]:
-        return {"categories": self._categories}
+        return {"categories": [*self._categories.values()]}
 
     @contextmanager
     def _joined(self) -> Iterator[sqlite3.Connection]:
@@ -108,21 +111,20 @@ class CocoImporter:
             database.execute("create index annotation_image on annotation (image)")
             orphan = database.execute(_ORPHAN).fetchone()
             if orphan is not None:
-                raise self._malformed(f"there are annotations of image {orphan[0]}, which it does not list")
+                raise self._malformed(f"there are annotations of image {orphan[0]!r}, which it does not list")
             self._check_categories()
             self._total = database.execute("select count(*) from image").fetchone()[0]
             yield database
 
     def _check_categories(self) -> None:
-        known = {record.get("id") for record in self._categories if isinstance(record, dict)}
         for category, position in self._used_categories.items():
-            if category not in known:
+            if category not in self._categories:
                 raise self._malformed(
                     f"number {position} of 'annotations' has category_id {category!r}, which 'categories' do not have"
                 )
 
     def _fill(self, database: sqlite3.Connection) -> None:
-        self._categories, self._used_categories = [], {}
+        self._categories, self._used_categories = {}, {}
         positions = {"images": 0, "annotations": 0, "categories": 0}
         for array, record in self._records():
             position = positions[array]
@@ -134,14 +136,17 @@ class CocoImporter:
             except ValueError as error:
                 raise self._malformed(f"number {position} of {array!r}: {error}") from error
             except sqlite3.IntegrityError as error:
-                raise self._malformed(f"it lists image {record['id']} twice") from error
+                raise self._malformed(f"it lists image {record['id']!r} twice") from error
 
     def _insert(self, database: sqlite3.Connection, array: str, record: Any, position: int) -> None:
         if not isinstance(record, dict):
             raise ValueError(f"it is {record!r:.80}; give an object")
         if array == "categories":
             _check_id(record, "id")
-            self._categories.append(record)
+            if (before := self._categories.setdefault(record["id"], record)) != record:
+                raise ValueError(
+                    f"category {record['id']!r} is {record!r:.80}, and was {before!r:.80} before"
+                )
         elif array == "images":
             _check_image(record)
             meta = {field: record[field] for field in _IMAGE_FIELDS if field in record}
@@ -196,4 +201,4 @@ def _check_annotation(record: dict[str, Any]) -> None:
 def _check_id(record: dict[str, Any], field: str) -> None:
     value = record[field]
     if type(value) not in (int, str) or (isinstance(value, int) and not -_ID_LIMIT <= value < _ID_LIMIT):
-        raise ValueError(f"{field} is {value!r:.80}; give an integer of 64 bits")
+        raise ValueError(f"{field} is {value!r:.80}; give an integer of 64 bits, or text")

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import IO, Any
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.delimited import ColumnTypes, DelimitedRows, check_names
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 
-#: Rows that are in memory at a time (of a CSV file: as many as fit into a block of bytes).
+#: Rows of a Parquet file that are in memory at a time.
 _BATCH_ROWS = 4096
-_CSV_BLOCK = 2**20
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_PARQUET = ".parquet"
 
 
 class ListingImporter:
-    """Reads a table with a column of paths; its other columns become annotations, null ones are left out.
+    """Reads a table with a column of paths, or of the samples' bytes; its other columns become annotations.
 
-    The types of a CSV's columns are inferred from its first megabyte. The table may be larger than memory.
+    Null values are left out. A CSV or TSV file is quoted as RFC 4180 says, and read twice: a column has the type that
+    all of its rows allow. Integers with leading zeros, and those above 64 bits, stay text. The table may be larger
+    than memory.
 
     Args:
-        listing: a path or URL that ends with .csv, .tsv or .parquet.
-        root: the directory that paths are relative to; None: the listing's directory.
-        path_column: the column of paths, or of URLs.
+        listing: a path or URL that ends with .csv, .tsv or .parquet; or a directory of Parquet files, which are read
+            in the order of their names.
+        root: the directory that paths are relative to, or begin with; None: the listing's directory.
+        path_column: the column of paths, or of URLs; "image.path" is a field of a column of structs.
         offset_column: the samples' offsets in their objects, bytes; needs `length_column`.
         length_column: the samples' sizes, bytes.
         checksum_column: "crc32:…" or "sha256:…".
+        data_column: the column of the samples' bytes, such as "image.bytes"; they are copied into the store, and
+            paths are annotations. For Parquet only.
         options: fsspec's options for the listing and `root`.
 
     Raises:
-        OptionError: the listing has another ending.
-        MissingExtraError: pyarrow is not installed.
+        OptionError: the listing has another ending, or `data_column` is not allowed.
     """
 
     def __init__(
@@ -45,28 +52,39 @@ class ListingImporter:
         offset_column: str | None = None,
         length_column: str | None = None,
         checksum_column: str | None = None,
+        data_column: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         folder, self._name = split_name(str(listing))
-        self._ending = "." + self._name.rpartition(".")[2].lower()
-        if self._ending not in {*_SEPARATORS, ".parquet"}:
+        if str(listing).endswith("/") or "." not in self._name:
+            folder, self._name, self._ending = str(listing), "", _PARQUET
+        else:
+            self._ending = "." + self._name.rpartition(".")[2].lower()
+        if self._ending not in {*_SEPARATORS, _PARQUET}:
             raise OptionError(
-                f"listing={without_login(str(listing))!r} ends with {self._ending}; give a .csv, .tsv or .parquet file"
+                f"listing={without_login(str(listing))!r} ends with {self._ending}; give a .csv, .tsv or .parquet "
+                "file, or a directory of Parquet files, with a / at its end"
+            )
+        if data_column is not None and (self._ending != _PARQUET or offset_column or length_column):
+            raise OptionError(
+                f"data_column={data_column!r} is for Parquet files, and without offset_column and length_column: the "
+                "bytes of a cell are a sample"
             )
         self._files = Files(folder, options)
         self._columns = {
-            "path": path_column,
+            "path": path_column if data_column is None else None,
             "offset": offset_column,
             "length": length_column,
             "checksum": checksum_column,
+            **({} if data_column is None else {"data": data_column}),
         }
         self._total: int | None = None
         data = self._files if root is None else Files(root, options)
-        self.root: str | None = data.url
+        self.root: str | None = data.url if data_column is None else None
         self.options = data.options
         self.source = {
             "importer": "listing",
-            "listing": join_url(self._files.url, self._name),
+            "listing": self._url_of(self._name),
             "root": self.root,
             "columns": self._columns,
         }
@@ -75,20 +93,10 @@ class ListingImporter:
         """Samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        used = {field: column for field, column in self._columns.items() if column is not None}
-        name = str(self.source["listing"])
-        position = 0
-        for rows in self._batches():
-            missing = set(used.values()) - set(rows.schema.names)
-            if missing:
-                raise SourceError(
-                    f"{self.source['listing']} has no column {sorted(missing)}; it has {rows.schema.names}"
-                )
-            skipped = min(len(rows), max(0, start - position))
-            position += len(rows)
-            first = position - len(rows) + skipped
-            for number, row in enumerate(_rows_of(rows.slice(skipped), name), first):
-                yield self._item(row, used, number)
+        rows = self._parquet_rows(start) if self._ending == _PARQUET else self._text_rows(start)
+        used = self._used
+        for number, row in enumerate(rows, start):
+            yield self._item(row, used, number)
 
     def total(self) -> int | None:
         return self._total
@@ -96,10 +104,16 @@ class ListingImporter:
     def info(self) -> Mapping[str, Any]:
         return {}
 
+    @property
+    def _used(self) -> dict[str, str]:
+        """The columns of an Item's fields, by the field."""
+        return {field: column for field, column in self._columns.items() if column is not None}
+
     def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:
-        fields = {field: row.pop(column) for field, column in used.items()}
-        fields["checksum"] = fields.get("checksum") or None  # null in a CSV file
-        fields["path"] = fields["path"] or ""
+        fields = {field: _taken(row, column) for field, column in used.items()}
+        fields["checksum"] = fields.get("checksum") or None  # empty in a CSV file
+        if "path" in fields:
+            fields["path"] = fields["path"] or ""
         try:
             return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
         except SourceError as error:
@@ -108,40 +122,112 @@ class ListingImporter:
                 f"{self.source['listing']}, row {number}: {error} (columns: {columns})"
             ) from error
 
-    def _batches(self) -> Iterator[Any]:
+    def _text_rows(self, start: int) -> Iterator[dict[str, Any]]:
+        name = str(self.source["listing"])
+        with self._opened(self._name) as file:
+            rows = DelimitedRows(file, _SEPARATORS[self._ending], name)
+            header = rows.header
+            self._check_columns({*header}, header, name)
+            numbers = {field: header.index(column) for field, column in self._used.items()}
+            texts = {number for field, number in numbers.items() if field in ("path", "checksum")}
+            types = ColumnTypes(len(header), texts=texts, padded={*numbers.values()})
+            self._total = types.observe(rows)
+        converters = types.converters()
+        with self._opened(self._name) as file:
+            rows = DelimitedRows(file, _SEPARATORS[self._ending], name)
+            for cells in islice(rows, start, None):
+                try:
+                    yield {
+                        column: convert(cell)
+                        for column, convert, cell in zip(header, converters, cells, strict=True)
+                    }
+                except (ValueError, KeyError) as error:
+                    raise SourceError(
+                        f"{name} has changed while it was read: {error}; import it again"
+                    ) from error
+
+    def _parquet_rows(self, start: int) -> Iterator[dict[str, Any]]:
         try:
             import pyarrow
-            from pyarrow import csv, parquet
+            from pyarrow import parquet
+
+            from torch_dpflow.datasets.importers.table_values import field_names, rows_of
         except ModuleNotFoundError as error:
             raise MissingExtraError(
-                "listings need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
+                "Parquet needs pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
             ) from error
-        try:
-            with self._files.open(self._name) as file:
-                if self._ending == ".parquet":
+        self._total, to_skip = None, start
+        paths = self._parquet_files()
+        for path in paths:
+            name = self._url_of(path)
+            try:
+                with self._opened(path) as file:
                     table = parquet.ParquetFile(file)
-                    self._total = table.metadata.num_rows
-                    yield from table.iter_batches(batch_size=_BATCH_ROWS)
-                else:
-                    parse = csv.ParseOptions(delimiter=_SEPARATORS[self._ending])
-                    read = csv.ReadOptions(block_size=_CSV_BLOCK)
-                    # By default it converts paths and checksums of digits to numbers.
-                    texts = (self._columns["path"], self._columns["checksum"])
-                    convert = csv.ConvertOptions(
-                        column_types={column: pyarrow.string() for column in texts if column is not None}
-                    )
-                    yield from csv.open_csv(
-                        file, read_options=read, parse_options=parse, convert_options=convert
-                    )
+                    check_names(table.schema_arrow.names, name)
+                    self._check_columns({*field_names(table.schema_arrow)}, table.schema_arrow.names, name)
+                    if len(paths) == 1:
+                        self._total = table.metadata.num_rows
+                    for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+                        skipped = min(len(batch), to_skip)
+                        to_skip -= skipped
+                        yield from rows_of(batch.slice(skipped), name, self._columns.get("data"))
+            except StorageError:
+                raise
+            except (pyarrow.ArrowException, OSError) as error:  # Arrow raises OSError for damaged pages
+                raise SourceError(f"{name} cannot be read: {error}") from error
+
+    def _parquet_files(self) -> list[str]:
+        """The file, or those of the directory. Raises SourceError if it has none, or is partitioned."""
+        if self._name:
+            return [self._name]
+        children = self._files.children()
+        partitions = [child.name for child in children if child.is_directory and "=" in child.name]
+        if partitions:
+            raise SourceError(
+                f"{self._files.url} has a column in the names of its directories, as in {partitions[0]!r}; write it "
+                "into the files: pyarrow.parquet.write_table(pyarrow.dataset.dataset(folder, partitioning='hive')"
+                ".to_table(), file)"
+            )
+        found = [child.name for child in children if child.name.lower().endswith(_PARQUET)]
+        if not found:
+            raise SourceError(
+                f"{self._files.url} is no directory of Parquet files; give one, or a .csv, .tsv or .parquet file"
+            )
+        return found
+
+    def _check_columns(self, names: Collection[str], shown: Sequence[str], table: str) -> None:
+        missing = {*self._used.values()} - {*names}
+        if missing:
+            raise SourceError(f"{table} has no column {sorted(missing)}; it has {[*shown]}")
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[IO[bytes]]:
+        name = self._url_of(path)
+        try:
+            with self._files.open(path) as file:
+                yield file
         except FileNotFoundError as error:
-            raise SourceError(f"there is no {self.source['listing']}") from error
+            raise SourceError(
+                f"there is no {name}; check the path, and write a / at the end of a directory"
+            ) from error
         except StorageError:
             raise
-        except (pyarrow.ArrowException, OSError) as error:  # Arrow raises OSError for damaged pages
-            raise SourceError(f"{self.source['listing']} cannot be read: {error}") from error
+        except OSError as error:
+            raise SourceError(f"{name} cannot be read: {error}") from error
+
+    def _url_of(self, path: str) -> str:
+        return join_url(self._files.url, path) if path else self._files.url
 
 
-def _rows_of(batch: Any, name: str) -> list[dict[str, Any]]:
-    from torch_dpflow.datasets.importers.table_values import rows_of  # here, because pyarrow is an extra
-
-    return rows_of(batch, name)
+def _taken(row: dict[str, Any], column: str) -> Any:
+    """Remove a column's value from a row, or a field of a struct as in "image.path", and return it."""
+    if column in row:
+        return row.pop(column)
+    outer, _, inner = column.partition(".")
+    struct = row.get(outer)
+    if not isinstance(struct, dict):
+        return None
+    value = _taken(struct, inner)
+    if all(other is None for other in struct.values()):
+        del row[outer]
+    return value

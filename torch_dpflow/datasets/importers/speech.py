@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -19,8 +20,8 @@ _TRANSCRIPT = ".trans.txt"
 class SpeechImporter:
     """Reads `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
 
-    A line of a transcript is an utterance's name, a space and its words. Annotations: `utterance`, `speaker`,
-    `chapter` and `text`. One chapter is in memory at a time.
+    A line of a transcript is an utterance's name, a space and its words, in UTF-8, with or without a byte-order mark.
+    Annotations: `utterance`, `speaker`, `chapter` and `text`. One chapter is in memory at a time.
 
     Args:
         root: the directory of the speakers; a path or a URL.
@@ -91,8 +92,9 @@ class SpeechImporter:
             if not child.name.endswith(_TRANSCRIPT):
                 continue
             path = f"{folder}/{child.name}"
-            for number, line in enumerate(self._text(path).splitlines(), 1):
-                name, _, text = line.strip().partition(" ")
+            # Not splitlines(), which also splits at U+2028 and others that a transcript may have.
+            for number, line in enumerate(re.split(r"\r\n|\n|\r", self._text(path)), 1):
+                name, _, text = line.strip(" \t").partition(" ")
                 if name in words:
                     raise SourceError(f"{self.root}/{path}, line {number}: {name} has two transcripts")
                 if name:
@@ -101,6 +103,6 @@ class SpeechImporter:
 
     def _text(self, path: str) -> str:
         try:
-            return self._files.read(path).decode("utf-8")
+            return self._files.read(path).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.root}/{path} is no UTF-8 text: {error}") from error

@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow
 
+from torch_dpflow.datasets.annotations import iso_duration
 from torch_dpflow.errors import SourceError
 
-_NANOSECONDS = 10**9
+_BINARY = (
+    pyarrow.types.is_binary,
+    pyarrow.types.is_large_binary,
+    pyarrow.types.is_fixed_size_binary,
+)
 
 
-def rows_of(batch: pyarrow.RecordBatch, name: str) -> list[dict[str, Any]]:
+def field_names(schema: pyarrow.Schema) -> Iterator[str]:
+    """The names of all columns, and those of the fields of their structs, as in "image.path"."""
+    pending = [(field.name, field.type) for field in schema]
+    while pending:
+        name, kind = pending.pop()
+        yield name
+        if pyarrow.types.is_struct(kind):
+            pending += [(f"{name}.{field.name}", field.type) for field in kind]
+
+
+def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = None) -> list[dict[str, Any]]:
     """The rows of a batch. Times that Python's types cannot represent, such as nanoseconds, become ISO 8601 text.
 
     Args:
         batch: some rows of a table.
         name: names the table in errors.
+        data_column: the column, or the field of a struct as in "image.bytes", that may have bytes.
 
     Raises:
-        SourceError: a column, which it names, has a value that Python cannot represent.
+        SourceError: a column, which it names, has a value that Python cannot represent, or bytes.
     """
     names = batch.schema.names
+    for column, title in zip(batch.columns, names):
+        found = next((one for one in _bytes_in(column, title) if one != data_column), None)
+        if found is not None:
+            raise SourceError(
+                f"{name}, column {found!r} has bytes, which annotations cannot hold; data_column={found!r} imports "
+                "them as the samples; else write the table without it"
+            )
     columns = [
         _values(batch.column(number), f"{name}, column {names[number]!r}") for number in range(len(names))
     ]
     return [dict(zip(names, cells)) for cells in zip(*columns)]
+
+
+def _bytes_in(column: pyarrow.Array, name: str) -> Iterator[str]:
+    """The names of a column, or of the fields of its structs, that have bytes."""
+    kind = column.type
+    if any(is_binary(kind) for is_binary in _BINARY):
+        if column.null_count < len(column):
+            yield name
+    elif pyarrow.types.is_struct(kind):
+        for field, inner in zip(kind, column.flatten()):
+            yield from _bytes_in(inner, f"{name}.{field.name}")
+    elif pyarrow.types.is_dictionary(kind):
+        yield from _bytes_in(column.dictionary, name)
+    elif pyarrow.types.is_map(kind):
+        yield from _bytes_in(column.keys, name)
+        yield from _bytes_in(column.items, name)
+    elif hasattr(column, "flatten") and hasattr(kind, "value_type"):
+        yield from _bytes_in(column.flatten(), name)
 
 
 def _values(column: pyarrow.Array, name: str) -> list[Any]:
@@ -39,7 +81,10 @@ def _values(column: pyarrow.Array, name: str) -> list[Any]:
             texts: list[Any] = column.cast(pyarrow.string()).to_pylist()
             return texts
         if column.type == pyarrow.duration("ns"):
-            return [_duration(value) for value in column.cast(pyarrow.int64()).to_pylist()]
+            return [
+                None if value is None else iso_duration(value)
+                for value in column.cast(pyarrow.int64()).to_pylist()
+            ]
         raise SourceError(
             f"{name} of type {column.type}: {error}; store it as text or as integers"
         ) from error
@@ -62,8 +107,16 @@ def _coarser(kind: pyarrow.DataType) -> pyarrow.DataType:
         return pyarrow.duration("us")
     if kind == pyarrow.time64("ns"):
         return pyarrow.time64("us")
+    if types.is_dictionary(kind) and _coarser(kind.value_type) != kind.value_type:
+        return _coarser(kind.value_type)
     if types.is_list(kind):
         return pyarrow.list_(_coarser(kind.value_type))
+    if types.is_large_list(kind):
+        return pyarrow.large_list(_coarser(kind.value_type))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(_coarser(kind.value_type), kind.list_size)
+    if types.is_map(kind):
+        return pyarrow.map_(_coarser(kind.key_type), _coarser(kind.item_type))
     if types.is_struct(kind):
         return pyarrow.struct([field.with_type(_coarser(field.type)) for field in kind])
     return kind
@@ -74,10 +127,3 @@ def _timestamps(column: pyarrow.Array) -> list[Any]:
     in_utc = column.cast(pyarrow.timestamp(column.type.unit))
     texts = in_utc.cast(pyarrow.string()).to_pylist()
     return [None if text is None else text.replace(" ", "T") + zone for text in texts]
-
-
-def _duration(value: int | None) -> str | None:
-    if value is None:
-        return None
-    seconds, rest = divmod(abs(value), _NANOSECONDS)
-    return f"{'-' if value < 0 else ''}PT{seconds}.{rest:09d}S"

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 
+from torch_dpflow.datasets.storage.archives import tar_options, use_plain_names
 from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange
 from torch_dpflow.datasets.storage.credentials import about_left_out
 from torch_dpflow.datasets.storage.deadlines import call_within
@@ -45,7 +46,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
             file_system = fsspec.filesystem(scheme, **given)
             path = file_system._strip_protocol(url)  # url_to_fs would split a name with "::"
         else:  # it may connect at once
-            file_system, path = call_within(seconds, lambda: fsspec.url_to_fs(url, **given))
+            file_system, path = call_within(seconds, lambda: _connected(url, given))
         return file_system, path
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
@@ -60,6 +61,12 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
         ) from error
     except Exception as error:
         raise storage_error(ByteRange(url), error) from error
+
+
+def _connected(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    file_system, path = fsspec.url_to_fs(url, **options)
+    use_plain_names(file_system, url)
+    return file_system, path
 
 
 def path_of(file_system: Any, url: str) -> str:
@@ -99,6 +106,8 @@ def _options_of(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if len(schemes) == 1:
         return fsspec_options(schemes[0], options)
     own = {name: value for name, value in options.items() if name in schemes}
+    if schemes[0] == "tar":
+        own["tar"] = {**tar_options(_links(url)[1]), **own.get("tar", {})}
     rest = {name: value for name, value in options.items() if name not in schemes}
     return {**own, schemes[-1]: {**fsspec_options(schemes[-1], rest), **own.get(schemes[-1], {})}}
 

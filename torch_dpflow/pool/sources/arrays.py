@@ -18,11 +18,10 @@ from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, DPFlowError, OptionError, StorageError, TruncatedObjectError
 from torch_dpflow.pool.messages.protocol import ArraySource
 from torch_dpflow.pool.planning.sets import ArraySet, identity
-from torch_dpflow.pool.sources.hdf5_dataset import HDF5Dataset
+from torch_dpflow.pool.sources.hdf5_dataset import HDF5Dataset, is_hdf5
 
 #: The first bytes of a file, with all headers of `.npy` that numpy reads (10,000 bytes).
 _HEAD_BYTES = 16 << 10
-_HDF5 = b"\x89HDF\r\n\x1a\n"
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -46,7 +45,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
     with ObjectReader(storage_options) as reader:
         head = reader.read(place, 0, min(size, _HEAD_BYTES))
     name, start = without_login(place), None
-    if head.startswith(_HDF5):
+    if not head.startswith(np.lib.format.MAGIC_PREFIX) and is_hdf5(head):
         with closing(HDF5Dataset(place, storage_options, path)) as data:
             dtype, shape = data.dtype, data.shape
     elif path:

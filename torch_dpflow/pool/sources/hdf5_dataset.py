@@ -13,8 +13,24 @@ from torch_dpflow.errors import MissingExtraError, OptionError, StorageError
 _MOST_NAMES = 20
 
 
+#: The offsets at which an HDF5 file may begin: before it lies a user block, as in MATLAB's files.
+_STARTS = (0, *(512 << power for power in range(5)))
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def is_hdf5(head: bytes) -> bool:
+    """Whether a file that begins with `head` is an HDF5 file."""
+    return any(head.startswith(_SIGNATURE, start) for start in _STARTS)
+
+
 class HDF5Dataset:
-    """A dataset in an HDF5 file, opened; not thread-safe. Raises MissingExtraError, OptionError, StorageError."""
+    """A dataset in an HDF5 file, opened; not thread-safe.
+
+    All of its rows are in the file. Of a virtual dataset, a link or an external storage that lead to other files, HDF5
+    would return fill values where it does not find them, and a change of those files would not be detected.
+
+    Raises MissingExtraError, OptionError, StorageError.
+    """
 
     def __init__(self, url: str, options: dict[str, Any], path: str) -> None:
         try:
@@ -30,11 +46,15 @@ class HDF5Dataset:
             fs = open_file_system(file_system_of(url), options, ReadOptions().deadline_s)[0]
             self._content = fs.open(path_of(fs, url), "rb")
             self._file = h5py.File(self._content, "r")
+            self._check_links(path, h5py.ExternalLink)
             self._data: Any = self._file.get(path) if path else None
             if not isinstance(self._data, h5py.Dataset):
                 raise OptionError(
                     f"{self._name} is no dataset; give path=, one of {self._names(h5py.Dataset)}"
                 )
+            if self._data.shape is None or self._data.attrs.get("MATLAB_empty"):
+                raise OptionError(f"{self._name} is empty; give a dataset with records")
+            self._check_stored(h5py, self._data, frozenset())
             self.dtype, self.shape = self._data.dtype, self._data.shape
         except OSError as error:
             self.close()
@@ -56,7 +76,58 @@ class HDF5Dataset:
             if one is not None:
                 one.close()
 
+    def _check_links(self, path: str, external: type) -> None:
+        """Raise OptionError if a part of the path is a link to another file."""
+        group = self._file
+        for part in [part for part in path.split("/") if part not in ("", ".")]:
+            link = group.get(part, getlink=True) if hasattr(group, "keys") else None
+            if isinstance(link, external):
+                raise self._elsewhere(link.filename)  # type: ignore[attr-defined]
+            group = group.get(part) if link is not None else None
+
+    def _check_stored(self, h5py: Any, data: Any, above: frozenset[str]) -> None:
+        """Raise OptionError unless this file has all rows of a dataset.
+
+        above: the names of the virtual datasets of which it is a source.
+        """
+        if data.file != self._file:  # by a soft link to an external one
+            raise self._elsewhere(data.file.filename)
+        if data.external:
+            raise self._elsewhere(data.external[0][0])
+        for one in data.virtual_sources() if data.is_virtual else ():
+            if one.file_name != ".":
+                raise self._elsewhere(one.file_name)
+            source = self._file.get(one.dset_name)
+            if (
+                not isinstance(source, h5py.Dataset)
+                or source.name in above
+                or not _has_all(h5py, one, source)
+            ):
+                raise OptionError(
+                    f"{self._name} is a virtual dataset, and its source {one.dset_name!r} is missing or too small; "
+                    "write the file anew"
+                )
+            self._check_stored(h5py, source, above | {data.name})
+
+    def _elsewhere(self, file: str) -> OptionError:
+        return OptionError(
+            f"{self._name} has its rows in another file, {file!r}; give that file, or copy the rows into one: "
+            "new.create_dataset(name, data=old[name][:])"
+        )
+
     def _names(self, kind: type) -> list[str]:
         found: list[str] = []
         self._file.visititems(lambda name, one: found.append(name) if isinstance(one, kind) else None)
         return sorted(found)[:_MOST_NAMES]
+
+
+def _has_all(h5py: Any, mapped: Any, source: Any) -> bool:
+    """Whether the source of a virtual dataset has all elements that are mapped."""
+    space = mapped.src_space
+    if space.get_select_type() == h5py.h5s.SEL_ALL:
+        return bool(mapped.vspace.get_select_npoints() == source.size)
+    try:
+        end = space.get_select_bounds()[1]
+    except (ValueError, RuntimeError):  # without an end: the source's size is that of the virtual dataset
+        return True
+    return len(end) == len(source.shape) and all(last < size for last, size in zip(end, source.shape))
