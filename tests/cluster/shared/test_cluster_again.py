@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import stat
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.cluster.client.failing_service import FailingService
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.security.cluster_address import find_cluster
-from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.cluster.security.connection_file import (
+    generate_keys,
+    read_connection_file,
+    write_connection_file,
+)
+from torch_dpflow.errors import OptionError
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
@@ -53,6 +63,50 @@ def test_a_job_of_a_version_that_was_replaced_reads_on_when_its_router_dies(
             killed = cluster.kill(f"{flow}@1/router")
             wait(lambda: has_ended(killed), what="the router's end")
             assert sorted(seen + keys(batches)) == list(range(400))
+
+
+@pytest.mark.parametrize("before", ["no file", "nobody", "no router"])
+def test_a_job_that_begins_while_its_cluster_is_replaced_reads_from_the_new_one(
+    cluster: TestCluster,
+    tmp_path: Path,
+    flow: str,
+    before: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The file is away, names a cluster that has ended, or one that ends between registration and join."""
+    for module in ("outage_log", "flow_registration"):
+        monkeypatch.setattr(f"torch_dpflow.cluster.client.{module}.SILENCE_S", 0.05)
+    monkeypatch.setattr("torch_dpflow.cluster.client.router_link.CALL_S", 1.0)
+    path = tmp_path / "connection"
+    former = read_connection_file(cluster.address)
+    if before != "no file":
+        write_connection_file(path, msgspec.structs.replace(former, address=f"ipc://{tmp_path}/former"))
+
+    def read() -> list[int]:
+        with open_job(flow, Numbers(40), address=str(path), batch_size=4, options=OPTIONS) as job:
+            return keys(job.traverse(0))
+
+    with ExitStack() as stack:
+        calls: Counter[str] = Counter()
+        if before == "no router":
+            service = stack.enter_context(closing(FailingService(f"ipc://{tmp_path}/former")))
+            service.silent.add("access")
+            calls = service.calls
+        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(read)
+        wait(lambda: calls["access"] or _says_that_it_waits(caplog.text), what="a job that waits")
+        write_connection_file(path, former)
+        assert sorted(reading.result()) == list(range(40))
+
+
+def _says_that_it_waits(log: str) -> bool:
+    return "has waited for" in log or "no answer from its services" in log
+
+
+def test_a_connection_file_that_does_not_come_is_named_when_the_patience_ends(tmp_path: Path) -> None:
+    options = JobOptions(patience_s=0.2)
+    with pytest.raises(OptionError, match=r"none'.*Start one by `dpflow up`.*\(waited 0.2 s\)"):
+        open_job("f", Numbers(4), address=str(tmp_path / "none"), options=options)
 
 
 class WithKey(Numbers):

@@ -287,9 +287,9 @@ class RouterLink:
         """Register the flow with this cluster and move there."""
         assert self._failover is not None
         with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt tries again
-            self._failover.register(cluster, self._call_s)
-            self.cluster = cluster
-            self._leave_for_another()
+            if self._failover.register(cluster, self._call_s):
+                self.cluster = cluster
+                self._leave_for_another()
 
     def _leave_for_another(self) -> None:
         """Locate the router again, which does not know the job."""
@@ -311,11 +311,12 @@ class RouterLink:
         A service restarts at its old address, so a job that reads need not wait for a coordinator.
         """
         access = Access(self._job.flow, self._job.version)
-        timeout_s = self._call_s if self._address else self._patience_s
         if self._coordinator is None:
             self._coordinator = self.cluster.connect(timeout_s=self._patience_s)
         try:
-            address: str = self._coordinator.call("access", access, reply_type=str, timeout_s=timeout_s).body
+            address: str = self._coordinator.call(
+                "access", access, reply_type=str, timeout_s=self._call_s
+            ).body
         except (DeadlineError, PeerLostError):
             if not self._address:
                 raise

@@ -63,6 +63,9 @@ METHODS: dict[str, tuple[Any, bool]] = {
     "flows": (None, False),
     "processes": (None, False),
 }
+#: How long a job's call waits for the router of its flow, seconds: less than a job waits for any answer, so that it
+#: can tell services that start from a coordinator that is away.
+ACCESS_S = 2.0
 _encode = msgspec.msgpack.encode
 
 
@@ -70,7 +73,7 @@ _encode = msgspec.msgpack.encode
 class _WaitingCall:
     call: IncomingCall
     instance: str
-    #: When its caller gives up, seconds.
+    #: When it is answered even if the router does not run yet, seconds.
     until: float
 
 
@@ -232,6 +235,8 @@ class Coordinator:
                 waiting.call.answer(address)
             elif now < waiting.until:
                 still.append(waiting)
+            else:
+                waiting.call.fail(OverloadedError(f"the services of flow {waiting.instance!r} are starting"))
         self._waiting = still
 
     def _apply(self, instructions: list[FlowInstruction]) -> None:
@@ -337,7 +342,7 @@ class Coordinator:
         address = self._routers.get(flow.spec.instance)
         if address is not None:
             return Result(address)
-        self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + call.patience_s))
+        self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + ACCESS_S))
         return LATER
 
     def _make_room_for(self, flow: Flow) -> None:
