@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client.open_job import JobOptions
+from torch_dpflow.cluster.messages.coordinator import Scale
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.cluster.security.connection_file import (
     generate_keys,
@@ -51,18 +53,33 @@ def test_a_job_registers_again_with_a_cluster_at_the_same_address_and_keys(tmp_p
         first.stop()
 
 
-def test_a_job_of_a_version_that_was_replaced_reads_on_when_its_router_dies(
-    cluster: TestCluster, flow: str
+@pytest.mark.parametrize("part", ["{}@1/router", "coordinator"])
+def test_a_job_of_a_lower_version_reads_on_when_a_service_dies_and_can_come_back(
+    cluster: TestCluster, flow: str, part: str
 ) -> None:
-    with open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=OPTIONS) as job:
-        batches = job.traverse(0)
-        seen = keys(islice(batches, 3))
-        higher = open_job(flow, Numbers(8), version=2, address=cluster.address, batch_size=4, options=OPTIONS)
-        with higher as other:
-            assert sorted(keys(other.traverse(0))) == list(range(8))
-            killed = cluster.kill(f"{flow}@1/router")
-            wait(lambda: has_ended(killed), what="the router's end")
+    given: dict[str, Any] = {"address": cluster.address, "batch_size": 4, "options": OPTIONS}
+    with open_job(flow, Numbers(8), version=2, **given) as higher:
+        with open_job(flow, Numbers(400), **given) as job:
+            batches = job.traverse(0)
+            seen = keys(islice(batches, 3))
+            with cluster.coordinator() as coordinator:
+                for version in (1, 2):  # answered once the state is written, unlike a registration
+                    coordinator.call("scale", Scale(f"{flow}:v{version}", 1, 2))
+            killed = cluster.kill(part.format(flow))
+            wait(lambda: has_ended(killed), what=f"the end of {part}")
+            wait(lambda: jobs_of(cluster, flow) == [1, 1], what="both jobs at the coordinator")
+            seen += keys(islice(batches, 3))
+            state = job.state()
             assert sorted(seen + keys(batches)) == list(range(400))
+        with open_job(flow, Numbers(400), **given) as again:
+            assert sorted(seen + keys(again.traverse(0, done=state))) == list(range(400))
+        assert sorted(keys(higher.traverse(0))) == list(range(8))
+
+
+def jobs_of(cluster: TestCluster, flow: str) -> list[int]:
+    """How many jobs read each version of a flow, the lowest version first."""
+    views = [view for view in cluster.flows().values() if view.spec.name == flow]
+    return [view.jobs for view in sorted(views, key=lambda view: view.spec.version)]
 
 
 @pytest.mark.parametrize("before", ["no file", "nobody", "no router"])

@@ -261,7 +261,7 @@ class Coordinator:
         spec: FlowSpec = call.body
         self._check_ports(spec.shards)
         self._apply(self._registry.register(spec, self._clock()))
-        flow = self._registry.find(spec.name)
+        flow = self._registry.find(spec.instance)
         assert flow is not None
         return Result(self._is_stored(flow))
 
@@ -370,7 +370,7 @@ class Coordinator:
                     f"{name}={value}: the cluster has {self._limits.workers} workers, and each shard takes one; "
                     "give no more, or start `dpflow up` with more"
                 )
-        self._check_ports(scale.shards)
+        self._check_ports(scale.shards or 0)
         flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
         self._apply(instructions)
         spec = flow.spec
@@ -385,8 +385,9 @@ class Coordinator:
         return LATER
 
     def _on_delete(self, call: IncomingCall) -> Later:
-        self._apply(self._registry.delete(call.body, self._clock()))
-        self._store.once_written(partial(_acknowledge, call, None))
+        flow, instructions = self._registry.delete(call.body, self._clock())
+        self._apply(instructions)
+        self._store.once_written(partial(_acknowledge, call, flow.spec.instance))
         return LATER
 
     def _on_flows(self, call: IncomingCall) -> Result:
@@ -411,7 +412,7 @@ class Coordinator:
                 specs.append(spec)
             except (msgspec.MsgspecError, OptionError) as error:
                 SERVICE.error("state store: %s cannot be decoded and is ignored: %s", key, error)
-        for spec in sorted(specs, key=lambda spec: spec.version):
+        for spec in specs:
             self._registry.restore(spec, self._clock())
         for digest in self._contents.digests - {flow.spec.content for flow in self._registry.flows}:
             self._contents.drop(digest)
@@ -421,7 +422,7 @@ class Coordinator:
             self._contents.drop(digest)
 
 
-def _acknowledge(call: IncomingCall, answer: FlowView | None, failure: Exception | None) -> None:
+def _acknowledge(call: IncomingCall, answer: FlowView | str, failure: Exception | None) -> None:
     if failure is None:
         call.answer(answer)
     else:
