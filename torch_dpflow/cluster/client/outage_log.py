@@ -67,15 +67,18 @@ class OutageLog:
             # Its text alone: who keeps log records would keep what its traceback refers to, the loader's iterator too.
             self._warn(text, silence_s, self.patience_s, str(error))
 
-    def on_wait(self, reason: str) -> None:
-        """A service has the job wait; logged once with the reason, when that has lasted."""
+    def on_wait(self, reason: str, *, limited: bool = True) -> None:
+        """A service has the job wait; logged once with the reason, when that has lasted.
+
+        limited: whether the job waits for `patience_s` at most.
+        """
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         waited_s = self._clock() - self._waiting_since
         if waited_s >= SILENCE_S and not self._logged_wait:
             self._logged_wait = True
-            text = "has waited for %.0f s, and goes on for up to patience_s=%g s in all: %s"
-            self._warn(text, waited_s, self.patience_s, reason)
+            limit = f", and goes on for up to patience_s={self.patience_s:g} s in all" if limited else ""
+            self._warn("has waited for %.0f s%s: %s", waited_s, limit, reason)
 
     def on_fault(self, error: DPFlowError, times: int) -> None:
         """A service has failed over a call for the `times`-th time. Raises the error where that is too often."""
