@@ -128,10 +128,10 @@ class TestCluster:
         assert isinstance(views, list)
         return [view for view in views if part in view.id and view.pid]
 
-    def running(self) -> list[ProcessView]:
+    def running(self, *, timeout_s: float = 60.0) -> list[ProcessView]:
         """What runs, as the node says it: also while the coordinator does not answer. Not over tcp."""
         folder = find_cluster(self.address).address.rpartition("/")[0]
-        with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=60.0)) as node:
+        with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=timeout_s)) as node:
             views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
         return [view for view in views if view.pid]
 

@@ -266,6 +266,7 @@ class ErrorKind(enum.IntEnum):
     #: To be waited for.
     NAME_BUSY = 12
     RANKS_AWAITED = 13
+    WORKERS_AWAITED = 14
 
 
 class RemoteCallError(TransportError, RuntimeError):

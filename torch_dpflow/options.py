@@ -34,7 +34,8 @@ class LoaderOptions:
             repeatable: hence 1 by default.
         seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from
             (base seed, epoch, batch), so random augmentation is the same whatever the number of workers and
-            after any crash. "worker" gives each worker torch's own stream and torch's round-robin
+            after any crash. An idle worker may load a batch that another has begun, which is delivered once.
+            "worker" gives each worker torch's own stream and torch's round-robin
             assignment: the batches equal those of torch's loader bit for bit, but no work is stolen; where
             persistent workers begin another epoch before the end of one, they have drawn for the delivered
             batches alone, and torch's for prefetched ones too. "auto" takes "worker" when a `worker_init_fn` is

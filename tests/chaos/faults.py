@@ -17,7 +17,9 @@ from tests.chaos.chaos_jobs import ChaosJob
 from tests.shared_cluster import TestCluster
 from torch_dpflow.errors import DPFlowError
 
-ROLES = ("worker", "shard", "router", "coordinator", "job")
+ROLES = ("worker", "shard", "router", "coordinator", "node", "job")
+#: How long the node may take to list its processes, seconds: it may be frozen, or have ended.
+LIST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Chaos:
         target = self._chance.choice([target for target in targets if target.role == role])
         lasts = self._duration()
         with suppress(ProcessLookupError):
-            if self._chance.random() < 0.6:
+            if self._chance.random() < 0.6 and role != "node":
                 self._kill(target, lasts)
             else:
                 self._freeze(target, lasts)
@@ -126,7 +128,9 @@ class Chaos:
     def _targets(self) -> list[_Target]:
         found = [_Target("job", str(job.given.number), job.pid, job) for job in self._jobs if job.alive]
         with suppress(DPFlowError):
-            found += [_Target(view.role, view.id, view.pid) for view in self._cluster.running()]
+            views = self._cluster.running(timeout_s=LIST_S)
+            found += [_Target(view.role, view.id, view.pid) for view in views]
+            found.append(_Target("node", "node", self._cluster.pid))
         return [target for target in found if target.pid not in self._frozen]
 
     def _duration(self) -> float:

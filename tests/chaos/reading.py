@@ -92,7 +92,10 @@ class Journal:
         path = self._folder / "log"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         lines = lines[: self._lines]
-        path.write_text("".join(lines))
+        # As a whole: a job that was killed may be killed again while it writes this.
+        draft = self._folder / "draft-log"
+        draft.write_text("".join(lines))
+        os.replace(draft, path)
         self.midway = bool(lines) and json.loads(lines[-1])[1] != "end"
         return open(path, "a")
 

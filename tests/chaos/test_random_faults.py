@@ -6,14 +6,20 @@ and of its jobs step by up to ten minutes, to and fro. The long test does 200 fa
 done and how long jobs had to wait after it; in another one the keys of the storage expire as well::
 
     .venv/bin/python -m pytest -m slow -s tests/chaos/test_random_faults.py
+
+In 28 trials of 5 jobs the cluster itself is ended and started again too, with another address in its connection file::
+
+    .venv/bin/python -m pytest -m slow -s tests/chaos/test_random_faults.py -k restarts
 """
 
 from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +30,7 @@ from tests.chaos.expiring_keys import ExpiringKeys
 from tests.chaos.faults import Chaos
 from tests.chaos.stalls import stalls_of, table
 from tests.shared_cluster import TestCluster, wait
+from tests.worker_cases import has_ended
 
 #: How long a worker may be at one sample, seconds.
 TASK_TIMEOUT_S = 3.0
@@ -74,8 +81,12 @@ def survive(
     seed: int,
     size: int,
     keys: ExpiringKeys | None = None,
+    restart: Callable[[random.Random], tuple[str, str, float]] | None = None,
 ) -> str:
-    """Strike while jobs read; every fourth job has a plan of its own. What happened, for people."""
+    """Strike while jobs read; every fourth job has a plan of its own. What happened, for people.
+
+    restart: ends the cluster and has it start again.
+    """
     started = [
         ChaosJob.start(
             nursery,
@@ -104,7 +115,7 @@ def survive(
         (folder / "hang").touch()
         return "hang", "sample", TASK_TIMEOUT_S
 
-    others = [hang, *(clock.step for clock in clocks)]
+    others = [hang, *(clock.step for clock in clocks), *([] if restart is None else [restart] * 3)]
     chaos = Chaos(cluster, started, random.Random(seed), longest_s=longest_s, others=others)
     try:
         chaos.run(faults, most_s=most_pause_s)
@@ -181,3 +192,69 @@ def test_keys_of_a_storage_expire_meanwhile(
     print(f"\n{keys.expired} keys expired, {keys.refused} requests were made with one that had\n{told}")
     assert keys.expired >= 10
     assert keys.refused >= 10
+
+
+class Restarts:
+    """Ends a cluster and starts it again, while other faults go on. Its connection file names another address then.
+
+    Args:
+        start: starts the next cluster in the place of the one that has ended.
+    """
+
+    def __init__(self, cluster: TestCluster, start: Callable[[], TestCluster]) -> None:
+        self._cluster, self._start = cluster, start
+        self._thread = threading.Thread()
+        self._errors: list[BaseException] = []
+        self.count = 0
+
+    def begin(self, chance: random.Random) -> tuple[str, str, float]:
+        """End it, by SIGTERM or SIGKILL, and have it start up to three seconds later; a fault."""
+        number, pause_s = chance.choice([signal.SIGTERM, signal.SIGKILL]), chance.uniform(0.0, 3.0)
+        if self._thread.is_alive():
+            return "skip", "restart", 0.0
+        self._thread = threading.Thread(target=self._run, args=(number, pause_s))
+        self._thread.start()
+        self.count += 1
+        return f"restart ({number.name})", "cluster", pause_s
+
+    def finish(self) -> None:
+        """Wait until the cluster runs again. Raises what made it fail."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self, number: int, pause_s: float) -> None:
+        try:
+            os.kill(self._cluster.pid, number)
+            wait(lambda: has_ended(self._cluster.pid), what="the cluster's end")
+            time.sleep(pause_s)
+            self._cluster.pid = self._start().pid
+        except BaseException as error:
+            self._errors.append(error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(28))
+def test_no_job_is_lost_in_trials_with_restarts_of_the_cluster(
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path, clocks: tuple[Clock, Clock], seed: int
+) -> None:
+    restarts = Restarts(cluster, lambda: TestCluster.start(tmp_path, path=clocks[0].path))
+    try:
+        told = survive(
+            cluster,
+            nursery,
+            tmp_path,
+            clocks,
+            jobs=5,
+            faults=25,
+            longest_s=8.0,
+            most_pause_s=1.0,
+            seed=100 + seed,
+            size=600,
+            restart=restarts.begin,
+        )
+    finally:
+        restarts.finish()
+    print(f"\ntrial {seed}: 5 jobs, {restarts.count} restarts, 0 jobs lost; {told}")

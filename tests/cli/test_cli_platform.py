@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from torch_dpflow.cli.main import root
+from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.remote.launchers.names import MemberName
 from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
 from torch_dpflow.testing.adapters import PROGRAM, caller, order_to
@@ -116,3 +117,61 @@ def test_a_check_tries_one_worker() -> None:
     assert "WRONG" not in told.output
     for text in ("can be executed", "has sent a sample after", "same versions", "ms from request", "MB/s"):
         assert text in told.output
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "planned"),
+    [
+        (
+            "boto3",
+            ("lambda", "--image", "ecr/d:1"),
+            ["would be created, or changed where it differs:", "ecr/d:1"],
+        ),
+        ("boto3", ("lambda", "--remove"), ["'dpflow-worker' in eu-central-1 would be removed"]),
+        (
+            "alibabacloud_fc20230330",
+            ("fc", "--image", "r/i:1"),
+            ["would be created, or changed where it differs:", "r/i:1"],
+        ),
+        ("alibabacloud_fc20230330", ("fc", "--remove"), ["'dpflow-worker' in cn-hangzhou would be removed"]),
+        (
+            "alibabacloud_eci20180808",
+            ("eci", "--nodes", "2", "--image", "r/i:1", "--vswitch", "v", "--security-group", "s"),
+            ["node-0 would be created: r/i:1", "node-1 would be created: r/i:1"],
+        ),
+        (
+            "alibabacloud_eci20180808",
+            ("eci", "--remove"),
+            ["all container groups of cluster", "would be removed"],
+        ),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, tuple) else None,
+)
+def test_a_dry_run_of_deploy_needs_no_credentials(
+    library: str,
+    arguments: tuple[str, ...],
+    planned: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip(library)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "ALIBABA_", "DPFLOW_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "dpflow.toml").write_text(
+        '[platform.lambda]\nregion = "eu-central-1"\nrole = "arn:aws:iam::1:role/r"\n'
+    )
+    keys = tmp_path / "keys"
+    write_connection_file(keys, generate_keys("tcp://10.0.0.5:5555"))
+    for name, value in {
+        "HOME": tmp_path,
+        "DPFLOW_CONFIG": tmp_path / "dpflow.toml",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "ALIBABA_CLOUD_ECS_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    joined = ("--join", str(keys)) if arguments[0] == "eci" else ()
+    for dry_run in ((), ("--dry-run",)):
+        done = CliRunner().invoke(root, ["deploy", *arguments, *joined, *dry_run])
+        assert "redentials" in done.output, "the reason"
+        assert done.exit_code == (0 if dry_run else 1), done.output
+        assert [part in done.output for part in planned] == [bool(dry_run)] * len(planned)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import SpawnContext
@@ -20,6 +21,7 @@ from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epoc
 from tests.new_process import held_by_child, in_fork
 from tests.shared_cluster import wait
 from tests.worker_cases import worker_pids
+from torch_dpflow import LoaderOptions
 from torch_dpflow.errors import StateError
 
 FORK = multiprocessing.get_context("fork")
@@ -283,6 +285,45 @@ def test_with_worker_init_fn_batches_go_round_robin(Loader: Any, num_workers: in
 
     loader = Loader(WhoLoads(12), batch_size=2, num_workers=num_workers, worker_init_fn=remember)
     assert [set(workers.tolist()) for _, workers, _ in loader] == [{n % num_workers} for n in range(6)]
+
+
+class Loads(Indices):
+    """Notes every load in a file; some items take longer than others."""
+
+    def __init__(self, size: int, log: Path) -> None:
+        super().__init__(size)
+        self.log = log
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.log, "a") as log:
+            log.write(f"{index}\n")
+        time.sleep(0.003 if index % 7 == 0 else 0.0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("seeding", ["batch", "worker"])
+def test_what_is_loaded_twice_is_counted_and_can_be_turned_off(
+    OurLoader: Any, seeding: Any, tmp_path: Path
+) -> None:
+    """An idle worker takes a waiting batch from another, which may have begun it: that one is loaded twice."""
+    log, size, batch_size, rounds = tmp_path / "loads", 64, 4, 15
+    loader = OurLoader(
+        Loads(size, log),
+        batch_size=batch_size,
+        num_workers=3,
+        persistent_workers=True,
+        options=LoaderOptions(seeding=seeding),
+    )
+    for _ in range(rounds):
+        assert torch.cat(list(loader)).tolist() == list(range(size))
+    loader._iterator._shutdown_workers()
+    loads, stats = log.read_text().split(), loader.stats()
+    assert set(loads) == set(map(str, range(size)))
+    # A worker ends what it has begun before it stops, and that result comes too late to be counted.
+    beyond = len(loads) - rounds * size
+    assert stats.duplicates * batch_size <= beyond <= (stats.duplicates + stats.steals) * batch_size
+    if seeding == "worker":
+        assert beyond == 0
 
 
 class ThreadWorker(threading.Thread):

@@ -67,21 +67,24 @@ def show(name: str, address: str, as_json: bool) -> None:
 def scale(name: str, shards: int | None, workers: int | None, address: str, as_json: bool) -> None:
     """Change a flow's numbers of shards and workers, whether or not jobs read it.
 
+    NAME:v2 is its version 2; without a version, the highest one is changed.
+
     Jobs read on: each key changes its owner once, and a removed shard ends when its jobs have moved to the others.
     """
     if shards is None and workers is None:
         raise click.UsageError("give --shards, --workers or both")
     with connect(address) as coordinator:
-        if shards is None:
-            shards = _shards_of(name, ask(coordinator, "flows", list[FlowView]))
         scaled: FlowView = ask(
             coordinator, "scale", FlowView, Scale(name, shards, workers), doubt=_doubt(name)
         )
-        _, processes = ask_views(coordinator)
+        flows, processes = ask_views(coordinator)
     if as_json:
         click.echo(to_json(scaled))
-    else:
-        print_scaled(scaled, figures_of([scaled], processes))
+        return
+    print_scaled(scaled, figures_of([scaled], processes))
+    others = _versions_of(scaled.spec.name, flows, but=scaled.spec.version)
+    if others:
+        click.echo(f"its other versions are as before: {others}")
 
 
 @flow.command()
@@ -89,19 +92,25 @@ def scale(name: str, shards: int | None, workers: int | None, address: str, as_j
 @address_option
 @json_option
 def delete(name: str, address: str, as_json: bool) -> None:
-    """Delete a flow that no job reads."""
+    """Delete a flow that no job reads.
+
+    NAME:v2 is its version 2; without a version, the highest one is deleted.
+    """
     with connect(address) as coordinator:
-        ask(coordinator, "delete", None, name, doubt=_doubt(name))
+        instance: str = ask(coordinator, "delete", str, name, doubt=_doubt(name))
+        flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
+    flow_name, _, version = instance.rpartition("@")
     if as_json:
-        click.echo(to_json({"deleted": name}))
-    else:
-        click.echo(f"deleted {name}")
+        click.echo(to_json({"deleted": f"{flow_name}:v{version}"}))
+        return
+    others = _versions_of(flow_name, flows)
+    click.echo(f"deleted {flow_name}:v{version}" + (f"; registered still: {others}" if others else ""))
 
 
-def _shards_of(name: str, flows: list[FlowView]) -> int:
-    """How many shards the latest version of a flow has; of one that is not registered, which is refused later, any."""
-    own = [one.spec for one in flows if one.spec.name == name]
-    return max(own, key=lambda spec: spec.version).shards if own else 1
+def _versions_of(name: str, flows: list[FlowView], *, but: int = 0) -> str:
+    """The versions of a flow but for one, for people; empty if there are none."""
+    versions = sorted(one.spec.version for one in flows if one.spec.name == name)
+    return ", ".join(f"{name}:v{version}" for version in versions if version != but)
 
 
 def _doubt(name: str) -> str:

@@ -20,7 +20,12 @@ from torch_dpflow.cluster.client.outage_log import MOST_FAULTS, OutageLog
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.cluster_address import Cluster
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.ipc.messages.errors import OverloadedError, StaleRoutingError
+from torch_dpflow.ipc.messages.errors import (
+    AwaitedWorkersError,
+    LostWorkersError,
+    OverloadedError,
+    StaleRoutingError,
+)
 from torch_dpflow.ipc.transport import TransportOptions
 
 #: More fetches than a job with pauses makes while it beats this often, and far fewer than one without.
@@ -76,6 +81,36 @@ def test_a_refusal_is_the_callers_and_not_asked_again(
     with pytest.raises(UsageError, match=r"^there is no such sample$"):
         list(open_().traverse(0))
     assert service.calls[method] == 1
+
+
+@pytest.mark.parametrize(("error", "ends"), [(LostWorkersError, True), (AwaitedWorkersError, False)])
+def test_a_job_says_why_nothing_is_loaded_and_waits_for_workers_that_are_lost_as_long_as_it_may(
+    service: FailingService,
+    error: type[Exception],
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Callable[..., None],
+) -> None:
+    """Though a sample may take 600 s: nobody loads it."""
+    monkeypatch.setattr("torch_dpflow.cluster.client.outage_log.SILENCE_S", 0.0)
+    service.faults["fetch"], service.error = (
+        float("inf"),
+        error("0 of 2 workers run, limited by platform: away"),
+    )
+    cluster = Cluster(address=service.address, transport=TransportOptions())
+    job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
+    with SharedJob(cluster, job, list, JobOptions(patience_s=0.5, task_timeout_s=600.0)) as opened:
+        batches = opened.traverse(0)
+        if ends:
+            with pytest.raises(DeadlineError, match=r"patience_s=0\.5 s.*limited by platform: away"):
+                next(batches)
+        else:
+            eventually(lambda: service.calls["heartbeat"] >= HEARTBEATS, what="its heartbeats, as it waits")
+            service.faults["fetch"] = 0
+            assert list(batches) == [[0, 1], [2, 3], [4, 5]]
+    limit = "and goes on for up to patience_s=0.5 s in all: " if ends else ""
+    assert re.search(f"has waited for [0-9]+ s(, |: ){limit}0 of 2 workers run, limited by", caplog.text)
 
 
 def test_a_job_pauses_while_its_router_names_a_shard_that_is_none_of_its_flow(

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.cluster.control.flow_registry import (
+    LOWER_S,
     MAX_ANNOUNCED,
-    REPLACED_S,
     STARTING_S,
     UNREAD_S,
     FlowInstruction,
@@ -58,7 +58,7 @@ def test_a_life_from_registration_to_deletion() -> None:
     assert flows.access(flow.name, 1, 2000.0)[1] == [StartFlow(flow)]
     flows.report(flow.instance, 0, 2001.0)
     assert flows.tick(3000.0) == [StopFlow(flow.instance)]
-    assert flows.delete(flow.name, 3001.0) == [StopFlow(flow.instance), ForgetFlow(flow)]
+    assert flows.delete(flow.name, 3001.0) == (found, [StopFlow(flow.instance), ForgetFlow(flow)])
     assert found.state is FlowState.DELETED
     assert flows.flows == []
     assert [(state.value, since) for state, since in found.life] == [
@@ -179,13 +179,6 @@ def test_announced_contents_are_bounded() -> None:
     assert flows.flow_of_content(f"{MAX_ANNOUNCED + 1:064x}") is not None
 
 
-def test_a_lower_version_is_refused() -> None:
-    flows = FlowRegistry()
-    flows.register(spec(version=3), 0.0)
-    with pytest.raises(UsageError, match="version 2 is refused, version 3 is in force"):
-        flows.register(spec(version=2), 1.0)
-
-
 def test_the_same_version_with_another_fingerprint_is_refused_and_the_difference_named() -> None:
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
@@ -196,7 +189,7 @@ def test_the_same_version_with_another_fingerprint_is_refused_and_the_difference
         flows.register(spec(fingerprint={**spec().fingerprint, "policy": "lru"}), 1.0)
 
 
-def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
+def test_versions_live_side_by_side_while_jobs_read_them() -> None:
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
     flows.access("imagenet/train", 1, 0.0)
@@ -211,25 +204,43 @@ def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
     flows.report("imagenet/train:v1", 1, 111.0)
     assert flows.tick(1000.0) == []
     flows.report("imagenet/train:v1", 0, 1000.0)
-    assert flows.tick(1000.0 + REPLACED_S) == [StopFlow("imagenet/train:v1"), ForgetFlow(spec())]
-    with pytest.raises(UsageError, match=r"version 1, is not in force \(version 2 is\); read that one"):
+    assert flows.tick(1000.0 + LOWER_S) == [StopFlow("imagenet/train:v1"), ForgetFlow(spec())]
+    with pytest.raises(UnknownFlowError, match=r"version 1, is not registered; register it"):
         flows.access("imagenet/train", 1, 2000.0)
+    assert flows.register(spec(), 2000.0) == [SaveFlow(spec())], "a job of the lower version has come back"
+    assert flows.access("imagenet/train", 1, 2000.0)[1] == [StartFlow(spec())]
+    assert [(flow.spec.version, flow.replaced) for flow in flows.flows] == [(2, False), (1, True)]
 
 
 def test_a_flow_that_is_not_known_is_to_be_registered() -> None:
     flows = FlowRegistry()
-    with pytest.raises(UnknownFlowError, match=r"version 1, is not in force \(none is\); register it"):
-        flows.access("imagenet/train", 1, 0.0)
-    flows.register(spec(), 0.0)
-    with pytest.raises(UnknownFlowError, match=r"version 2, is not in force \(version 1 is\); register it"):
-        flows.access("imagenet/train", 2, 0.0)
+    for version in (1, 2):
+        with pytest.raises(UnknownFlowError, match=rf"version {version}, is not registered; register it"):
+            flows.access("imagenet/train", version, 0.0)
+        flows.register(spec(version=3), 0.0)
 
 
-def test_a_flow_that_nobody_reads_gives_way_to_a_higher_version_at_once() -> None:
+def test_a_lower_version_that_no_job_comes_to_read_is_forgotten() -> None:
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
     flows.register(spec(version=2), 1.0)
-    assert flows.tick(1.0) == [StopFlow("imagenet/train:v1"), ForgetFlow(spec())]
+    assert flows.tick(STARTING_S - 1) == [], "what it loads may be under way"
+    assert flows.tick(STARTING_S) == [StopFlow("imagenet/train:v1"), ForgetFlow(spec())]
+    assert [flow.spec.version for flow in flows.flows] == [2]
+
+
+def test_a_version_is_scaled_and_deleted_by_its_number_and_else_the_highest() -> None:
+    flows = FlowRegistry()
+    for version in (1, 3, 2):
+        flows.register(spec(version=version), 0.0)
+    assert flows.scale("imagenet/train", 2, 2)[0].spec.version == 3
+    assert flows.scale("imagenet/train:v1", None, 5)[0].spec == spec(workers=5)
+    assert flows.delete("imagenet/train:v2", 1.0)[0].spec.version == 2
+    assert flows.delete("imagenet/train", 1.0)[0].spec.version == 3
+    with pytest.raises(UsageError, match=r"registered are \['imagenet/train:v1'\]"):
+        flows.delete("imagenet/train:v3", 1.0)
+    assert not flows.flows[0].replaced
+    flows.validate()
 
 
 def test_a_flow_that_is_read_cannot_be_deleted() -> None:
@@ -250,9 +261,11 @@ def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
     flows = FlowRegistry()
     flows.restore(spec(version=2), 0.0)
     flows.restore(spec(version=1), 0.0)
-    assert [flow.spec.version for flow in flows.flows] == [2]
-    flows.report("imagenet/train:v2", 4, 1.0)
-    assert flows.flows[0].state is FlowState.ACCESSED
+    assert flows.tick(0.0) == [], "what runs has not been reported yet"
+    for version in (1, 2):
+        assert flows.report(f"imagenet/train:v{version}", 4, 1.0) == []
+    assert [flow.state for flow in flows.flows] == [FlowState.ACCESSED] * 2
+    assert flows.tick(1000.0) == []
 
 
 @pytest.mark.parametrize(
@@ -339,15 +352,15 @@ def test_a_flow_between_two_epochs_gives_way_after_one_without_jobs() -> None:
     for name in ("train", "val", "old"):
         flows.register(spec(name=name), 0.0)
         flows.access(name, 1, 0.0)
-        flows.report(f"{name}@1", int(name != "old"), 1.0)
-    flows.report("train@1", 1, 2.0, reading=0)
-    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("old@1")]
+        flows.report(f"{name}:v1", int(name != "old"), 1.0)
+    flows.report("train:v1", 1, 2.0, reading=0)
+    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("old:v1")]
     assert flows.stop_unread(2.0 + UNREAD_S - 0.1) == []
-    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("train@1")]
+    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("train:v1")]
     assert flows.stop_unread(1000.0) == [], "val is read"
-    flows.report("train@1", 1, 8.0, reading=1)
+    flows.report("train:v1", 1, 8.0, reading=1)
     flows.validate()
     assert state() is FlowState.IDLE, "its router is about to end"
     assert flows.access("train", 1, 9.0)[1] == [StartFlow(spec(name="train"))]
-    flows.report("train@1", 1, 10.0, reading=1)
+    flows.report("train:v1", 1, 10.0, reading=1)
     assert state() is FlowState.ACCESSED

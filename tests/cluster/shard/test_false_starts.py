@@ -12,6 +12,8 @@ import pytest
 from tests.cluster.shard.driven_workers import Workers
 from torch_dpflow.cluster.cache.objects import Load
 from torch_dpflow.cluster.messages.shard import WORKERLESS
+from torch_dpflow.cluster.shard.workers import OUTAGE_S
+from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError
 from torch_dpflow.ipc.messages.headers import Exchange, WorkerHello, WorkerReady, encode
 
 
@@ -73,3 +75,48 @@ def test_the_limit_of_a_start_leaves_out_the_fetching_of_what_is_to_be_loaded(tm
         now_s[0] = 34.0
         workers.turn()
         assert workers.to_end == [(0, 1)]
+
+
+class Limited:
+    """A fleet that a platform limits."""
+
+    shortage = ("", "")
+
+    def resize(self, workers: int) -> None:
+        """Ignored."""
+
+    rest = resume = lambda self: None
+
+
+@pytest.mark.parametrize(
+    ("limited_by", "expected"), [("platform", LostWorkersError), ("quota", AwaitedWorkersError)]
+)
+def test_workers_that_are_all_gone_are_lost_unless_they_have_to_wait_for_room(
+    tmp_path: Path, limited_by: str, expected: type[Exception]
+) -> None:
+    now_s = [0.0]
+    workers = Workers(f"ipc://{tmp_path}/shard", clock=lambda: now_s[0])
+    with closing(workers.listener):
+        fleet = Limited()
+        workers.shard.use_fleet(fleet)
+        workers.turn()
+        assert workers.shard.outage() is None
+        now_s[0] = OUTAGE_S
+        workers.turn()
+        assert type(workers.shard.outage()) is AwaitedWorkersError, "they start"
+        peer = begin(workers, 0)
+        workers.shard.on_message(peer, [encode(WorkerReady())])
+        workers.turn()
+        assert workers.shard.outage() is None
+        workers.shard.lost(0, "nothing was heard of it", may_blame=False)
+        fleet.shortage = (limited_by, f"limited by {limited_by}: full or away")
+        workers.turn()
+        assert workers.shard.outage() is None
+        now_s[0] += OUTAGE_S
+        workers.turn()
+        outage = workers.shard.outage()
+        assert type(outage) is expected
+        assert str(outage).endswith(f"workers of the flow run, limited by {limited_by}: full or away")
+        workers.shard.resize(0)
+        workers.turn()
+        assert type(workers.shard.outage()) is AwaitedWorkersError, "none are to be"

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import stat
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from tests.cluster.client.failing_service import FailingService
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client.open_job import JobOptions
+from torch_dpflow.cluster.messages.coordinator import Scale
 from torch_dpflow.cluster.security.cluster_address import find_cluster
-from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.cluster.security.connection_file import (
+    generate_keys,
+    read_connection_file,
+    write_connection_file,
+)
+from torch_dpflow.errors import OptionError
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
@@ -41,18 +53,77 @@ def test_a_job_registers_again_with_a_cluster_at_the_same_address_and_keys(tmp_p
         first.stop()
 
 
-def test_a_job_of_a_version_that_was_replaced_reads_on_when_its_router_dies(
-    cluster: TestCluster, flow: str
+@pytest.mark.parametrize("part", ["{}:v1/router", "coordinator"])
+def test_a_job_of_a_lower_version_reads_on_when_a_service_dies_and_can_come_back(
+    cluster: TestCluster, flow: str, part: str
 ) -> None:
-    with open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=OPTIONS) as job:
-        batches = job.traverse(0)
-        seen = keys(islice(batches, 3))
-        higher = open_job(flow, Numbers(8), version=2, address=cluster.address, batch_size=4, options=OPTIONS)
-        with higher as other:
-            assert sorted(keys(other.traverse(0))) == list(range(8))
-            killed = cluster.kill(f"{flow}:v1/router")
-            wait(lambda: has_ended(killed), what="the router's end")
+    given: dict[str, Any] = {"address": cluster.address, "batch_size": 4, "options": OPTIONS}
+    with open_job(flow, Numbers(8), version=2, **given) as higher:
+        with open_job(flow, Numbers(400), **given) as job:
+            batches = job.traverse(0)
+            seen = keys(islice(batches, 3))
+            with cluster.coordinator() as coordinator:
+                for version in (1, 2):  # answered once the state is written, unlike a registration
+                    coordinator.call("scale", Scale(f"{flow}:v{version}", 1, 2))
+            killed = cluster.kill(part.format(flow))
+            wait(lambda: has_ended(killed), what=f"the end of {part}")
+            wait(lambda: jobs_of(cluster, flow) == [1, 1], what="both jobs at the coordinator")
+            seen += keys(islice(batches, 3))
+            state = job.state()
             assert sorted(seen + keys(batches)) == list(range(400))
+        with open_job(flow, Numbers(400), **given) as again:
+            assert sorted(seen + keys(again.traverse(0, done=state))) == list(range(400))
+        assert sorted(keys(higher.traverse(0))) == list(range(8))
+
+
+def jobs_of(cluster: TestCluster, flow: str) -> list[int]:
+    """How many jobs read each version of a flow, the lowest version first."""
+    views = [view for view in cluster.flows().values() if view.spec.name == flow]
+    return [view.jobs for view in sorted(views, key=lambda view: view.spec.version)]
+
+
+@pytest.mark.parametrize("before", ["no file", "nobody", "no router"])
+def test_a_job_that_begins_while_its_cluster_is_replaced_reads_from_the_new_one(
+    cluster: TestCluster,
+    tmp_path: Path,
+    flow: str,
+    before: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The file is away, names a cluster that has ended, or one that ends between registration and join."""
+    for module in ("outage_log", "flow_registration"):
+        monkeypatch.setattr(f"torch_dpflow.cluster.client.{module}.SILENCE_S", 0.05)
+    monkeypatch.setattr("torch_dpflow.cluster.client.router_link.CALL_S", 1.0)
+    path = tmp_path / "connection"
+    former = read_connection_file(cluster.address)
+    if before != "no file":
+        write_connection_file(path, msgspec.structs.replace(former, address=f"ipc://{tmp_path}/former"))
+
+    def read() -> list[int]:
+        with open_job(flow, Numbers(40), address=str(path), batch_size=4, options=OPTIONS) as job:
+            return keys(job.traverse(0))
+
+    with ExitStack() as stack:
+        calls: Counter[str] = Counter()
+        if before == "no router":
+            service = stack.enter_context(closing(FailingService(f"ipc://{tmp_path}/former")))
+            service.silent.add("access")
+            calls = service.calls
+        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(read)
+        wait(lambda: calls["access"] or _says_that_it_waits(caplog.text), what="a job that waits")
+        write_connection_file(path, former)
+        assert sorted(reading.result()) == list(range(40))
+
+
+def _says_that_it_waits(log: str) -> bool:
+    return "has waited for" in log or "no answer from its services" in log
+
+
+def test_a_connection_file_that_does_not_come_is_named_when_the_patience_ends(tmp_path: Path) -> None:
+    options = JobOptions(patience_s=0.2)
+    with pytest.raises(OptionError, match=r"none'.*Start one by `dpflow up`.*\(waited 0.2 s\)"):
+        open_job("f", Numbers(4), address=str(tmp_path / "none"), options=options)
 
 
 class WithKey(Numbers):

@@ -16,6 +16,7 @@ from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
+from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import Running
 from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.errors import RemoteCallError
@@ -79,6 +80,30 @@ def test_a_flow_that_nobody_reads_tells_when_its_services_end(
     assert 0 < shown(cluster, flow)["idle_in_s"] <= 900.0
     assert "its services end in" in run(cluster, "flow", "show", flow)
     run(cluster, "flow", "delete", flow)
+
+
+def versions(cluster: TestCluster, flow: str) -> list[FlowView]:
+    found = [one for one in cluster.flows().values() if one.spec.name == flow]
+    return sorted(found, key=lambda one: one.spec.version)
+
+
+def test_commands_take_a_version_and_say_which_one_they_took(
+    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    for version in (1, 2):
+        join(flow, Numbers(20), version=version, batch_size=5, idle_s=900.0)
+    assert run(cluster, "flow", "scale", f"{flow}:v1", "--workers", "3").endswith(
+        f"its other versions are as before: {flow}:v2\n"
+    )
+    assert f"{flow}:v2 is to have" in run(cluster, "flow", "scale", flow, "--workers", "4")
+    assert [one.spec.workers for one in versions(cluster, flow)] == [3, 4]
+    higher = join(flow, Numbers(20), version=3, batch_size=5, idle_s=900.0)
+    higher.close()
+    wait(lambda: [one.jobs for one in versions(cluster, flow)] == [1, 1, 0], what="the jobs that are left")
+    deleted = run(cluster, "flow", "delete", flow)
+    assert deleted == f"deleted {flow}:v3; registered still: {flow}:v1, {flow}:v2\n"
+    refused = CliRunner().invoke(root, ["flow", "delete", f"{flow}:v1", "--address", cluster.address])
+    assert "version 1, is read by 1 job" in refused.output
 
 
 def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_runs(

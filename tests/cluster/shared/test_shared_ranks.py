@@ -313,6 +313,39 @@ def test_a_name_is_one_jobs_until_that_leaves(join: Join, flow: str) -> None:
     assert sorted(keys(join(flow, Numbers(20), name="trial").traverse(0))) == list(range(20))
 
 
+#: Reads a flow under a name until it is killed.
+NAMED = """
+import sys
+from tests.new_process import interpreter
+from tests.shared_cluster import open_job
+from tests.shared_datasets import Numbers
+from torch_dpflow.cluster.client.open_job import JobOptions, Replica
+flow, address, rank = sys.argv[1:]
+replica = Replica(rank=int(rank), num_replicas=1) if rank else None
+job = open_job(flow, Numbers(96), address=address, replica=replica, options=JobOptions(name=f"{flow}/killed"))
+print("reads", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("rank", ["", "0"])
+def test_a_job_takes_over_its_name_at_once_from_a_process_of_its_host_that_was_killed(
+    cluster: TestCluster, join: Join, flow: str, rank: str
+) -> None:
+    name = f"{flow}/killed"
+    replica = Replica(rank=0, num_replicas=1) if rank else None
+    with interpreter(NAMED, flow, cluster.address, rank, stdin=-1) as former:
+        assert former.stdout is not None
+        assert former.stdout.readline() == "reads\n"
+        with pytest.raises(UsageError, match="being read by another process"):
+            join(flow, Numbers(96), name=name, replica=replica)
+        former.kill()
+    job = join(flow, Numbers(96), name=name, replica=replica)
+    assert sorted(keys(job.traverse(0))) == list(range(96))
+    ends = [line for line in cluster.log.read_text().splitlines() if "lease expired" in line and name in line]
+    assert not ends, "it has waited for the lease"
+
+
 @pytest.mark.parametrize("kind", [DistributedSampler, DynaGCSSampler])
 def test_a_loader_of_one_rank_goes_on_from_its_state(cluster: TestCluster, flow: str, kind: Any) -> None:
     def make() -> DPFlowDataLoader[Any]:

@@ -91,7 +91,7 @@ def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: s
         ):
             with pytest.raises(RemoteCallError, match=told):
                 client.call("store", wrong_piece, frames)
-        with pytest.raises(RemoteCallError, match="is not in force"):
+        with pytest.raises(RemoteCallError, match="is not registered"):
             client.call("access", ["unknown", 1])
 
 

@@ -36,7 +36,7 @@ from torch_dpflow.remote.fleet.lifecycle import (
     STOP_S,
     Fleet,
 )
-from torch_dpflow.remote.fleet.start_limits import LONGEST_PAUSE_S, RAISE_S, RENEW_S
+from torch_dpflow.remote.fleet.start_limits import AWAY_PAUSE_S, LONGEST_PAUSE_S, RAISE_S, RENEW_S
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import End, Limits
 
@@ -166,7 +166,7 @@ def test_one_that_calls_before_its_start_was_answered_is_not_taken_for_refused()
         (UnavailableError("503"), "platform", 0.25),
         (DeniedError("no right"), "credentials", RENEW_S + 0.25),
         (ExpiredError("expired"), "credentials", RENEW_S + 0.25),
-        (QuotaError("full"), "quota", RAISE_S),
+        (QuotaError("full"), "quota", 0.25),
     ],
 )
 def test_refusals_are_waited_out_and_told(error: PlatformError, by: str, pause_s: float) -> None:
@@ -205,6 +205,69 @@ def test_a_quota_is_a_ceiling_that_rises_by_one_a_minute() -> None:
     )
 
 
+def test_once_there_is_room_again_all_that_are_missing_are_started_at_once() -> None:
+    machine = fleet()
+    names = starts(machine.target(5, 0.0))
+    come(machine, names[0], 1.0)
+    for name in names[1:]:
+        machine.handle(Refused(name, QuotaError("full")), 10.0)
+    (one,) = starts(machine.tick(10.0 + RAISE_S))
+    assert len(starts(machine.handle(Accepted(one, "ref"), 11.0 + RAISE_S))) == 3
+
+
+def test_members_that_were_accepted_before_the_platform_was_full_show_no_room() -> None:
+    machine = fleet()
+    names = starts(machine.target(5, 0.0))
+    for name in names[2:]:
+        machine.handle(Refused(name, QuotaError("full")), 10.0)
+    for name in names[:2]:
+        assert starts(come(machine, name, 11.0)) == []
+
+
+def lost(machine: Prompt, now: float) -> list[str]:
+    """All members end; the names of those that are started in their places."""
+    told: list[FleetInstruction] = []
+    for name in [one.name for one in machine.members]:
+        told += machine.silent(name, now)
+        told += machine.handle(Ended(name, End()), now)
+    return starts(told)
+
+
+@pytest.mark.parametrize("error", [QuotaError("no node has any room"), UnavailableError("no answer")])
+def test_members_of_a_platform_that_was_away_come_back_together(error: PlatformError) -> None:
+    machine, now = working(4), 100.0
+    asked = lost(machine, now)
+    while now < 160.0:  # refused again and again
+        for name in asked:
+            machine.handle(Refused(name, error), now)
+        now += 1.0
+        asked = starts(machine.tick(now))
+    while not asked:
+        now += 1.0
+        asked = starts(machine.tick(now))
+    assert now <= 160.0 + LONGEST_PAUSE_S
+    assert isinstance(error, QuotaError) or now <= 160.0 + AWAY_PAUSE_S
+    told = machine.handle(Accepted(asked[0], "ref"), now)
+    assert len([*asked, *starts(told)]) == 4
+
+
+def test_starts_that_a_platform_never_answers_are_no_sign_of_a_lack_of_room() -> None:
+    machine = working(4)
+    asked = lost(machine, 100.0)
+    assert len(asked) == 4
+    overdue = 100.0 + LEAST_S + LEAVE_S
+    machine.tick(100.0 + LEAST_S)
+    told = machine.tick(overdue)
+    assert machine.limited_by == "platform"
+    assert "has not answered for its start" in only(Report, told)[0].text
+    for name in asked:
+        told = machine.handle(Ended(name, End()), overdue)
+    again = [*starts(told), *starts(machine.tick(overdue + AWAY_PAUSE_S))]
+    assert again
+    told = machine.handle(Accepted(again[0], "ref"), overdue + AWAY_PAUSE_S + 1.0)
+    assert len([*again, *starts(told)]) == 4
+
+
 def test_a_rejected_start_fails_the_fleet() -> None:
     machine = working(1)
     machine.target(2, 2.0)
@@ -227,9 +290,8 @@ def test_a_member_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> 
     assert machine.tick(1.0 + MOST_S) == [SuspectMember(named(1, 2))]
     told = machine.tick(1.0 + MOST_S + LEAVE_S)
     assert [stop.name for stop in only(StopMember, told)] == [named(1, 2)]
-    assert machine.arrived(named(1, 2), "", 70.0) == [
-        RefuseMember(named(1, 2), "nobody waits for it any more")
-    ]
+    told = machine.arrived(named(1, 2), "", 70.0)
+    assert told[0] == RefuseMember(named(1, 2), "nobody waits for it any more")
 
 
 def test_how_long_a_start_may_take_is_learned() -> None:

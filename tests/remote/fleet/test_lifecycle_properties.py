@@ -133,7 +133,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert alive <= min(self.wanted + spare, MOST)
         if self.shown is not None:
             ceiling, at = self.shown
-            assert alive <= ceiling + (self.now - at) // RAISE_S, "one more a minute"
+            assert alive <= ceiling + (self.now - at) // RAISE_S, "one more a minute until one is accepted"
         period_s = max(10.0, 1.0 / self.rate)
         latest = [one for one in self.known.values() if one.at > self.now - period_s]
         assert len(latest) <= max(1, self.rate * period_s), "the bucket"
@@ -143,6 +143,11 @@ class FleetMachine(RuleBasedStateMachine):
     def tell(self, outcome: Outcome) -> None:
         self.fleet.handle(outcome, self.now)
         self.step()
+
+    def find_room(self, known: Known) -> None:
+        """A start has been accepted: if it was requested after a refusal, there is room again."""
+        if self.shown is not None and known.at > self.shown[1]:
+            self.shown = None
 
     def one(self, place: int, **having: Any) -> Known | None:
         """Some member that is not gone and of which this is true."""
@@ -171,6 +176,8 @@ class FleetMachine(RuleBasedStateMachine):
         if known := self.one(place, answered=False):
             known.answered = True
             name = known.started.name
+            if not lost:
+                self.find_room(known)
             self.tell(Answerless(name, "timed out") if lost else Accepted(name, "ref"))
 
     @rule(place=ANY, error=st.sampled_from(PASSING))
@@ -178,7 +185,7 @@ class FleetMachine(RuleBasedStateMachine):
         if known := self.one(place, answered=False, arrived=False):
             known.answered = True
             if isinstance(error, QuotaError):
-                self.shown = (len(self.fleet.members) - 1, self.now)
+                self.shown = (max(1, len(self.fleet.members) - 1), self.now)
             self.tell(Refused(known.started.name, error))
             assert known.gone
 
@@ -205,6 +212,7 @@ class FleetMachine(RuleBasedStateMachine):
             leaving = self.state(known) in (MemberState.LEAVING, MemberState.STOPPING)
             if not leaving:
                 known.arrived, known.fit = True, not unfit
+                self.find_room(known)
             self.fleet.arrived(known.started.name, unfit, self.now)
             refused = any(isinstance(one, RefuseMember) for one in self.step())
             assert refused is (leaving or bool(unfit)), "who was given up is turned away"
@@ -216,6 +224,7 @@ class FleetMachine(RuleBasedStateMachine):
         for name in coming[: len(coming) - last]:
             known = self.known[name]
             known.answered = known.arrived = known.fit = known.ready = True
+            self.find_room(known)
             self.fleet.handle(Accepted(name, "ref"), self.now)
             self.fleet.arrived(name, "", self.now)
             self.fleet.ready(name)

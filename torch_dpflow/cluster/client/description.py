@@ -98,5 +98,5 @@ class Failover:
 
     #: Finds the cluster that the job's address names now; None where it names none.
     find: Callable[[], Cluster | None]
-    #: Registers the job's flow with a cluster, waiting so many seconds for each answer.
-    register: Callable[[Cluster, float], None]
+    #: Registers the job's flow with a cluster within so many seconds; False if another cluster has replaced that one.
+    register: Callable[[Cluster, float], bool]

@@ -292,7 +292,7 @@ class EpochReader:
 
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait until every sample of a batch is here, and fetch again what was lost on the way."""
-        since = time.monotonic()
+        since, waited = time.monotonic(), False
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             had = len(batch.values)
@@ -306,6 +306,7 @@ class EpochReader:
                     raise _Closed
                 if outcome.error is not None:
                     self._mend(outcome.error, batch, since, backoff)
+                    waited = True
             missing = batch.missing
             if batch.is_poisoned:
                 # The error takes the batch's place whatever else comes, and where its other samples are as deadly each
@@ -319,6 +320,8 @@ class EpochReader:
                 since = time.monotonic()
                 backoff.reset()
             batch.fetches = self._links.fetch(missing, self._of)
+        if waited:
+            self._router.outages.on_success()
         self._asked.popleft()
         self._fetching -= 1
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
@@ -353,10 +356,15 @@ class EpochReader:
         since: when a sample came last.
         """
         outages, pipeline = self._router.outages, self._pipeline
-        deadline = pipeline.patience_s + min(since + pipeline.loading_s, max(since, outages.answered_at))
+        kind = error.kind if isinstance(error, RemoteCallError) else None
+        if kind is not None:
+            outages.on_answer()
+        # Lost workers load nothing, however long a sample may take.
+        loading_s = 0.0 if kind is ErrorKind.LOST else pipeline.loading_s
+        deadline = pipeline.patience_s + min(since + loading_s, max(since, outages.answered_at))
         if time.monotonic() >= deadline:
             raise self._router.outages.deadline_error(error) from error
-        match error.kind if isinstance(error, RemoteCallError) else None:
+        match kind:
             case ErrorKind.STALE_JOB:
                 self._router.rejoin(self._router.id.generation, self._closed, deadline)
                 return
@@ -370,6 +378,8 @@ class EpochReader:
                 raise UsageError(str(error)) from error
             case ErrorKind.OVERLOADED | ErrorKind.FORGOTTEN:
                 pass
+            case ErrorKind.LOST | ErrorKind.WORKERS_AWAITED:
+                outages.on_wait(str(error), limit=None if kind is ErrorKind.LOST else "")
             case ErrorKind.INTERNAL:
                 batch.faults += 1
                 self._router.outages.on_fault(error, batch.faults)

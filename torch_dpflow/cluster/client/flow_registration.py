@@ -38,8 +38,12 @@ UNDER_WAY_BYTES = 256 << 20
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: The timeout of a call that has little patience left: a busy coordinator still says what it waits for, seconds.
 LEAST_CALL_S = 0.5
+#: The longest timeout of a registration, seconds: then the job looks for a cluster that has replaced this one.
+LONGEST_CALL_S = 6.0
 #: How often a flow is registered where it is gone again by the time that its content is uploaded.
 _ATTEMPTS = 5
+#: The timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
+PIECE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +175,20 @@ def _samples_of(source: JobDataset, size: int) -> int:
 
 
 def register(
-    cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float, outages: OutageLog | None = None
-) -> None:
+    cluster: Cluster,
+    spec: FlowSpec,
+    packed: bytes,
+    *,
+    patience_s: float,
+    outages: OutageLog | None = None,
+    is_replaced: Callable[[], bool] = lambda: False,
+) -> bool:
     """Register a flow, and upload what its workers load unless it is there.
 
-    outages: told that the cluster does not answer, or has the job wait; None: nobody is.
+    outages: records that the cluster does not answer, or has the job wait; None: log nothing.
+    is_replaced: whether another cluster has taken the place of this one; called after each call without an answer.
 
+    Returns False if the cluster has been replaced: the flow has to be registered with the other one.
     Raises UsageError where it is refused, DeadlineError where that takes longer than `patience_s`.
     """
     outages = outages or OutageLog(spec.name, "", patience_s=patience_s, muted=True)
@@ -191,7 +203,7 @@ def register(
                     coordinator, spec.content, packed, patience_s
                 ):
                     outages.on_success()
-                    return
+                    return True
                 attempts += 1
                 continue
             except RemoteCallError as error:
@@ -200,8 +212,10 @@ def register(
                 if attempts == _ATTEMPTS:
                     raise
             except DeadlineError as error:
-                call_s *= 2
+                call_s = min(2 * call_s, LONGEST_CALL_S)
                 outages.on_no_answer(error)
+                if is_replaced():
+                    return False
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
                         f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it "
@@ -237,7 +251,11 @@ def _upload(coordinator: RpcClient, digest: str, packed: bytes, patience_s: floa
         piece = ContentPiece(digest, held, len(packed))
         try:
             answer = coordinator.call(
-                "store", piece, [whole[held : held + CONTENT_PIECE_BYTES]], reply_type=int | None
+                "store",
+                piece,
+                [whole[held : held + CONTENT_PIECE_BYTES]],
+                reply_type=int | None,
+                timeout_s=min(PIECE_S, patience_s),
             )
         except RemoteCallError as error:
             if error.kind is not ErrorKind.OVERLOADED or time.monotonic() - since >= patience_s:

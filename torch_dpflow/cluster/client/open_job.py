@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
+from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.cluster.client.description import Failover, FlowDefinition, JobDescription, JobReading
-from torch_dpflow.cluster.client.flow_registration import content_of, describe, length_of, register, source_of
+from torch_dpflow.cluster.client.flow_registration import (
+    LONGEST_PAUSE_S,
+    PAUSE_S,
+    content_of,
+    describe,
+    length_of,
+    register,
+    source_of,
+)
 from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.client.shared_job import SharedJob
@@ -30,7 +40,7 @@ def open_job(
     """Join the jobs that read `flow`; its services start if they do not run.
 
     Args:
-        address: of the cluster; see `find_cluster`.
+        address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for `patience_s`.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -45,7 +55,8 @@ def open_job(
             f"replica={replica!r} without a name: the ranks of a job find each other by its name, so give all of them "
             "the same JobOptions(name=...), and no other job that one"
         )
-    cluster = find_cluster(address)
+    name = options.name or draw_name()
+    outages = OutageLog(flow.name, name, patience_s=options.patience_s)
     source = source_of(flow.dataset, options)
     size = length_of(source.dataset.cacheable)
     indices = None if reading.indices is None else check_indices(reading.indices, size)
@@ -58,13 +69,21 @@ def open_job(
 
     content = content_of(source.dataset, flow.worker_init_fn, options, assignment.settings)
 
-    def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> None:
+    def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> bool:
         packed = _packed_for(cluster, assignment)
         spec = describe(flow, source, packed, content, size=size, options=options)
-        register(cluster, spec, packed, patience_s=patience_s, outages=outages)
+        return register(
+            cluster,
+            spec,
+            packed,
+            patience_s=patience_s,
+            outages=outages,
+            is_replaced=lambda: _found(address) not in (None, cluster),
+        )
 
-    name = options.name or draw_name()
-    register_with(cluster, options.patience_s, OutageLog(flow.name, name, patience_s=options.patience_s))
+    cluster = await_cluster(address, outages)
+    while not register_with(cluster, options.patience_s, outages):
+        cluster = await_cluster(address, outages)
     job = JobDescription(
         flow=flow.name,
         version=flow.version,
@@ -107,6 +126,24 @@ def _rank_of(name: str, replica: Replica | None) -> JobRank | None:
     if replica is None:
         return None
     return JobRank(name, replica.rank, replica.num_replicas, replica.drop_last)
+
+
+def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
+    """The cluster at `address`; waits for its connection file, which is away while a cluster is replaced.
+
+    Raises as `find_cluster`, of a file that does not exist after `outages.patience_s`.
+    """
+    backoff, deadline = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + outages.patience_s
+    while True:
+        try:
+            return find_cluster(address)
+        except OptionError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            outages.on_wait(str(error))
+            if time.monotonic() >= deadline:
+                raise OptionError(f"{error} (waited {outages.patience_s:g} s)") from error
+        time.sleep(backoff.pause_s())
 
 
 def _found(address: str | None) -> Cluster | None:

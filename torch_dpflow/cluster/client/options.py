@@ -59,9 +59,10 @@ class JobOptions:
     """How a job is read and its flow is served. Those marked (flow) count for the job that starts the flow.
 
     Args:
-        name: the job's name; None: a random one. No other running job may have it; the name of a job that died is
-            free after 15 s. All ranks of one job have the same name. If a loader is iterated again during an iteration,
-            that is a job of its own, with "~2" and so on appended to the name.
+        name: the job's name; None: a random one. No other running job may have it. The name of a job that died is free
+            at once for a job of the same host, and after 15 s for one of another. All ranks of one job have the same
+            name. If a loader is iterated again during an iteration, that is a job of its own, with "~2" and so on
+            appended to the name.
         shards: (flow) shard processes.
         memory_bytes: (flow) memory for samples of all shards together, bytes. None: the bytes of the `ALSDCache` around
             the dataset and 256 MiB for samples on their way; without one, 1 GiB.

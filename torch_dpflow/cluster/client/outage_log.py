@@ -73,18 +73,19 @@ class OutageLog:
             # Its text alone: who keeps log records would keep what its traceback refers to, the loader's iterator too.
             self._warn(text, silence_s, self.patience_s, str(error))
 
-    def on_wait(self, reason: str, *, until: str = "") -> None:
+    def on_wait(self, reason: str, *, limit: str | None = None) -> None:
         """A service has the job wait; logged once with the reason, when that has lasted.
 
-        until: for how long the job waits; empty: for up to `patience_s`.
+        limit: for how long the job waits; empty: not said; None: for up to `patience_s`.
         """
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         waited_s = self._clock() - self._waiting_since
         if waited_s >= SILENCE_S and not self._logged_wait:
             self._logged_wait = True
-            until = until or f"for up to patience_s={self.patience_s:g} s in all"
-            self._warn("has waited for %.0f s, and goes on %s: %s", waited_s, until, reason)
+            limit = f"for up to patience_s={self.patience_s:g} s in all" if limit is None else limit
+            goes_on = f", and goes on {limit}" if limit else ""
+            self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
 
     def on_fault(self, error: DPFlowError, times: int) -> None:
         """A service has failed over a call for the `times`-th time. Raises the error where that is too often."""

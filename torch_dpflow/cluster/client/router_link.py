@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.process_identity import has_ended, own_process
 from torch_dpflow.cluster.client.description import Failover, JobDescription
 from torch_dpflow.cluster.client.epoch_cursor import Marks, mark
 from torch_dpflow.cluster.client.outage_log import OutageLog
@@ -29,6 +30,7 @@ from torch_dpflow.cluster.messages.router import (
     JobId,
     Join,
     Joined,
+    NameHolder,
     RoutingTable,
     StartEpoch,
 )
@@ -57,7 +59,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: come it is asked for again, seconds: a coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
 #: Errors after which the same call is tried again.
-_TRANSIENT = (ErrorKind.NAME_BUSY, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
+_TRANSIENT = (ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -111,6 +113,10 @@ class RouterLink:
         self._deadline = 0.0
         # Tells the router this process from another one that uses the job's name.
         self._holder = secrets.randbits(63)
+        # By the process, a later one of its host can tell that this one has ended, and take its name over.
+        self._process = own_process()
+        #: The random number of a process with the job's name that has ended; 0: none is known.
+        self._replaces = 0
         self._generation = 0
         self._lock = threading.RLock()
         self._coordinator: RpcClient | None = None
@@ -272,6 +278,9 @@ class RouterLink:
                 self._leave_for_another()
             case ErrorKind.OUT_OF_STEP:
                 self._router_in_step = False
+            case ErrorKind.NAME_BUSY:
+                self._replaces = self._ended_holder()
+                self.outages.on_wait(error.text)
             case ErrorKind.UNKNOWN_FLOW if self._failover is not None:
                 # A cluster that has lost its state listens at the address of ours.
                 self._register_with(self.cluster)
@@ -281,7 +290,7 @@ class RouterLink:
             case ErrorKind.USAGE | ErrorKind.UNKNOWN_FLOW:
                 raise UsageError(error.text) from error
             case ErrorKind.RANKS_AWAITED:
-                self.outages.on_wait(error.text, until="for as long as they take")
+                self.outages.on_wait(error.text, limit="for as long as they take")
                 return
             case kind if kind in _TRANSIENT:
                 self.outages.on_wait(error.text)
@@ -301,9 +310,9 @@ class RouterLink:
         """Register the flow with this cluster and move there."""
         assert self._failover is not None
         with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt tries again
-            self._failover.register(cluster, self._call_s)
-            self.cluster = cluster
-            self._leave_for_another()
+            if self._failover.register(cluster, self._call_s):
+                self.cluster = cluster
+                self._leave_for_another()
 
     def _leave_for_another(self) -> None:
         """Locate the router again, which does not know the job."""
@@ -325,16 +334,29 @@ class RouterLink:
         A service restarts at its old address, so a job that reads need not wait for a coordinator.
         """
         access = Access(self._job.flow, self._job.version)
-        timeout_s = self._call_s if self._address else self._patience_s
         if self._coordinator is None:
             self._coordinator = self.cluster.connect(timeout_s=self._patience_s)
         try:
-            address: str = self._coordinator.call("access", access, reply_type=str, timeout_s=timeout_s).body
+            address: str = self._coordinator.call(
+                "access", access, reply_type=str, timeout_s=self._call_s
+            ).body
         except (DeadlineError, PeerLostError):
             if not self._address:
                 raise
             return self._address
         return address
+
+    def _ended_holder(self) -> int:
+        """The random number of the process that has the job's name, if it has ended on this host; else 0."""
+        router = self._router
+        if router is not None:
+            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt asks again
+                name = self._job.reader
+                found: NameHolder = router.call(
+                    "holder", name, reply_type=NameHolder, timeout_s=self._call_s
+                ).body
+                return found.holder if has_ended(found.process) else 0
+        return 0
 
     def _in_epoch(self) -> RpcClient:
         """The router, once it knows the job's position in its epoch."""
@@ -363,6 +385,8 @@ class RouterLink:
             self._job.batch_size,
             rank,
             indices is not None,
+            self._process,
+            self._replaces,
         )
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._patience_s)

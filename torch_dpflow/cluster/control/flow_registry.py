@@ -10,9 +10,10 @@ A pure state machine: each call returns what to do, in order; there is no socket
                     │<───────────────────────────────────  IDLE ──access──> (services start) ──> READY
                     └──delete──> DELETED <──delete──────────┘
 
-A flow is identified by its name; of its versions the highest is in force. A lower one is refused, as is the same one
-with another fingerprint. Jobs that read a version when a higher one is registered read on: its services run until the
-last of them has left.
+A flow is identified by its name and version, and its versions live side by side: each has services of its own while
+jobs read it. The same version with another fingerprint is refused. The highest version of a name stays registered
+until it is deleted; a lower one is forgotten some time after its last job has left, and registered again by a job that
+returns.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import UnknownFlowError
 
-#: Most flows of a cluster, including replaced versions that are still read.
+#: Most flows of a cluster, each version counted.
 MAX_FLOWS = 4096
 #: A flow that no job has used for so long may be stopped in favour of another, seconds.
 UNREAD_S = 5.0
 #: How long the services of a flow may take to start, seconds.
 STARTING_S = 120.0
-#: How long the services of a replaced version run without a job, seconds: after a restart of its router, jobs take so
+#: How long the services of a lower version run without a job, seconds: after a restart of its router, jobs take so
 #: long to rejoin.
-REPLACED_S = 15.0
+LOWER_S = 15.0
 #: Most announced contents of one flow.
 MAX_ANNOUNCED = 64
 
@@ -92,7 +93,7 @@ class Flow:
     #: How many of the jobs are in the middle of an epoch, and when one last was or accessed the flow, seconds.
     reading: int = 0
     last_read: float = 0.0
-    #: Whether a higher version is in force.
+    #: Whether a higher version is registered.
     replaced: bool = False
     #: Whether its services have been requested and do not run yet.
     starting: bool = False
@@ -148,47 +149,40 @@ class FlowRegistry:
 
     def __init__(self) -> None:
         self._flows: dict[str, Flow] = {}
-        #: The instance in force, by name.
-        self._current: dict[str, str] = {}
+        #: The instance of the highest version, by name.
+        self._highest: dict[str, str] = {}
 
     @property
     def flows(self) -> list[Flow]:
-        """Every version that is in force or still read, in the order of registration."""
+        """Every version of every flow, in the order of registration."""
         return list(self._flows.values())
 
     def restore(self, spec: FlowSpec, now: float) -> None:
         """Add a flow from the state store. Its services, if they run, report their state themselves."""
-        current = self.find(spec.name)
-        if current is None or current.spec.version < spec.version:
-            self._put_in_force(Flow(spec, last_used=now))
+        if spec.instance not in self._flows:
+            self._add(Flow(spec, last_used=now))
 
     def find(self, name: str) -> Flow | None:
-        """The version of a flow that is in force."""
-        instance = self._current.get(name)
-        return None if instance is None else self._flows[instance]
+        """A flow by its name and version, as "imagenet/train:v2"; without a version, the highest one."""
+        return self._flows.get(self._highest.get(name, name.replace(":v", "@")))
 
     def register(self, spec: FlowSpec, now: float) -> list[FlowInstruction]:
         """Register the flow that a job is going to read.
 
         Raises:
             OptionError: the description is invalid.
-            UsageError: a higher version is in force, or the same version with another description.
+            UsageError: the same version is registered with another description, or there are too many flows.
         """
         spec.check()
-        current = self.find(spec.name)
+        current = self._flows.get(spec.instance)
         if current is None:
             if len(self._flows) >= MAX_FLOWS:
                 raise UsageError(
                     f"{len(self._flows)} flows are registered, the most there may be; delete some"
                 )
-            return self._put_in_force(Flow(spec, last_used=now))
-        if spec.version < current.spec.version:
-            raise UsageError(
-                f"flow {spec.name!r}: version {spec.version} is refused, version {current.spec.version} is "
-                "in force; use that one or a higher one"
-            )
-        if spec.version > current.spec.version:
-            return self._put_in_force(Flow(spec, last_used=now))
+            self._add(Flow(spec, last_used=now))
+            return [SaveFlow(spec)]
+        current.last_used = max(now, current.last_used)
         difference = spec.difference(current.spec)
         if difference:
             raise UsageError(
@@ -225,21 +219,11 @@ class FlowRegistry:
         """Start a flow's services for a job, unless they run.
 
         Raises:
-            UnknownFlowError: there is no such flow, or not yet in this version.
-            UsageError: a higher version is in force, and no job reads this one any more.
+            UnknownFlowError: there is no such flow in this version.
         """
-        newest = self.find(name)
-        if newest is None or newest.spec.version < version:
-            known = "none" if newest is None else f"version {newest.spec.version}"
-            raise UnknownFlowError(
-                f"flow {name!r}, version {version}, is not in force ({known} is); register it"
-            )
-        # Not only the version in force: a replaced one that is still read may have lost its router.
         flow = self._flows.get(f"{name}:v{version}")
         if flow is None:
-            raise UsageError(
-                f"flow {name!r}, version {version}, is not in force (version {newest.spec.version} is); read that one"
-            )
+            raise UnknownFlowError(f"flow {name!r}, version {version}, is not registered; register it")
         flow.last_used = flow.last_read = now
         if flow.state in (FlowState.READY, FlowState.ACCESSED):
             return flow, []
@@ -269,9 +253,11 @@ class FlowRegistry:
         flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
         return []
 
-    def scale(self, name: str, shards: int, workers: int | None) -> tuple[Flow, list[FlowInstruction]]:
+    def scale(self, name: str, shards: int | None, workers: int | None) -> tuple[Flow, list[FlowInstruction]]:
         """Change a flow's numbers of shards and workers.
 
+        name: as for `find`.
+        shards: None: as many as it has.
         workers: of all shards together; None: as many as it has, but at least one for each shard.
 
         Raises:
@@ -279,6 +265,7 @@ class FlowRegistry:
             OptionError: the numbers are invalid.
         """
         flow = self._known(name)
+        shards = flow.spec.shards if shards is None else shards
         if workers is None:
             workers = max(flow.spec.workers, shards)
         scaled = msgspec.structs.replace(flow.spec, shards=shards, workers=workers)
@@ -300,34 +287,36 @@ class FlowRegistry:
         longest.enter(FlowState.IDLE, now)
         return [StopFlow(longest.spec.instance)]
 
-    def delete(self, name: str, now: float) -> list[FlowInstruction]:
-        """Delete a flow.
+    def delete(self, name: str, now: float) -> tuple[Flow, list[FlowInstruction]]:
+        """Delete one version of a flow.
+
+        name: as for `find`.
 
         Raises:
             UsageError: there is no such flow, or jobs read it.
         """
         flow = self._known(name)
         if flow.state is FlowState.ACCESSED:
-            raise UsageError(f"flow {name!r} is read by {flow.jobs} jobs; end them first")
+            raise UsageError(
+                f"flow {name!r}, version {flow.spec.version}, is read by {flow.jobs} jobs; end them first"
+            )
         flow.enter(FlowState.DELETED, now)
-        del self._current[name]
-        del self._flows[flow.spec.instance]
-        return [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
+        self._remove(flow)
+        return flow, [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
 
     def tick(self, now: float) -> list[FlowInstruction]:
         """Time has passed: stop the services that no job has used for long."""
         out: list[FlowInstruction] = []
-        for instance, flow in list(self._flows.items()):
-            patience = REPLACED_S if flow.replaced else flow.spec.idle_s
-            if flow.starting:
+        for instance, flow in [*self._flows.items()]:
+            patience = LOWER_S if flow.replaced else flow.spec.idle_s
+            # A lower version that was just registered, or restored after a restart, may be about to be accessed.
+            if flow.starting or (flow.replaced and flow.state is FlowState.CREATED):
                 patience = max(patience, STARTING_S)
-            idle = flow.starting or flow.state is FlowState.READY
-            unused = idle and now - flow.last_used >= patience
-            stopped = flow.state in (FlowState.CREATED, FlowState.IDLE) and not flow.starting
-            if flow.replaced and (unused or stopped):
-                del self._flows[instance]
+            is_over = flow.state is not FlowState.ACCESSED and now - flow.last_used >= patience
+            if flow.replaced and is_over:
+                self._remove(flow)
                 out += [StopFlow(instance), ForgetFlow(flow.spec)]
-            elif unused:
+            elif is_over and (flow.starting or flow.state is FlowState.READY):
                 flow.enter(FlowState.IDLE, now)
                 flow.starting = False
                 out.append(StopFlow(instance))
@@ -336,16 +325,28 @@ class FlowRegistry:
     def _known(self, name: str) -> Flow:
         flow = self.find(name)
         if flow is None:
-            raise UsageError(f"flow {name!r:.80} is not registered; registered are {sorted(self._current)}")
+            known = sorted(f"{one.spec.name}:v{one.spec.version}" for one in self._flows.values())
+            raise UsageError(f"flow {name!r:.80} is not registered; registered are {known}")
         return flow
 
-    def _put_in_force(self, flow: Flow) -> list[FlowInstruction]:
-        earlier = self.find(flow.spec.name)
-        if earlier is not None:
-            earlier.replaced = True
+    def _add(self, flow: Flow) -> None:
         self._flows[flow.spec.instance] = flow
-        self._current[flow.spec.name] = flow.spec.instance
-        return [SaveFlow(flow.spec)]
+        self._rank(flow.spec.name)
+
+    def _remove(self, flow: Flow) -> None:
+        del self._flows[flow.spec.instance]
+        self._rank(flow.spec.name)
+
+    def _rank(self, name: str) -> None:
+        """The versions of a flow have changed: find the highest. O(flows)."""
+        versions = [flow for flow in self._flows.values() if flow.spec.name == name]
+        highest = max(versions, key=lambda flow: flow.spec.version, default=None)
+        if highest is None:
+            del self._highest[name]
+        else:
+            self._highest[name] = highest.spec.instance
+        for flow in versions:
+            flow.replaced = flow is not highest
 
     def validate(self) -> None:
         """Check every invariant; O(flows), for tests. Raises AssertionError."""
@@ -353,7 +354,7 @@ class FlowRegistry:
             assert flow.spec.instance == instance
             assert (flow.state is FlowState.ACCESSED) == (flow.jobs > 0)
             assert flow.state is not FlowState.DELETED
-            assert flow.replaced == (self._current.get(flow.spec.name) != instance)
-        for name, instance in self._current.items():
+            assert flow.replaced == (self._highest[flow.spec.name] != instance)
+        for name, instance in self._highest.items():
             versions = [flow.spec.version for flow in self._flows.values() if flow.spec.name == name]
             assert self._flows[instance].spec.version == max(versions)

@@ -4,7 +4,8 @@ A pure state machine around `leases`; there is no socket, thread or clock inside
 
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
 it has to repeat the request, because the holder may have ended. If the holder renews its lease after the first request,
-the other process is refused for good; otherwise the lease expires, and the name goes to whoever requests it next.
+the other process is refused for good; otherwise the lease expires, and the name goes to whoever requests it next. A
+holder that is known to have ended is replaced at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class _Holder:
     holder: int
     #: When it last renewed its lease, seconds.
     renewed: float
+    #: Its identity for other processes of its host, as of `own_process`.
+    process: str = ""
     #: When other processes first requested the name, by their random numbers.
     rivals: dict[int, float] = field(default_factory=dict)
 
@@ -43,10 +46,19 @@ class NameLeases:
         """The generation of every reader: a copy."""
         return self._leases.members
 
-    def admit(self, name: str, generation: int, holder: int, now: float) -> bool:
+    def holder(self, name: str) -> tuple[int, str]:
+        """The random number and the identity of the process that has this name; 0 and nothing if there is none."""
+        current = self._holders.get(name)
+        return (0, "") if current is None else (current.holder, current.process)
+
+    def admit(
+        self, name: str, generation: int, holder: int, now: float, *, process: str = "", replaces: int = 0
+    ) -> bool:
         """Grant the name to a process that begins to read under it, or that returns.
 
         holder: the process's random number.
+        process: its identity, as of `own_process`.
+        replaces: the random number of a process that is known to have ended.
 
         Returns whether this replaces an earlier generation, whose state is void.
 
@@ -56,13 +68,13 @@ class NameLeases:
             StaleJobError: a later generation has joined.
         """
         current = self._holders.get(name)
-        if current is not None and current.holder != holder:
+        if current is not None and current.holder not in (holder, replaces):
             _refuse(name, current, holder, now)
         changes = self._leases.handle(RenewLease(name, generation, now))
         for change in changes:
             if isinstance(change, Stale):
                 raise StaleJobError(f"job {name!r}: generation {change.newest} is newer")
-        self._holders[name] = _Holder(holder, now)
+        self._holders[name] = _Holder(holder, now, process)
         return any(isinstance(change, Lost) for change in changes)
 
     def renew(self, name: str, generation: int, now: float) -> None:

@@ -54,11 +54,12 @@ class Access(Body):
 class Scale(Body):
     """To a coordinator: run this flow with so many shards, and workers in all of them together.
 
-    Without a number of workers it keeps those that it has, and at least one for each shard. Answered with `FlowView`.
+    None: it keeps as many as it has, and at least one worker for each shard. Answered with `FlowView`.
     """
 
+    #: With or without a version, as of `FlowRegistry.find`.
     flow: Name
-    shards: Count
+    shards: Count | None
     workers: Count | None = None
 
 
@@ -111,6 +112,7 @@ class FlowView(Body):
     spec: FlowSpec
     state: Name
     jobs: Count
+    #: Whether a higher version is registered: this one is forgotten soon after its last job has left.
     replaced: bool
     #: The latest states; the last is the present one.
     life: Annotated[list[LifeStep], msgspec.Meta(max_length=MAX_LIFE)]

@@ -32,7 +32,7 @@ class FlowSpec(
     """
 
     name: Name
-    #: Counts the flow's definitions: the highest is in force.
+    #: Counts the flow's definitions.
     version: Count
     #: Number of samples.
     size: Count

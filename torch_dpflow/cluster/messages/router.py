@@ -121,6 +121,18 @@ class Join(Body):
     rank: JobRank | None = None
     #: Whether the frame that follows holds the job's samples, int64; without it, it reads all.
     has_indices: bool = False
+    #: As of `own_process`: others of its host can tell by it that it has ended.
+    process: Text = ""
+    #: The random number of a process with the same name that is known to have ended; 0: of none.
+    replaces: Count = 0
+
+
+class NameHolder(Body):
+    """The process that has a name. To a router: the name; answered with this."""
+
+    #: Its random number and its identity, as of `Join`; 0 if no process has the name.
+    holder: Count
+    process: Text
 
 
 class Joined(Body):

@@ -63,6 +63,9 @@ METHODS: dict[str, tuple[Any, bool]] = {
     "flows": (None, False),
     "processes": (None, False),
 }
+#: How long a job's call waits for the router of its flow, seconds: less than a job waits for any answer, so that it
+#: can tell services that start from a coordinator that is away.
+ACCESS_S = 2.0
 _encode = msgspec.msgpack.encode
 
 
@@ -70,7 +73,7 @@ _encode = msgspec.msgpack.encode
 class _WaitingCall:
     call: IncomingCall
     instance: str
-    #: When its caller gives up, seconds.
+    #: When it is answered even if the router does not run yet, seconds.
     until: float
 
 
@@ -237,6 +240,8 @@ class Coordinator:
                 waiting.call.answer(address)
             elif now < waiting.until:
                 still.append(waiting)
+            else:
+                waiting.call.fail(OverloadedError(f"the services of flow {waiting.instance!r} are starting"))
         self._waiting = still
 
     def _apply(self, instructions: list[FlowInstruction]) -> None:
@@ -262,7 +267,7 @@ class Coordinator:
         self._check_ports(spec.shards)
         self._check_memory(spec)
         self._apply(self._registry.register(spec, self._clock()))
-        flow = self._registry.find(spec.name)
+        flow = self._registry.find(spec.instance)
         assert flow is not None
         return Result(self._is_stored(flow))
 
@@ -350,7 +355,7 @@ class Coordinator:
         address = self._routers.get(flow.spec.instance)
         if address is not None:
             return Result(address)
-        self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + call.patience_s))
+        self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + ACCESS_S))
         return LATER
 
     def _make_room_for(self, flow: Flow) -> None:
@@ -378,7 +383,7 @@ class Coordinator:
                     f"{name}={value}: the cluster has {self._limits.workers} workers, and each shard takes one; "
                     "give no more, or start `dpflow up` with more"
                 )
-        self._check_ports(scale.shards)
+        self._check_ports(scale.shards or 0)
         flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
         self._apply(instructions)
         spec = flow.spec
@@ -393,8 +398,9 @@ class Coordinator:
         return LATER
 
     def _on_delete(self, call: IncomingCall) -> Later:
-        self._apply(self._registry.delete(call.body, self._clock()))
-        self._store.once_written(partial(_acknowledge, call, None))
+        flow, instructions = self._registry.delete(call.body, self._clock())
+        self._apply(instructions)
+        self._store.once_written(partial(_acknowledge, call, flow.spec.instance))
         return LATER
 
     def _on_flows(self, call: IncomingCall) -> Result:
@@ -422,7 +428,7 @@ class Coordinator:
                 specs.append(spec)
             except (msgspec.MsgspecError, OptionError) as error:
                 SERVICE.error("state store: %s cannot be decoded and is ignored: %s", key, error)
-        for spec in sorted(specs, key=lambda spec: spec.version):
+        for spec in specs:
             self._registry.restore(spec, self._clock())
         for digest in self._contents.digests - {flow.spec.content for flow in self._registry.flows}:
             self._contents.drop(digest)
@@ -432,7 +438,7 @@ class Coordinator:
             self._contents.drop(digest)
 
 
-def _acknowledge(call: IncomingCall, answer: FlowView | None, failure: Exception | None) -> None:
+def _acknowledge(call: IncomingCall, answer: FlowView | str, failure: Exception | None) -> None:
     if failure is None:
         call.answer(answer)
     else:

@@ -32,6 +32,7 @@ from torch_dpflow.cluster.messages.router import (
     JobRank,
     Join,
     Joined,
+    NameHolder,
     RegisterShard,
     RouterSettings,
     RoutingTable,
@@ -41,6 +42,7 @@ from torch_dpflow.cluster.services.serve import serve
 from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import MisdirectedError, StaleShardError
+from torch_dpflow.ipc.messages.fields import Name
 from torch_dpflow.ipc.messages.limits import UNNAMED
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
@@ -144,6 +146,7 @@ class Router:
         ):
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
+        server.register("holder", self._on_holder, body_type=Name, remembered=False)
 
     def apply_settings(self, settings: RouterSettings) -> None:
         """Change which shards are to own keys, and what jobs are told. In the server's thread."""
@@ -232,7 +235,9 @@ class Router:
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the most there may be")
         generation = next(self._generations)
-        if self._name_leases.admit(name, generation, join.holder, now):
+        if self._name_leases.admit(
+            name, generation, join.holder, now, process=join.process, replaces=join.replaces
+        ):
             self._remove_reader(name)
         if name not in self._readers:
             try:
@@ -245,6 +250,9 @@ class Router:
             return Result(joined)
         self._waiting.append((call, joined, now + call.patience_s))
         return LATER
+
+    def _on_holder(self, call: IncomingCall) -> Result:
+        return Result(NameHolder(*self._name_leases.holder(call.body)))
 
     def _add_reader(self, join: Join, indices: IndexArray | None) -> None:
         rank = join.rank or JobRank(join.reader, 0, 1)

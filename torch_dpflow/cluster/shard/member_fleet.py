@@ -96,6 +96,10 @@ class MemberFleet:
             self._remote.resize(self._shard.workers.expected)
             self._remote.resume()
 
+    @property
+    def shortage(self) -> tuple[str, str]:
+        return ("", "") if self._remote is None else (self._remote.limited_by, self._remote.shortage)
+
     # -- for the remote workers (`Shell`) --------------------------------------------------------------------
 
     def admit(self, peer: bytes, hello: list[memoryview]) -> None:

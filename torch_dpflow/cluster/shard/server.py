@@ -23,7 +23,7 @@ from torch_dpflow.cluster.messages.router import JOB_LEASE_S, MAX_JOBS, JobId, R
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
 from torch_dpflow.cluster.shard.demultiplexer import WorkerDemultiplexer
 from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel
-from torch_dpflow.cluster.shard.workers import WINDOW, ShardWorkers
+from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
@@ -92,6 +92,8 @@ class SampleShard:
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
         self._calls: dict[RequestId, IncomingCall] = {}
+        #: When those may be answered with the reason for which nothing is loaded, at the earliest.
+        self._report_at = 0.0
         #: The key of each load in progress, and the keys whose last load was poisoned.
         self._keys: dict[int, int] = {}
         self._poisoned: set[int] = set()
@@ -119,6 +121,15 @@ class SampleShard:
                 SERVICE.info("job lease expired; its requests were cancelled", extra={"job": change.peer})
                 self._remove_job(change.peer)
         self._workers.flush()
+        self._report_outage(now)
+
+    def _report_outage(self, now: float) -> None:
+        """Answer the fetches that wait while no worker works with the reason; jobs log it, and fetch again."""
+        if self._calls and now >= self._report_at and (outage := self._workers.outage()) is not None:
+            self._report_at = now + OUTAGE_S
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                call.fail(outage)
 
     def apply_settings(self, settings: ShardSettings) -> None:
         """Change its number of workers or its memory. In the server's thread."""

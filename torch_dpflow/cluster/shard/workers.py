@@ -18,6 +18,7 @@ from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.ipc.memory.arena import ArenaReader
 from torch_dpflow.ipc.memory.arena_peers import ArenaPeers
 from torch_dpflow.ipc.memory.running_task import RunningTaskReader
+from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError, RecoverableError
 from torch_dpflow.ipc.messages.headers import Finished, WorkerHello
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Listener
@@ -36,6 +37,10 @@ RETRY_S = 30.0
 #: A worker that has run one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
 #: may be frozen, which its node notices only after `node.LEASE_S`.
 OVERTAKE_S = 1.0
+#: Jobs that wait get the reason once no worker has worked for so long, and as often again, seconds.
+OUTAGE_S = 3.0
+#: What may limit a platform's workers that is awaited however long it takes, as of `start_limits.LIMITED_BY`.
+AWAITED = ("quota", "throttling")
 
 
 @dataclass
@@ -65,6 +70,10 @@ class WorkerFleet(Protocol):
 
     def resume(self) -> None:
         """Have workers again."""
+
+    @property
+    def shortage(self) -> tuple[str, str]:
+        """What limits the workers, as of `Fleet`, and the details for people; empty: nothing that is known."""
 
 
 class ShardWorkers:
@@ -108,6 +117,9 @@ class ShardWorkers:
         self._end = end
         #: Of workers that a platform runs; None: the node does.
         self._fleet: WorkerFleet | None = None
+        #: Since when none works, None while one does; and whether one ever has.
+        self._none_since: float | None = clock()
+        self._has_worked = False
         #: Why there will be no workers, and until when; empty: there will.
         self._failure, self._failed_until = "", 0.0
         self._clock = clock
@@ -144,6 +156,7 @@ class ShardWorkers:
     def resize(self, workers: int) -> None:
         """Set how many there are to be."""
         self._expected = workers
+        self._has_worked = self._has_worked and workers > 0
         self._false_starts = 0  # some may have ended because fewer are to be
         if self._fleet is not None and not self._failure:
             self._fleet.resize(workers)
@@ -217,10 +230,27 @@ class ShardWorkers:
         self._counted_at = now
         for number in self._peers.ended():
             self._lose(number, self._workers[number])
+        if not self._none_works():
+            self._none_since, self._has_worked = None, True
+        elif self._none_since is None:
+            self._none_since = now
         self._give_up_unless_workers_start()
         if self._failure and self._none_works():
             self._abandon(self._failure)
         self._shard.check_timeouts()
+
+    def outage(self) -> RecoverableError | None:
+        """Why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
+
+        Room that a platform gives to others is awaited, like workers that start. Workers that are gone for another
+        reason count as a part of the cluster that is away.
+        """
+        if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:
+            return None
+        limited_by, details = ("", "") if self._fleet is None else self._fleet.shortage
+        text = f"0 of {self._expected} workers of the flow run" + (f", {details}" if details else "")
+        is_lost = self._fleet is not None and self._has_worked and limited_by not in AWAITED
+        return LostWorkersError(text) if is_lost else AwaitedWorkersError(text)
 
     @property
     def decodes(self) -> int:

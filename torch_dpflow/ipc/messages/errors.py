@@ -50,3 +50,11 @@ class NameBusyError(RecoverableError, kind=ErrorKind.NAME_BUSY):
 
 class AwaitedRanksError(RecoverableError, kind=ErrorKind.RANKS_AWAITED):
     """Ranks of the job have not reported what they have read of its epoch; the others have to wait for them."""
+
+
+class AwaitedWorkersError(RecoverableError, kind=ErrorKind.WORKERS_AWAITED):
+    """No worker of the flow runs yet; the job has to wait until some do."""
+
+
+class LostWorkersError(RecoverableError, kind=ErrorKind.LOST):
+    """All workers of the flow have been lost, and none has come in their place; the job waits for its timeout."""

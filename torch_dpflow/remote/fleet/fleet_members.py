@@ -53,6 +53,8 @@ class FleetMember:
     rotates: float = math.inf
     drains: float = math.inf
     state: MemberState = MemberState.REQUESTED
+    #: Whether the platform has accepted its start, and whether it has called.
+    accepted: bool = False
     arrived: bool = False
     ready: bool = False
     #: When it called, and when it left, as far as is known.

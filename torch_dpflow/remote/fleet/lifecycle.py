@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from torch_dpflow.errors import RejectedError
+from torch_dpflow.errors import RejectedError, UnavailableError
 from torch_dpflow.remote.fleet.fleet_members import (
     AdmitMember,
     DrainMember,
@@ -145,7 +145,7 @@ class Fleet:
                 self._note_unfit(member, unfit, now)
             else:
                 self._has_arrived = True
-                self._limits.note_arrived(now - member.begun)
+                self._limits.note_arrived(member.begun, now)
                 member.state, member.due = MemberState.ON_DECK, math.inf
         elif not member.state.holds_place and member.state is not MemberState.DRAINING:
             self._out.append(RefuseMember(name, unfit or "it is to leave"))
@@ -211,7 +211,8 @@ class Fleet:
 
     def _on_started(self, member: FleetMember, outcome: Accepted | Answerless, now: float) -> None:
         if isinstance(outcome, Accepted):
-            self._limits.note_accepted()
+            member.accepted = True
+            self._limits.note_accepted(member.begun)
         if member.state is MemberState.REQUESTED:
             member.state, member.due = MemberState.STARTING, now + self._limits.timeout_s
             if isinstance(outcome, Answerless):
@@ -234,6 +235,18 @@ class Fleet:
         self._unfit[reason] += 1
         if self._unfit[reason] >= MOST_UNFIT:
             self._fail(reason)
+
+    def _note_missing(self, member: FleetMember, now: float) -> None:
+        """A member has not called in time."""
+        text = f"{member.name} has not called within {now - member.begun:.0f} s"
+        others = sum(one.state.holds_place for one in self.members)
+        if member.accepted:
+            # The platform may have no room and say nothing; those that wait with it show it too.
+            self._limits.lower(others, now, accepts=True)
+            self._note_false_start(text, now)
+        else:
+            away = UnavailableError(f"{text}, and the platform has not answered for its start")
+            self._limit(self._limits.note_refused(away, others, now), str(away))
 
     def _note_false_start(self, text: str, now: float) -> None:
         self._limits.note_false_start(now)
@@ -266,10 +279,7 @@ class Fleet:
                 self._remove(member, now)
             else:
                 if not member.arrived:
-                    waited_s = now - member.begun
-                    # The platform may have no room and say nothing, as Ray does; those that wait with it show it too.
-                    self._limits.lower(sum(one.state.holds_place for one in self.members), now)
-                    self._note_false_start(f"{member.name} has not called within {waited_s:.0f} s", now)
+                    self._note_missing(member, now)
                 self._stop(member, "it has not ended in time", now)
 
     def _vacate(self, now: float) -> None:

@@ -175,6 +175,11 @@ class RemoteWorkers:
         """Why there are fewer than there should be: see `Fleet`."""
         return self._fleet.limited_by
 
+    @property
+    def shortage(self) -> str:
+        """The same with the details, for people."""
+        return self._shortage.reason
+
     def views(self) -> list[MemberView]:
         """All that were asked for and are not gone, for people."""
         now, where = self._clock(), {name: member.where for name, member in self._members.items()}

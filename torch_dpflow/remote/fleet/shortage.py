@@ -35,7 +35,8 @@ class Shortage:
         self._least = least
         self._start_s = start_s
         self._address = address
-        self._limit = ""
+        #: What limits them and the details, for people; empty: nothing that is known.
+        self.reason = ""
         #: When to say that not all have come, and when too few are an error.
         self._complains_at = self._fails_at = math.inf
 
@@ -49,10 +50,10 @@ class Shortage:
 
     def limit(self, by: str, text: str, working: int) -> None:
         """The platform has said what limits them; by: empty if nothing does any more."""
-        self._limit = f"limited by {by}: {text}" if by else ""
+        self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self._log.warning(
-                "%d of %d workers run on platform %r, %s", working, self.workers, self._platform, self._limit
+                "%d of %d workers run on platform %r, %s", working, self.workers, self._platform, self.reason
             )
 
     def check(self, working: int, called: int, now: float) -> str:
@@ -72,11 +73,11 @@ class Shortage:
             return ""
         return (
             f"{called} of min_workers={self._least} workers of platform {self._platform!r} have called within "
-            f"{self._start_s:g} s: {self._limit or self._door()}"
+            f"{self._start_s:g} s: {self.reason or self._door()}"
         )
 
     def _complain(self, working: int, called: int) -> None:
-        door = "" if called or self._limit else f"; {self._door()}"
+        door = "" if called or self.reason else f"; {self._door()}"
         self._log.warning(
             "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
             "run go on, and the others are awaited",

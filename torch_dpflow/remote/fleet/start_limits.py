@@ -19,8 +19,9 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.launchers.rate_limit import RateLimit
 from torch_dpflow.workers.platform import Limits
 
-#: The longest pause after a failure, first and at all, seconds.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: The longest pause after a failure, first and at all, seconds. And while the platform does not answer, which costs
+#: little to find out: its workers are to be back soon after it is.
+FIRST_PAUSE_S, LONGEST_PAUSE_S, AWAY_PAUSE_S = 0.5, 30.0, 5.0
 #: After how long to try again with credentials that were refused, the first time and later, seconds: they are looked up
 #: again, and whoever says which are valid may not have answered.
 RENEW_S, DENIED_S = 1.0, 30.0
@@ -57,8 +58,8 @@ class StartLimits:
         self._limits = limits
         self._rate = RateLimit(limits.starts_per_s)
         self._most = math.inf if limits.most_members is None else limits.most_members
-        #: The ceiling that the platform has shown, and when.
-        self._ceiling, self._shown_at = self._most, 0.0
+        #: The ceiling that the platform has shown, when, and whether by accepting members that never called.
+        self._ceiling, self._shown_at, self._accepts_too_many = self._most, 0.0, False
         self._resume_at = -math.inf
         #: Since when starts have been refused without pause, when and why the latest one was, and how many refusals of
         #: credentials are among them.
@@ -100,10 +101,12 @@ class StartLimits:
         """One is started."""
         self._rate.note(now)
 
-    def note_accepted(self) -> None:
-        """The platform has accepted a start."""
+    def note_accepted(self, begun: float) -> None:
+        """The platform has accepted a start that was requested at this time."""
         self._has_accepted = True
         self._forget_refusals()
+        if not self._accepts_too_many:
+            self._note_room(begun)
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
         """A start was refused while there were so many others; returns what limits the fleet."""
@@ -113,6 +116,8 @@ class StartLimits:
         match error:
             case QuotaError():
                 self.lower(others, now)
+                if not others:
+                    self._pause(now, self._refusals.pause_s())
             case DeniedError():
                 if now >= self._resume_at:  # those that were asked for together say no more than one
                     self._denials += 1
@@ -120,6 +125,8 @@ class StartLimits:
                     self._pause(now, pause_s + self._refusals.pause_s())
             case ThrottledError(retry_after_s=asked_s):
                 self._pause(now, max(asked_s, self._refusals.pause_s()))
+            case UnavailableError():
+                self._pause(now, min(AWAY_PAUSE_S, self._refusals.pause_s()))
             case _:
                 self._pause(now, self._refusals.pause_s())
         return next((by for kind, by in LIMITED_BY.items() if isinstance(error, kind)), "platform")
@@ -138,10 +145,11 @@ class StartLimits:
                 tried = self._has_accepted or isinstance(refusal, ThrottledError)
                 return alone and now - self._refused_since >= (PATIENCE_S if tried else UNTRIED_S)
 
-    def note_arrived(self, delay_s: float) -> None:
-        """A member has called, so long after its start."""
-        self._delays.append(delay_s)
+    def note_arrived(self, begun: float, now: float) -> None:
+        """A member has called whose start was requested at this time."""
+        self._delays.append(now - begun)
         self._false_starts.reset()
+        self._note_room(begun)
 
     def note_false_start(self, now: float) -> None:
         """A member has ended before it called, or could not be used."""
@@ -153,9 +161,18 @@ class StartLimits:
         self._false_starts.reset()
         self._resume_at = -math.inf
 
-    def lower(self, ceiling: int, now: float) -> None:
-        """The platform has shown that it has room for so many and no more; it rises by one each `RAISE_S`."""
-        self._ceiling, self._shown_at = min(ceiling, self._most), now
+    def lower(self, ceiling: int, now: float, *, accepts: bool = False) -> None:
+        """The platform has shown that it has room for so many and no more; it rises by one each `RAISE_S`.
+
+        accepts: it has accepted more, which do not call: only one that calls shows that there is room again.
+        """
+        self._ceiling, self._shown_at = min(max(1, ceiling), self._most), now
+        self._accepts_too_many = accepts
+
+    def _note_room(self, begun: float) -> None:
+        """A start that was requested at this time has found room: if that was beyond the ceiling, forget it."""
+        if begun > self._shown_at:
+            self._ceiling, self._accepts_too_many = self._most, False
 
     def _forget_refusals(self) -> None:
         self._refusals.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import DeniedError, OptionError
 from torch_dpflow.remote.launchers.alibaba_client import MissingError
 from torch_dpflow.remote.launchers.fc import MARGIN_S, QUEUE_S, FunctionCompute
 from torch_dpflow.remote.launchers.fc_control import FunctionControl
@@ -60,6 +60,8 @@ def deploy(
 
     module: as of `function_of`.
 
+    dry_run: say what would be done; without credentials that is not compared with what is there.
+
     Raises:
         OptionError: there is no image.
         PlatformError: the platform refuses.
@@ -68,10 +70,17 @@ def deploy(
         raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
     control = settings.control()
     wanted = function_of(settings, image, module)
-    there = _there(control)
+    try:
+        there, done = _there(control), ""
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        there, done = None, "created, or changed where it differs"
+        yield f"it is not known what is there: {error}"
     would = "would be " if dry_run else ""
     changes = [*_changes(there, wanted)]
-    yield f"function {settings.function!r} in {settings.region} {would}{'changed' if there else 'created'}:"
+    done = done or ("changed" if there else "created")
+    yield f"function {settings.function!r} in {settings.region} {would}{done}:"
     yield from changes or ["  nothing differs"]
     yield f"  asynchronous invocations are tasks, wait {QUEUE_S} s for an instance, and are never tried again"
     if not dry_run:
@@ -82,9 +91,14 @@ def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]
     """Remove the function; what is done, for people. Raises PlatformError."""
     control = settings.control()
     place = f"function {settings.function!r} in {settings.region}"
-    if _there(control) is None:
-        yield f"there is no {place}"
-        return
+    try:
+        if _there(control) is None:
+            yield f"there is no {place}"
+            return
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        yield f"it is not known what is there: {error}"
     if not dry_run:
         control.delete()
     yield f"{place} {'would be ' if dry_run else ''}removed"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch_dpflow.errors import OptionError, RejectedError, UnavailableError
+from torch_dpflow.errors import DeniedError, OptionError, RejectedError, UnavailableError
 from torch_dpflow.remote.launchers.aws_client import AwsClient
 from torch_dpflow.remote.launchers.aws_lambda import MARGIN_S, Lambda
 
@@ -37,6 +37,7 @@ def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
 def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
     """Create the function or change it to these settings; what is done, for people, as it is done.
 
+    dry_run: say what would be done; without credentials that is not compared with what is there.
     handler: what runs orders; another one is for tests of the adapter.
 
     Raises:
@@ -53,8 +54,15 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
         )
     client = _client(settings)
     wanted = function_of(settings, handler)
-    there = _there(client, settings)
-    yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{'changed' if there else 'created'}:"
+    try:
+        there, done = _there(client, settings), ""
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        there, done = None, "created, or changed where it differs"
+        yield f"it is not known what is there: {error}"
+    done = done or ("changed" if there else "created")
+    yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{done}:"
     has = {} if there is None else {**there["Configuration"], "image": there["Code"].get("ImageUri")}
     yield from [*_changes(has, {"image": image, **wanted})] or ["  nothing differs"]
     if dry_run:
@@ -80,9 +88,14 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
 def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
     """Remove the function; what is done, for people. Raises PlatformError."""
     client = _client(settings)
-    if _there(client, settings) is None:
-        yield f"there is no {_place(client, settings)}"
-        return
+    try:
+        if _there(client, settings) is None:
+            yield f"there is no {_place(client, settings)}"
+            return
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        yield f"it is not known what is there: {error}"
     if not dry_run:
         with client.calling(f"function {settings.function!r} cannot be removed") as lambda_:
             lambda_.delete_function(FunctionName=settings.function)
