@@ -136,7 +136,7 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
         )
     console.print(flows)
     _print_shards(console, figures)
-    _print_jobs(console, figures, earlier)
+    print_jobs(figures, earlier)
 
 
 def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
@@ -154,7 +154,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
         )
         print_sharing(figures)
         _print_shards(console, figures)
-        _print_jobs(console, figures, None)
+        print_jobs(figures)
 
 
 def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
@@ -200,7 +200,8 @@ def _print_shards(console: Console, figures: ClusterFigures) -> None:
         console.print(table)
 
 
-def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigures | None) -> None:
+def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -> None:
+    """One row for each job; its stall share is since `earlier`, if given. Nothing where there are none."""
     if figures.jobs:
         table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}
@@ -208,7 +209,7 @@ def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigur
             stall = _recent_stall(row, before.get((row.flow, row.job)))
             counts = [*_counts(row.batches, row.samples), _bytes(row.bytes)]
             table.add_row(row.flow, escape(row.job), *counts, f"{stall:.0%}")
-        console.print(table)
+        stdout_console().print(table)
 
 
 def _recent_stall(row: JobRow, before: JobRow | None) -> float:

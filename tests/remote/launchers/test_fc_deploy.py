@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,8 @@ def test_a_function_is_made_changed_and_removed(
     server: FunctionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert dpflow("deploy", "fc", "--image", "r/i:1", "--dry-run")[0] == 0
+    code, said = dpflow("deploy", "fc", "--image", "r/i:1", "--dry-run", "--json")
+    assert (code, "dpflow-worker" in "".join(json.loads(said)["steps"])) == (0, True)
     assert not server.functions
     code, said = dpflow("deploy", "fc", "--image", "r/i:1")
     assert (code, server.configs["dpflow-worker"]["maxAsyncRetryAttempts"]) == (0, 0)
@@ -89,6 +92,10 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_a_check_says_that_there_is_no_function() -> None:
+    code, said = dpflow("check", "fc", "--listen", "tcp://127.0.0.1:0", "--json")
+    told = json.loads(said)
+    assert (code, told["good"]) == (1, False)
+    assert any("dpflow deploy fc" in one["text"] and not one["good"] for one in told["findings"])
     code, said = dpflow("check", "fc", "--listen", "tcp://127.0.0.1:0")
     assert code == 1
     assert "dpflow deploy fc" in said
