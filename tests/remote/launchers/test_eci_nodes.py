@@ -198,6 +198,10 @@ def test_another_secret_is_refused_in_one_line(
     code, said = dpflow(server, "--join", file, "--list")
     assert code == 1
     assert "SignatureDoesNotMatch" in said
+    code, said = dpflow(server, "--join", file, *PLACE, "--nodes", 2, "--dry-run")
+    assert (code, said.count("would be created")) == (0, 2), said
+    assert "cannot be read: " in said
+    assert not server.groups
 
 
 @pytest.mark.slow

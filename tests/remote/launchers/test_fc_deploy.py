@@ -91,6 +91,16 @@ def test_what_cannot_be_done_is_one_line(
     assert "Traceback" not in said
 
 
+def test_a_dry_run_needs_no_right_to_read(server: FunctionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "another")
+    code, said = dpflow("deploy", "fc", "--image", "r/i:1", "--dry-run")
+    assert code == 0
+    assert "cannot be read: " in said
+    assert "would be created:\n" in said
+    assert "'image': 'r/i:1'" in said
+    assert not server.functions
+
+
 def test_a_check_says_that_there_is_no_function() -> None:
     code, said = dpflow("check", "fc", "--listen", "tcp://127.0.0.1:0", "--json")
     told = json.loads(said)

@@ -71,6 +71,21 @@ def test_a_function_is_created_changed_and_removed(server: LambdaServer, write: 
     assert "there is no function" in dpflow("deploy", "lambda", "--remove").output
 
 
+def test_a_dry_run_needs_no_credentials(
+    server: LambdaServer, write: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(write.parent / "none"))
+    planned = dpflow("deploy", "lambda", "--image", "ecr/d:1", "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "cannot be read: " in planned.output
+    assert "would be created:\n  image: ecr/d:1\n" in planned.output
+    assert dpflow("deploy", "lambda", "--image", "ecr/d:1").exit_code == 1
+    assert not server.functions
+
+
 def test_what_is_missing_is_told_before_anything_is_done(server: LambdaServer, write: Path) -> None:
     told = dpflow("deploy", "lambda")
     assert told.exit_code == 1

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.checks import check_fields, check_int, check_number
-from torch_dpflow.errors import AnswerLostError, OptionError, ThrottledError, UnavailableError
+from torch_dpflow.errors import AnswerLostError, DeniedError, OptionError, ThrottledError, UnavailableError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
 from torch_dpflow.remote.launchers.eci_control import ContainerGroup, ContainerGroups
 
@@ -128,12 +128,18 @@ def cluster_of(server_public: str) -> str:
 def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False) -> Iterator[str]:
     """Have as many groups as are wanted: make those that are missing, remove others; what is done, for people.
 
-    A group that runs stays as it is.
+    A group that runs stays as it is. A dry run without the right to list groups takes none to be there.
 
     Raises:
         PlatformError: the platform refuses, or does not answer. What was made before stays; a further call goes on.
     """
-    there = _there(groups, wanted.cluster)
+    there: Sequence[ContainerGroup] = ()
+    try:
+        there = _there(groups, wanted.cluster)
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        yield f"without a comparison with what is there, as it cannot be read: {error}"
     numbers = [str(number) for number in range(wanted.count)]
     kept: dict[str, ContainerGroup] = {}
     for one in there:

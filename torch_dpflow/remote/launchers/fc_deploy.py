@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import DeniedError, OptionError
 from torch_dpflow.remote.launchers.alibaba_client import MissingError
 from torch_dpflow.remote.launchers.fc import MARGIN_S, QUEUE_S, FunctionCompute
 from torch_dpflow.remote.launchers.fc_control import FunctionControl
@@ -60,6 +60,8 @@ def deploy(
 
     module: as of `function_of`.
 
+    A dry run without the right to read the function lists all of its settings.
+
     Raises:
         OptionError: there is no image.
         PlatformError: the platform refuses.
@@ -68,7 +70,13 @@ def deploy(
         raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
     control = settings.control()
     wanted = function_of(settings, image, module)
-    there = _there(control)
+    there = None
+    try:
+        there = _there(control)
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        yield f"without a comparison with what is there, as it cannot be read: {error}"
     would = "would be " if dry_run else ""
     changes = [*_changes(there, wanted)]
     yield f"function {settings.function!r} in {settings.region} {would}{'changed' if there else 'created'}:"

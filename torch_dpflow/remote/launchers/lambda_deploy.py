@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch_dpflow.errors import OptionError, RejectedError, UnavailableError
+from torch_dpflow.errors import DeniedError, OptionError, RejectedError, UnavailableError
 from torch_dpflow.remote.launchers.aws_client import AwsClient
 from torch_dpflow.remote.launchers.aws_lambda import MARGIN_S, Lambda
 
@@ -37,6 +37,8 @@ def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
 def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
     """Create the function or change it to these settings; what is done, for people, as it is done.
 
+    A dry run without the right to read the function lists all of its settings.
+
     handler: what runs orders; another one is for tests of the adapter.
 
     Raises:
@@ -53,7 +55,13 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
         )
     client = _client(settings)
     wanted = function_of(settings, handler)
-    there = _there(client, settings)
+    there = None
+    try:
+        there = _there(client, settings)
+    except DeniedError as error:
+        if not dry_run:
+            raise
+        yield f"without a comparison with what is there, as it cannot be read: {error}"
     yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{'changed' if there else 'created'}:"
     has = {} if there is None else {**there["Configuration"], "image": there["Code"].get("ImageUri")}
     yield from [*_changes(has, {"image": image, **wanted})] or ["  nothing differs"]
