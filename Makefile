@@ -12,11 +12,18 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
+# Said before anything is installed, and where pip's own words would not say what to do.
+TOO_OLD := import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, and this is " \
+  + sys.version.split()[0] + ": name another, as in `make test PYTHON=python3.13`")
+NO_TORCH := import sys; sys.exit("torch cannot be installed for Python " + sys.version.split()[0] + ": if pip found no " \
+  "matching distribution, torch has no wheel for it; run `make clean`, then `make test PYTHON=python3.13`")
+
 # torch goes first: whatever follows finds its requirement met and brings no CUDA packages along.
 $(STAMP): setup.cfg constraints.txt tools/torchvision_cpu_ops/setup.cfg tools/torchvision_cpu_ops/torchvision_cpu_ops.py
+	@$(PYTHON) -c '$(TOO_OLD)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip setuptools
-	$(INSTALL) -c constraints.txt torch torchvision
+	$(INSTALL) -c constraints.txt torch torchvision || $(BIN)/python -c '$(NO_TORCH)'
 	$(INSTALL) ./tools/torchvision_cpu_ops
 	$(INSTALL) -c constraints.txt -e '.[test]'
 	@touch $@
@@ -31,9 +38,10 @@ test: $(STAMP)  ## format, lint, types, layers, tests
 
 # Torch, the package and what builds the site: less than tests need.
 $(SITE): setup.cfg constraints.txt
+	@$(PYTHON) -c '$(TOO_OLD)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip setuptools
-	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt torch || $(BIN)/python -c '$(NO_TORCH)'
 	$(INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 

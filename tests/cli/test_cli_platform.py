@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -56,7 +57,12 @@ def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socke
         assert told.exit_code == 0, told.output
         assert f"would end {NAME}\n" in told.stdout
     assert NAME in dpflow("workers", "processes").stdout
-    assert dpflow("sweep", "processes", "--cluster", CLUSTER).stdout == "1 ended\n"
+    listed = json.loads(dpflow("workers", "processes", "--json").stdout)
+    assert (listed["platform"], NAME in listed["workers"]) == ("processes", True)
+    told = dpflow("sweep", "processes", "--cluster", CLUSTER, "--dry-run", "--json")
+    assert json.loads(told.stdout) == {"found": [NAME], "ended": [], "failed": {}}
+    told = dpflow("sweep", "processes", "--cluster", CLUSTER, "--json")
+    assert json.loads(told.stdout) == {"found": [NAME], "ended": [NAME], "failed": {}}
     assert member.recv(1) == b"", "it has ended"
     assert dpflow("sweep", "processes", "--cluster", CLUSTER).stdout == "0 ended\n"
     told = dpflow("sweep", "processes", "--cluster", CLUSTER, "--dry-run")

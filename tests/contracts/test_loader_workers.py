@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
-from tests.new_process import held_by_child, in_fork
+from tests.new_process import held_by_child, in_fork, run_interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import worker_pids
 from torch_dpflow import LoaderOptions
@@ -117,6 +117,34 @@ def test_start_methods(Loader: Any, method: str | None) -> None:
     rows = Rows(5)
     loader = Loader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)
     assert_same(list(loader), list(DataLoader(rows, batch_size=2)))
+
+
+#: The start method that Python has by default from 3.14 on; no argument of the loader names it.
+FORKSERVER = """
+import multiprocessing
+from torch.utils.data import DataLoader
+from tests.loader_cases import Rows, assert_same
+from tests.worker_cases import kill, worker_pids
+from torch_dpflow import DPFlowDataLoader
+
+multiprocessing.set_start_method("forkserver")
+expected = list(DataLoader(Rows(60), batch_size=4))
+loader = DPFlowDataLoader(Rows(60), batch_size=4, num_workers=1, persistent_workers=True)
+for epoch in range(2):
+    assert_same(list(loader), expected)
+batches = []
+for batch in loader:
+    batches.append(batch)
+    if len(batches) == 2:
+        kill(worker_pids()[0])
+assert_same(batches, expected)
+print("restarts:", loader.stats().restarts)
+"""
+
+
+def test_under_the_default_start_method_of_later_pythons() -> None:
+    done = run_interpreter(FORKSERVER)
+    assert (done.returncode, done.stdout) == (0, "restarts: 1\n"), done.stderr
 
 
 def test_a_context_object(Loader: Any) -> None:

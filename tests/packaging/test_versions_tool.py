@@ -1,8 +1,10 @@
-"""`make test-versions`: what it says, and by what it is known, where it has tested nothing."""
+"""Versions of Python: what `make` says of one that it cannot use, and `make test-versions` where it tested nothing."""
 
 from __future__ import annotations
 
 import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,33 @@ from tools import test_versions as tool
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tool, "FOLDER", tmp_path)
     return tmp_path
+
+
+def make(folder: Path, interpreter: str) -> str:
+    """What `make` says as it sets up an environment with this script as its Python; it fails."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\n{interpreter}")
+    python.chmod(0o755)
+    command = ["make", f"VENV={folder}", f"PYTHON={python}", f"{folder}/.installed"]
+    done = subprocess.run(command, cwd=tool.ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert not (folder / ".installed").exists()
+    return done.stderr
+
+
+def test_a_python_that_is_too_old_is_refused_before_anything_is_installed(folder: Path) -> None:
+    old = "import sys; sys.version_info = (3, 9, 18); sys.version = '3.9.18 (main)'; exec(sys.argv[1])"
+    said = make(folder, f'[ "$1" = -c ] && exec {sys.executable} -c "{old}" "$2"\necho $* >&2\n')
+    assert "Python 3.10 or later is needed, and this is 3.9.18: name another" in said
+    assert "pip" not in said
+
+
+def test_a_python_without_a_torch_is_said_to_be_that(folder: Path) -> None:
+    said = make(
+        folder, f'[ "$2" = pip ] || exec {sys.executable} "$@"\ncase "$*" in *torch*) exit 1;; esac\n'
+    )
+    assert f"torch cannot be installed for Python {sys.version.split()[0]}: if pip found no matching" in said
 
 
 def test_a_second_run_leaves_the_environments_of_the_first_alone(

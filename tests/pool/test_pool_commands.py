@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import msgspec
@@ -69,6 +71,37 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
         assert "the pool holds nothing; load it by `dpflow pool preload`" in run(
             address, command, target, code=1
         )
+
+
+def test_commands_print_json_for_programs(files: Path, client: DataClient) -> None:
+    address = files / "p"
+
+    def told(*words: str, code: int = 0) -> dict[str, Any]:
+        lines = run(address, *words, "--json", code=code).splitlines()  # beside bars on stderr
+        (found,) = [json.loads(line) for line in lines if line.startswith("{")]
+        assert isinstance(found, dict)
+        return found
+
+    held = told("preload", "rows.npy")
+    assert (held["samples"], held["in_memory"], held["stays"]) == (5000, 5000, True)
+    listed = told("list")
+    assert listed["sets"] == [told("show", held["id"])] == [held]
+    assert (len(listed["servers"]), listed["capacity"] - listed["free"] >= held["bytes"]) == (1, True)
+    assert told("top", "--count", "1")["sets"] == [held]
+    assert told("verify", "rows.npy") == {
+        "ref": held["ref"],
+        "equal": 5000,
+        "in_storage_alone": 0,
+        "differ": [],
+    }
+    content, status = bytearray((files / "rows.npy").read_bytes()), (files / "rows.npy").stat()
+    content[-1] ^= 1
+    (files / "rows.npy").write_bytes(content)
+    os.utime("rows.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (differs,) = told("verify", "rows.npy", code=1)["differ"]
+    assert (differs["sample"], "byte 119 of 120" in differs["what"]) == (4999, True)
+    assert told("unload", held["id"])["unloaded"]["ref"] == held["ref"]
+    assert told("list")["sets"] == []
 
 
 def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client: DataClient) -> None:

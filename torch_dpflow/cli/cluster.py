@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torch_dpflow._core.descriptors import soft_limit
+from torch_dpflow.cli.background import go_on_in_background
 from torch_dpflow.cli.cluster_calls import (
     address_option,
     ask,
@@ -27,6 +28,7 @@ from torch_dpflow.cli.cluster_calls import (
 from torch_dpflow.cli.cluster_printing import (
     counted,
     print_flows,
+    print_jobs,
     print_missing,
     print_nodes,
     print_processes,
@@ -110,10 +112,17 @@ def _up_options(command: Command) -> Command:
 
 @click.command()
 @_up_options
+@click.option(
+    "-d",
+    "--detach",
+    is_flag=True,
+    help="Go on in the background once the cluster is up; its log is beside the connection file.",
+)
 @json_option
 def up(
     workers: int | None,
     memory: int | None,
+    detach: bool,
     as_json: bool,
     log_format: str,
     log_level: str,
@@ -140,49 +149,55 @@ def up(
         log=LogOptions(format=log_format, level=log_level),
         **given,
     )
+    _warn_of_another_address(options.path)
+    announce = go_on_in_background(options.path.with_suffix(".log")) if detach else click.echo
     cluster = LocalCluster(options)
     with stopped_by_signals(cluster):
         try:
-            cluster.serve(ready=lambda: _announce(cluster, options, as_json=as_json))
+            cluster.serve(ready=lambda: _announce(announce, cluster, options, as_json=as_json))
         finally:
             end_fork_server()
     if not as_json:
         click.echo("dpflow is down")
 
 
-def _announce(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
+def _announce(
+    announce: Callable[[str], object], cluster: LocalCluster, options: ClusterOptions, *, as_json: bool
+) -> None:
+    text = "\n".join(_up_lines(cluster, options, as_json=as_json))
     with suppress(OSError):  # whoever has started it may have closed the pipe, and reads from it all the same
-        _print_up(cluster, options, as_json=as_json)
+        announce(text)
 
 
-def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
+def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> Iterator[str]:
+    if as_json:
+        facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
+        facts["web"] = options.web
+        facts["pool"] = _pool_directory(options.pool_memory)
+        yield to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers})
+        return
+    yield f"dpflow is up at {cluster.address}"
+    yield f"jobs find it by {options.path}"
+    workers = counted(cluster.workers, "worker")
+    yield f"it may run {workers} (its limit of open files, `ulimit -Hn`, is {soft_limit()})"
+    if options.metrics:
+        yield f"metrics are at http://{options.metrics}/metrics"
+    if options.pool_memory:
+        directory = _pool_directory(options.pool_memory)
+        yield f"the pool holds datasets in {options.pool_memory:,} bytes, at {directory}"
+    if options.web:
+        token = "; it asks for the token, as a password" if options.web_token_file else ""
+        yield f"the live page is at http://{options.web}{token}"
+
+
+def _warn_of_another_address(path: Path) -> None:
     named = os.environ.get(ADDRESS_VARIABLE)
-    if named and Path(named).absolute() != options.path:
+    if named and Path(named).absolute() != path:
         click.echo(
             f"{ADDRESS_VARIABLE}={named!r}: where it is set so, jobs and commands look for another cluster; unset it, "
             "or give `dpflow up` that path as --connection-file",
             err=True,
         )
-    if as_json:
-        facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
-        facts["web"] = options.web
-        facts["pool"] = _pool_directory(options.pool_memory)
-        click.echo(to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers}))
-        return
-    click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
-    limit = soft_limit()
-    click.echo(
-        f"it may run {counted(cluster.workers, 'worker')} (its limit of open files, `ulimit -Hn`, is {limit})"
-    )
-    if options.metrics:
-        click.echo(f"metrics are at http://{options.metrics}/metrics")
-    if options.pool_memory:
-        click.echo(
-            f"the pool holds datasets in {options.pool_memory:,} bytes, at {_pool_directory(options.pool_memory)}"
-        )
-    if options.web:
-        token = "; it asks for the token, as a password" if options.web_token_file else ""
-        click.echo(f"the live page is at http://{options.web}{token}")
 
 
 def _pool_directory(memory: int | None) -> str | None:
@@ -209,15 +224,17 @@ def down(address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def status(address: str, as_json: bool) -> None:
-    """List the flows, the nodes that have joined and the processes of a cluster."""
+    """List the flows, their jobs, the nodes that have joined and the processes of a cluster."""
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
         nodes: list[NodeView] = ask(coordinator, "nodes", list[NodeView])
+    figures = figures_of(flows, processes)
     if as_json:
-        click.echo(to_json({"flows": flows, "nodes": nodes, "processes": processes}))
+        told = {"flows": flows, "jobs": figures.jobs, "nodes": nodes, "processes": processes}
+        click.echo(to_json(told))
     else:
-        figures = figures_of(flows, processes)
         print_flows(flows)
+        print_jobs(figures)
         print_missing(flows, figures)
         print_sharing(figures)
         print_nodes(nodes)

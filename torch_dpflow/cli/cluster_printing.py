@@ -13,7 +13,7 @@ from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.joined_node import NodeView
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures
+from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures, state_words
 from torch_dpflow.ipc.messages.member_view import MemberView
 
 #: Column headings for a shard, and for all shards of a flow together.
@@ -31,7 +31,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
         table.add_row(
             spec.name,
             str(spec.version),
-            flow.state,
+            state_words(flow.state),
             *_counts(flow.jobs, spec.size),
             f"{has[0]} of {spec.shards}",
             f"{has[1]} of {spec.workers}",
@@ -69,11 +69,13 @@ def print_sharing(figures: ClusterFigures) -> None:
 def print_nodes(nodes: Sequence[NodeView]) -> None:
     """One row for each node that has joined; nothing where none has."""
     if nodes:
-        table = _table("nodes", "node", "address", "standing", "heard", "processors", "shards", "workers")
+        table = _table(
+            "nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers"
+        )
         for node in nodes:
             counts = _counts(node.processors, node.shards, node.workers)
-            heard = f"{node.silent_s:.1f} s ago"
-            table.add_row(node.name, escape(node.address), node.standing, heard, *counts)
+            state = "ready" if node.standing == "here" else node.standing
+            table.add_row(node.name, escape(node.address), state, f"{node.silent_s:.1f} s ago", *counts)
         stdout_console().print(table)
 
 
@@ -125,18 +127,23 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
     for row in figures.flows:
         counts = _counts(row.jobs, row.shards)
         flows.add_row(
-            row.flow, row.state, *counts, *_cells(row.figures), str(row.restarts), row.limited_by or "-"
+            row.flow,
+            state_words(row.state),
+            *counts,
+            *_cells(row.figures),
+            str(row.restarts),
+            row.limited_by or "-",
         )
     console.print(flows)
     _print_shards(console, figures)
-    _print_jobs(console, figures, earlier)
+    print_jobs(figures, earlier)
 
 
 def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
     """One flow: its state, its part of the cluster, and its jobs."""
     console = stdout_console(highlight=False)
     console.print(f"{flow.spec.instance}: {flow.spec.size:,} samples, {_life_now(flow)}")
-    steps = " → ".join(f"{step.state} ({_age(step.age_s)} ago)" for step in flow.life)
+    steps = " → ".join(f"{state_words(step.state)} ({_age(step.age_s)} ago)" for step in flow.life)
     console.print(f"  life so far: {steps}")
     console.print(f"  a life: {_drawn_life(flow)}")
     if flow.part is not None:
@@ -147,7 +154,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
         )
         print_sharing(figures)
         _print_shards(console, figures)
-        _print_jobs(console, figures, None)
+        print_jobs(figures)
 
 
 def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
@@ -175,7 +182,10 @@ def _life_now(flow: FlowView) -> str:
 def _drawn_life(flow: FlowView) -> str:
     """The life cycle of thesis figure 4-7, with the present state marked."""
     created, ready, accessed, idle, deleted = (
-        f"[bold]»{state.value}«[/bold]" if state.value == flow.state else state.value for state in FlowState
+        f"[bold]»{state_words(state.value)}«[/bold]"
+        if state.value == flow.state
+        else state_words(state.value)
+        for state in FlowState
     )
     patience = f"{flow.spec.idle_s:g} s without a job"
     return f"{created} → {ready} ⇄ {accessed}; {ready} → ({patience}) {idle} → {ready}; → {deleted}"
@@ -190,7 +200,8 @@ def _print_shards(console: Console, figures: ClusterFigures) -> None:
         console.print(table)
 
 
-def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigures | None) -> None:
+def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -> None:
+    """One row for each job; its stall share is since `earlier`, if given. Nothing where there are none."""
     if figures.jobs:
         table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}
@@ -198,7 +209,7 @@ def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigur
             stall = _recent_stall(row, before.get((row.flow, row.job)))
             counts = [*_counts(row.batches, row.samples), _bytes(row.bytes)]
             table.add_row(row.flow, escape(row.job), *counts, f"{stall:.0%}")
-        console.print(table)
+        stdout_console().print(table)
 
 
 def _recent_stall(row: JobRow, before: JobRow | None) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from torch_dpflow.cli.cluster_calls import size_of
+from torch_dpflow.cli.cluster_calls import json_option, size_of, to_json
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.registry import resolve
 
@@ -28,6 +28,7 @@ def deploy() -> None:
 def _with_options(command: _F) -> _F:
     """What is given to the command of any platform."""
     for option in (
+        json_option,
         click.option("--remove", "removes", is_flag=True, help="Remove the function."),
         click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
         click.option(
@@ -40,20 +41,32 @@ def _with_options(command: _F) -> _F:
 
 @deploy.command()
 @_with_options
-def fc(image: str, dry_run: bool, removes: bool) -> None:
+def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """The function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import fc_deploy
 
-    _say("fc", fc_deploy.deploy, fc_deploy.remove, image, dry_run, removes)
+    settings: Any = resolve("fc")
+    _say(
+        fc_deploy.remove(settings, dry_run=dry_run)
+        if removes
+        else fc_deploy.deploy(settings, image, dry_run=dry_run),
+        as_json=as_json,
+    )
 
 
 @deploy.command("lambda")
 @_with_options
-def lambda_(image: str, dry_run: bool, removes: bool) -> None:
+def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """The function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import lambda_deploy
 
-    _say("lambda", lambda_deploy.deploy, lambda_deploy.remove, image, dry_run, removes)
+    settings: Any = resolve("lambda")
+    _say(
+        lambda_deploy.remove(settings, dry_run=dry_run)
+        if removes
+        else lambda_deploy.deploy(settings, image, dry_run=dry_run),
+        as_json=as_json,
+    )
 
 
 def _with_group_options(command: _F) -> _F:
@@ -90,6 +103,7 @@ def _with_group_options(command: _F) -> _F:
         click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
         click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
         click.option("--list", "lists", is_flag=True, help="List the groups of the cluster."),
+        json_option,
     ]
     for option in reversed(options):
         command = option(command)
@@ -108,6 +122,7 @@ def eci(
     dry_run: bool,
     removes: bool,
     lists: bool,
+    as_json: bool,
     **given: Any,
 ) -> None:
     """Nodes of a cluster as container groups of Alibaba Cloud's Elastic Container Instance.
@@ -137,8 +152,7 @@ def eci(
             **given,
         )
         lines = eci_nodes.deploy(groups, wanted, dry_run=dry_run)
-    for line in lines:
-        click.echo(line)
+    _say(lines, as_json=as_json)
 
 
 def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | None:
@@ -155,15 +169,12 @@ def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | Non
     return None
 
 
-def _say(
-    platform: str,
-    make: Callable[..., Iterable[str]],
-    remove: Callable[..., Iterable[str]],
-    image: str,
-    dry_run: bool,
-    removes: bool,
-) -> None:
-    settings = resolve(platform)
-    lines = remove(settings, dry_run=dry_run) if removes else make(settings, image, dry_run=dry_run)
-    for line in lines:
-        click.echo(line)
+def _say(steps: Iterable[str], *, as_json: bool) -> None:
+    """Print each step as it is done; with --json all of them at the end."""
+    done = []
+    for step in steps:
+        done.append(step)
+        if not as_json:
+            click.echo(step)
+    if as_json:
+        click.echo(to_json({"steps": done}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -21,7 +22,7 @@ COMMANDS = {
     "up": ("torch_dpflow.cli.cluster", "up", "Run a cluster that several jobs read from."),
     "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
     "node": ("torch_dpflow.cli.node", "node", "Have this host run workers of another host's cluster."),
-    "status": ("torch_dpflow.cli.cluster", "status", "List the flows and the processes of a cluster."),
+    "status": ("torch_dpflow.cli.cluster", "status", "List the flows, jobs and processes of a cluster."),
     "top": ("torch_dpflow.cli.cluster", "top", "Show the activity of a cluster, updated continually."),
     "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),
     "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
@@ -69,6 +70,16 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        close = " or ".join(map(repr, difflib.get_close_matches(name, COMMANDS)))
+        hint = f"Did you mean {close}?" if close else f"There are {', '.join(sorted(COMMANDS))}."
+        raise click.UsageError(f"No such command {name!r}. {hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

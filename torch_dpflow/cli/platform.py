@@ -21,7 +21,7 @@ from torch_dpflow.remote.launchers.names import MemberName, prefix_of
 from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.launchers.contract import Adapter, Ref
+    from torch_dpflow.remote.launchers.contract import Adapter, Finding, Ref
 
 _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 
@@ -29,17 +29,23 @@ _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 @click.command()
 @click.argument("platform")
 @click.option("--listen", help="Where the worker is to call: tcp://ADDRESS:PORT, as LoaderOptions(listen=).")
-def check(platform: str, listen: str | None) -> None:
+@json_option
+def check(platform: str, listen: str | None, as_json: bool) -> None:
     """Try PLATFORM, as "ray", with one worker: reachability, versions, room, round trip, bandwidth.
 
     Ends with status 0 if all is well, and 1 if not.
     """
     from torch_dpflow.loader.platform_check import check_platform
 
-    good = True
+    findings: list[Finding] = []
     for finding in check_platform(platform, listen=listen):
-        click.echo(f"{'ok   ' if finding.good else 'WRONG'} {finding.text}")
-        good = good and finding.good
+        findings.append(finding)
+        if not as_json:
+            click.echo(f"{'ok   ' if finding.good else 'WRONG'} {finding.text}")
+    good = all(finding.good for finding in findings)
+    if as_json:
+        texts = [{"good": finding.good, "text": finding.text} for finding in findings]
+        click.echo(to_json({"good": good, "findings": texts}))
     sys.exit(0 if good else 1)
 
 
@@ -52,12 +58,15 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
     if platform is None:
         _list_members(address, as_json=as_json)
         return
-    if as_json or address != "auto":
+    if address != "auto":
         raise OptionError(
-            f"PLATFORM {platform!r} with --json or --address: these are for the workers of a cluster; give either"
+            f"PLATFORM {platform!r} with --address, which is for the workers of a cluster; give either"
         )
     with _adapter(platform) as adapter:
         found = _members(adapter)
+    if as_json:
+        click.echo(to_json({"platform": platform, "workers": list(found)}))
+        return
     for name in found:
         click.echo(name)
     _count(platform, found)
@@ -68,7 +77,8 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
 @click.option("--cluster", help="Whose workers: the 8 digits after dpf- in their names.")
 @click.option("--all", "everything", is_flag=True, help="End the workers of all, also of loaders that run.")
 @click.option("--dry-run", is_flag=True, help="Say what would be ended, and end nothing.")
-def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool) -> None:
+@json_option
+def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, as_json: bool) -> None:
     """End workers on PLATFORM that a killed process has left; say whose: those of loaders that run look the same."""
     if cluster is not None and everything:
         raise OptionError("--cluster and --all exclude each other: give one of them")
@@ -79,16 +89,24 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool) -
     with _adapter(platform) as adapter:
         found = _members(adapter, cluster)
         if dry_run or (cluster is None and not everything):
-            for name in found:
-                click.echo(f"would end {name}")
-            _count(platform, found)
+            if as_json:
+                click.echo(to_json({"found": list(found), "ended": [], "failed": {}}))
+            else:
+                for name in found:
+                    click.echo(f"would end {name}")
+                _count(platform, found)
             if found and not dry_run:
                 raise OptionError("nothing was ended: choose by --cluster, as above, or give --all")
             return
-        failures = [error for name, ref in found.items() if (error := _stop(adapter, name, ref))]
-    click.echo(f"{len(found) - len(failures)} ended")
-    if failures:
-        raise failures[0]
+        failures = {name: error for name, ref in found.items() if (error := _stop(adapter, name, ref))}
+    ended = [name for name in found if name not in failures]
+    if as_json:
+        failed = {name: str(error) for name, error in failures.items()}
+        click.echo(to_json({"found": list(found), "ended": ended, "failed": failed}))
+    else:
+        click.echo(f"{len(ended)} ended")
+    for error in failures.values():
+        raise error
 
 
 def _members(adapter: Adapter, cluster: str | None = None) -> dict[str, Ref]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import signal
 import time
 from contextlib import suppress
@@ -15,10 +16,19 @@ import click
 from torch_dpflow._core.byte_sizes import parse_bytes
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow._core.descriptors import raise_limit
+from torch_dpflow.cli.cluster_calls import json_option, to_json
 from torch_dpflow.cli.console import on_one_line, stdout_console
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
-from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table, updated_table
+from torch_dpflow.cli.pool_printing import (
+    pool_facts,
+    read_rates,
+    servers_table,
+    set_facts,
+    set_id,
+    sets_table,
+    updated_table,
+)
 from torch_dpflow.cli.pool_sets import HELD, find_held, opens_set
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.pool.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
@@ -94,6 +104,7 @@ def pool() -> None:
     help="Where other hosts of the cluster reach it, given once for each network card that they are to use; takes "
     "--connection. Without it, only this user on this host.",
 )
+@json_option
 @_address
 @_connection
 @_trust_network
@@ -103,6 +114,7 @@ def serve(
     idle_s: float,
     join: str | None,
     listen: tuple[str, ...],
+    as_json: bool,
     address: str,
     connection: str | None,
     trust_network: bool,
@@ -124,7 +136,12 @@ def serve(
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         others = "".join(f" and at {one}" for one in server.addresses)
-        click.echo(f"the pool listens at {server.directory}{others}, with {memory}")
+        facts = {"directory": str(server.directory), "listen": list(map(str, server.addresses))}
+        click.echo(
+            to_json({**facts, "memory": memory_bytes, "pid": os.getpid()})
+            if as_json
+            else f"the pool listens at {server.directory}{others}, with {memory}"
+        )
         server.serve()
     except KeyboardInterrupt:
         pass
@@ -136,9 +153,10 @@ def serve(
 
 @pool.command()
 @click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
+@json_option
 @_at_pool
 @opens_set
-def preload(stored: StoredDataset | ArraySource, part: bool, address: PoolAddress) -> None:
+def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, address: PoolAddress) -> None:
     """Load a dataset, or an array; it stays until it is unloaded.
 
     An array is named by its file, .npy or HDF5: a URL, or a path that begins with / or has a dot, as ./FILE. Behind it
@@ -151,7 +169,8 @@ def preload(stored: StoredDataset | ArraySource, part: bool, address: PoolAddres
 
         source, identity = source_of(stored, None), identity_of(stored)
         info = connection.preload(source, identity, whole=not part, progress=show)
-    click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes")
+    text = f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes"
+    click.echo(to_json(set_facts(info)) if as_json else text)
     if info.failed:
         raise click.ClickException(
             f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}; those whose storage did not "
@@ -160,30 +179,43 @@ def preload(stored: StoredDataset | ArraySource, part: bool, address: PoolAddres
 
 
 @pool.command()
+@json_option
 @_at_pool
 @opens_set
-def verify(stored: StoredDataset | ArraySource, address: PoolAddress) -> None:
+def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddress) -> None:
     """Compare what the pool holds of a dataset, or an array, with its storage, which is read again.
 
-    Prints one line for each sample that differs; the exit status is 1 if there was any.
+    Prints one line for each sample that differs; the exit status is 1 if there was any. With --json, one object.
     """
+    differ: list[dict[str, Any]] = []
     bad, compared = 0, PoolComparison()
     with verify_progress(str(stored.ref), samples_of(stored)) as progress:
         for problem in verify_pool(stored, address, progress=progress, compared=compared):
             bad += 1
-            click.echo(problem_line(str(stored.ref), problem))
+            if as_json:
+                differ.append({"sample": problem.sample, "what": problem.what})
+            else:
+                click.echo(problem_line(str(stored.ref), problem))
     equal, alone = compared.equal, compared.in_storage
-    click.echo(f"{stored.ref}: {equal:,} samples are in memory as in storage, {alone:,} in storage alone")
+    if as_json:
+        facts = {"ref": str(stored.ref), "equal": equal, "in_storage_alone": alone, "differ": differ}
+        click.echo(to_json(facts))
+    else:
+        click.echo(f"{stored.ref}: {equal:,} samples are in memory as in storage, {alone:,} in storage alone")
     if bad:
         raise click.ClickException(f"{bad:,} of {samples_of(stored):,} samples differ")
 
 
 @pool.command("list")
+@json_option
 @_at_pool
-def list_(address: PoolAddress) -> None:
+def list_(as_json: bool, address: PoolAddress) -> None:
     """List what the pool holds."""
     with PoolConnection(address) as connection:
         listed, servers = connection.contents(), connection.servers()
+    if as_json:
+        click.echo(to_json(pool_facts(listed, servers)))
+        return
     console = stdout_console(highlight=False)
     console.print(sets_table(listed))
     console.print(servers_table(servers))
@@ -192,10 +224,20 @@ def list_(address: PoolAddress) -> None:
 @pool.command()
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
 @click.option("--count", type=click.IntRange(min=1), help="End after so many tables; without it, by Ctrl-C.")
+@json_option
 @_at_pool
-def top(interval_s: float, count: int | None, address: PoolAddress) -> None:
-    """Show what the pool holds and how fast it is read, again and again."""
+def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddress) -> None:
+    """Show what the pool holds and how fast it is read, again and again.
+
+    With --json, one line for each update, with counts of what has been read so far.
+    """
     check_seconds("--interval-s", interval_s)
+    if as_json:
+        with suppress(KeyboardInterrupt), PoolConnection(address) as connection:
+            for update in itertools.count() if count is None else range(count):
+                time.sleep(interval_s if update else 0)
+                click.echo(to_json(pool_facts(connection.contents())))
+        return
     with (
         suppress(KeyboardInterrupt),  # the usual way to end it
         PoolConnection(address) as connection,
@@ -212,11 +254,15 @@ def top(interval_s: float, count: int | None, address: PoolAddress) -> None:
 
 @pool.command()
 @click.argument("target", metavar=HELD)
+@json_option
 @_at_pool
-def show(target: str, address: PoolAddress) -> None:
+def show(target: str, as_json: bool, address: PoolAddress) -> None:
     """Show one dataset or array in the pool."""
     with PoolConnection(address) as connection:
         info = find_held(connection, target)
+    if as_json:
+        click.echo(to_json(set_facts(info)))
+        return
     click.echo(f"{on_one_line(info.ref)}\nid: {set_id(info)}\nlies in: {on_one_line(info.url)}")
     click.echo(f"samples: {info.records:,}")
     click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
@@ -230,12 +276,12 @@ def show(target: str, address: PoolAddress) -> None:
 
 @pool.command()
 @click.argument("target", metavar=HELD)
+@json_option
 @_at_pool
-def unload(target: str, address: PoolAddress) -> None:
+def unload(target: str, as_json: bool, address: PoolAddress) -> None:
     """Give up a dataset or an array; who reads it goes on from storage."""
     with PoolConnection(address) as connection:
         info = find_held(connection, target)
         connection.unload(info.identity)
-    click.echo(
-        f"{on_one_line(info.ref)}: unloaded, {info.reserved_bytes:,} bytes are free once nobody reads them"
-    )
+    text = f"{on_one_line(info.ref)}: unloaded; {info.reserved_bytes:,} bytes are free once no process reads them"
+    click.echo(to_json({"unloaded": set_facts(info)}) if as_json else text)

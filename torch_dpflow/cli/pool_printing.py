@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +18,36 @@ from torch_dpflow.pool.messages.server_messages import ServerInfo
 def set_id(info: SetInfo) -> str:
     """What names a set in commands."""
     return info.identity.hex()[:8]
+
+
+def set_facts(info: SetInfo) -> dict[str, Any]:
+    """A set for programs; bytes and samples are counts."""
+    return {
+        "id": set_id(info),
+        "ref": info.ref,
+        "url": info.url,
+        "samples": info.records,
+        "placed": info.placed if info.is_placed else None,
+        "in_memory": info.loaded,
+        "failed": info.failed,
+        "error": info.error,
+        "bytes": info.reserved_bytes,
+        "stays": info.is_explicit,
+        "readers": info.readers,
+        "hits": info.hits,
+        "misses": info.misses,
+    }
+
+
+def pool_facts(listed: SetList, servers: Sequence[ServerInfo] = ()) -> dict[str, Any]:
+    """All sets and servers for programs."""
+    names = ("directory", "host", "listen", "memory", "free")
+    return {
+        "sets": [set_facts(info) for info in listed.sets],
+        "servers": [{name: getattr(one, name) for name in names} for one in servers],
+        "free": listed.free,
+        "capacity": listed.capacity,
+    }
 
 
 def servers_table(servers: Sequence[ServerInfo]) -> Table:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch_dpflow.cluster.monitoring.limits import limit_of
+
 if TYPE_CHECKING:
     from torch_dpflow.metrics import LoaderStats
 
@@ -155,39 +157,12 @@ def _from_waits(seen: Observed) -> _Verdict | None:
 def _of_flow(seen: Observed) -> _Verdict:
     by = seen.stats.limited_by
     name = seen.flow.partition(":")[0]
-    meaning, change = _FLOW.get(
-        by, (f"its workers' platform: {by}", "ask the platform for more, or share more")
-    )
+    limit = limit_of(by)
+    change = f"{limit.change}; else {limit.otherwise}" if limit.otherwise else limit.change
     if seen.stats.sharing and by not in ("", "job", "cold start"):
         change = f"{seen.stats.sharing}. Else {change}"
     shared = f"jobs were given {seen.stats.flow_served:,} samples, for which {seen.stats.flow_decodes:,} were loaded"
-    return by, f"Limit: {meaning}; {shared}.", f"Change: {change.replace('NAME', name)}."
-
-
-#: What the cluster says that limits a flow, and what to change.
-_FLOW = {
-    "": (
-        "not known, as the cluster has not said it yet",
-        "nothing yet; it says so within some seconds of reading, also in `dpflow workers`",
-    ),
-    "job": ("for the cluster, the training itself", "nothing; what was waited is past"),
-    "workers": (
-        "its workers, which load less than its jobs would read",
-        "more of them (`dpflow flow scale NAME --workers N`, `dpflow up --autoscale MIN:MAX`) while their host has "
-        "free processors; else cache what is decoded (ALSDCache) or decode faster (images: torch_dpflow.vision)",
-    ),
-    "cold start": ("workers that are starting", "nothing; wait until they work"),
-    "budget": ("all workers that are allowed work", "a higher MAX of `dpflow up --autoscale MIN:MAX`"),
-    "storage": (
-        "the storage or the processors of the workers' host; more workers brought nothing",
-        "cache what is decoded (ALSDCache), decode faster (images: torch_dpflow.vision), or run workers elsewhere "
-        "(`dpflow up --platform`)",
-    ),
-    "network": (
-        "the network: samples are loaded faster than they come through, to jobs or from a platform's workers",
-        "smaller samples (images as uint8), workers that are nearer, or a larger JobOptions(ready=..., asked=...)",
-    ),
-}
+    return by, f"Limit: {limit.meaning}; {shared}.", f"Change: {change.replace('NAME', name)}."
 
 
 def _elsewhere(seen: Observed) -> _Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.cluster.monitoring.page_figures import (
     MOST_PROCESSES,
+    Headline,
     History,
     Observation,
     ProcessRow,
@@ -86,6 +88,66 @@ def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
     fell = page.observe(Observation(flows=[flow(wants=1, hits=1)], jobs=[job("slow", samples=5)]), 103.0)
     assert (fell.flows[0].hit_rate_now, fell.flows[0].samples_per_s) == (None, None), "a shard was restarted"
     assert (fell.jobs[0].stall_now, fell.jobs[0].samples_per_s) == (None, None)
+
+
+def headline(*jobs: tuple[float, str], kind: str = "cluster", **figures: int) -> Headline:
+    """Of jobs that have waited such a share of the last 2 s, of a flow limited by the last one's word."""
+    page = PageHistory(kind, "here")
+    by = jobs[-1][1] if jobs else ""
+    advice = "more memory" if figures.get("decodes", 0) else ""
+    lines = [replace(flow(by, **figures), cache_advice=advice)] if kind == "cluster" else []
+    limits = {f"f:v1 {n}": (word, "num_workers=9") for n, (_, word) in enumerate(jobs)} if not lines else {}
+    seen = Observation(flows=lines, jobs=[job(str(n)) for n in range(len(jobs))], limits=limits)
+    page.observe(seen, 100.0)
+    read = [job(str(n), stall_s=2 * share, reading_s=2.0, samples=9) for n, (share, _) in enumerate(jobs)]
+    return page.observe(replace(seen, jobs=read), 102.0).headline
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "advice", "state"),
+    [
+        ({"jobs": [(0.5, "workers")]}, "Limited by too few workers: 0 waits 50%", "flow scale f --w", "bad"),
+        ({"jobs": [(0.1, "storage"), (0.9, "storage")]}, "the storage: 1 waits 90%", "ALSDCache", "bad"),
+        (
+            {"jobs": [(0.0, "workers"), (0.3, "workers")]},
+            "1 waits 30% of its time for data (1 of 2 wait)",
+            "",
+            "bad",
+        ),
+        (
+            {"jobs": [(0.0, "workers"), (0.04, "workers")]},
+            "Data is not the bottleneck: all 2",
+            "training",
+            "good",
+        ),
+        ({"jobs": [(0.5, "")]}, "the reason is not known yet", "", "wait"),
+        ({"jobs": [(0.5, "job")]}, "in its own process", "collate_fn", "wait"),
+        ({"jobs": [(0.5, "quota")]}, "Limited by the platform: quota", "ask the platform", "bad"),
+        ({"jobs": [(0.5, "workers")], "decodes": 9}, "too few workers", "cache misses: more memory", "bad"),
+        ({"jobs": [(0.5, "processors")], "kind": "loader"}, "the processors", "num_workers=9", "bad"),
+        ({"jobs": []}, "No job reads now", "", "wait"),
+        ({"jobs": [], "kind": "loader"}, "No loader reads now", "", "wait"),
+    ],
+)
+def test_the_first_line_says_what_limits_the_run_and_what_to_try(
+    given: dict[str, Any], text: str, advice: str, state: str
+) -> None:
+    jobs = given.pop("jobs")
+    told = headline(*jobs, **given)
+    assert (text in told.text, advice in told.advice, told.state) == (True, True, state), told
+
+
+def test_a_flow_without_jobs_shows_nothing_of_the_last_seconds() -> None:
+    page = PageHistory("cluster", "here")
+    page.observe(Observation(flows=[flow(wants=1)], jobs=[job()]), 100.0)
+    busy = flow(wants=5001, hits=2000, decodes=3000, served=4000)
+    update = page.observe(Observation(flows=[busy], jobs=[job(reading_s=2.0, samples=4000)]), 102.0)
+    assert (update.flows[0].samples_per_s, update.summary.samples_per_s) == (2000.0, 2000.0)
+    left = page.observe(Observation(flows=[replace(busy, jobs=0, state="ready")]), 103.0)
+    (line,) = left.flows
+    assert (line.samples_per_s, line.hit_rate_now, line.decodes_now) == (None, None, None)
+    assert (left.summary.samples_per_s, left.summary.hit_rate, left.summary.decodes) == (None, None, None)
+    assert line.hit_rate == round(2000 / 5001, 4), "what it has done in all stays"
 
 
 def events(page: PageHistory, seen: Observation, at: float) -> list[tuple[str, str, str]]:

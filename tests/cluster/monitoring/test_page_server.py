@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 
+from tests.browser import MISSING, find_chromium, opened
 from tests.shared_cluster import wait
 from torch_dpflow.cluster.monitoring import page_server
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.cluster.monitoring.http_address import listen_at
 from torch_dpflow.cluster.monitoring.page_access import PagePlace
-from torch_dpflow.cluster.monitoring.page_figures import Observation
+from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
 from torch_dpflow.cluster.monitoring.page_guard import digest_of
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
 from torch_dpflow.cluster.monitoring.page_server import MOST_CONNECTIONS, MOST_HEAD, PageServer
 
 TOKEN = "a token of many letters"
+#: What the page shows of what is not known.
+DASH = "\N{EN DASH}"
 
 
 class Served:
@@ -57,7 +61,8 @@ def serve() -> Iterator[Callable[..., Served]]:
 
     yield begin
     for one in served:
-        one.page.close()
+        if one.page.serves:
+            one.page.close()
 
 
 def test_it_answers_with_its_files_and_with_what_was_observed(serve: Callable[..., Served]) -> None:
@@ -233,3 +238,84 @@ def _answers(served: Served) -> bool:
         return served.ask("/")[0] == 200
     except OSError:
         return False
+
+
+def observed(second: int, *, jobs: int) -> Observation:
+    """A flow of which each job reads 1000 samples a second and waits for half of the time."""
+    count = 1000 * jobs * second
+    figures = ShardFigures(wants=count, hits=count // 2, decodes=count // 2, served=count, workers=2)
+    row = FlowRow(
+        flow="images:v1",
+        state="accessed" if jobs else "ready",
+        jobs=jobs,
+        generation=1,
+        shards=1,
+        figures=figures,
+        sharing="",
+        restarts=0,
+        limited_by="workers" if jobs else "",
+        desired=2,
+    )
+    reads = {"stall_s": second / 2, "reading_s": second, "samples": 1000 * second, "bytes": second}
+    rows = [JobRow(flow="images:v1", job=f"job-{n}", batches=second, **reads) for n in range(jobs)]
+    workers = [
+        ProcessRow(id=f"images:v1/shard-000/worker-{n}", flow="images:v1", role="worker", state="running")
+        for n in range(30)
+    ]
+    return Observation(flows=[row], jobs=rows, processes=workers)
+
+
+def is_seen(id: str) -> str:
+    """Whether an element, or its first line, is within the window, in JavaScript."""
+    box = f"document.getElementById('{id}').getBoundingClientRect()"
+    return f"{box}.height > 0 && {box}.top >= 0 && {box}.top < innerHeight"
+
+
+@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+def test_a_browser_shows_first_what_limits_and_nothing_of_what_has_passed(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    served = serve()
+    text, shows = "document.getElementById('{}')?.textContent", "document.body.innerText.includes"
+    pixels = (
+        "[...document.querySelectorAll('.plot')].every(one => one.querySelector('p').hidden"
+        " === (one.querySelector('canvas') !== null))"
+    )
+    with opened(str(find_chromium())) as browser:
+        browser.prefer("light")
+        browser.open(f"http://127.0.0.1:{served.port}/")
+        served.page.observe(Observation())
+        browser.await_(f"{text.format('verdict')} === 'No job reads now.'")
+        browser.await_("document.querySelectorAll('.plot > p:not([hidden])').length === 4")
+        assert browser.tell(pixels), "no grid runs through the words"
+        for second in (1, 2):
+            served.page.observe(observed(second, jobs=2))
+        browser.await_(f"{text.format('verdict')}.includes('Limited by too few workers: job-0 waits 50%')")
+        assert browser.tell(f"{text.format('try')}.includes('dpflow flow scale images --workers N')")
+        browser.await_("document.querySelectorAll('.plot > p:not([hidden])').length === 0")
+        assert browser.tell(pixels)
+        assert browser.tell(f"{shows}('2,000')")
+        above = "document.getElementById('verdict').getBoundingClientRect().bottom"
+        assert browser.tell(f"{above} < document.getElementById('summary').getBoundingClientRect().top")
+        browser.picture(tmp_path / "reading.png")
+
+        served.page.observe(observed(2, jobs=0))
+        browser.await_(f"{text.format('verdict')} === 'No job reads now.'")
+        rates = "[...document.querySelectorAll('#flows [data-title=\"Samples/s\"], #sum-rate')]"
+        assert browser.tell(f"{rates}.map(one => one.textContent)") == [DASH, DASH]
+        for word in ("accessed", "standing", "heard"):
+            assert not browser.tell(f"{shows}('{word}')"), word
+
+        for second in (1, 2):
+            served.page.observe(observed(second, jobs=1))
+        browser.await_(f"{rates}.every(one => one.textContent !== '{DASH}')")
+        browser.size(1000, 500)
+        browser.tell("scrollTo(0, document.body.scrollHeight)")
+        served.page.close()
+        browser.await_("document.body.classList.contains('old')")
+        assert browser.tell("scrollY") > 100
+        assert browser.tell(is_seen("link")), "the header stays, and says that there is no connection"
+        assert browser.tell(is_seen("failure"))
+        assert browser.tell("getComputedStyle(document.querySelector('main')).filter") == "grayscale(1)"
+        assert browser.tell(f"{rates}.map(one => one.textContent)") == [DASH, DASH]
+        browser.picture(tmp_path / "lost.png", whole=False)

@@ -14,7 +14,7 @@ from torch_dpflow.cluster.monitoring.sharing import sharing_of
 def test_nothing_is_said_before_it_is_known_and_where_much_is_shared(
     served: int, decodes: int, keeps: bool
 ) -> None:
-    assert sharing_of(served, decodes, size=1000, keeps=keeps) == (served, decodes, "")
+    assert sharing_of(served, decodes, size=1000, keeps=keeps) == (served, decodes, "", "")
 
 
 @pytest.mark.parametrize(

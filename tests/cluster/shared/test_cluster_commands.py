@@ -49,6 +49,13 @@ def test_status_top_and_flow_tell_of_a_job(
     ]
     assert {one["role"] for one in told["processes"]} == {"coordinator", "router", "shard", "worker"}
     assert flow in run("status", "--address", cluster.address).output
+
+    def mine() -> list[dict[str, str]]:
+        jobs = json.loads(run("status", "--address", cluster.address, "--json").output)["jobs"]
+        return [one for one in jobs if one["flow"] == f"{flow}:v1"]
+
+    wait(mine, what="the job's first report")
+    assert mine()[0]["job"] in run("status", "--address", cluster.address).output
     looks = run("top", "--count", "2", "--interval", "0", "--address", cluster.address).output
     assert f"{flow}:v1" in looks
     assert "shard-000" in looks
@@ -169,3 +176,25 @@ def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch
     assert run("down", "--address", address).exit_code == 0
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_cluster_goes_on_in_the_background_and_says_why_it_cannot(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch_dpflow.cli", "up", "--detach", "--json"]
+    command += ["--connection-file", str(tmp_path / "found.json")]
+    # Files and not pipes: whoever reads one of these to its end would wait for the cluster's.
+    out, err, env = tmp_path / "out", tmp_path / "err", {**os.environ, "TMPDIR": str(tmp_path)}
+    with out.open("w") as stdout, err.open("w") as stderr:
+        first = subprocess.run(command, stdout=stdout, stderr=stderr, env=env, timeout=PATIENCE_S)
+        facts = json.loads(out.read_text())
+        try:
+            assert (first.returncode, os.getsid(facts["pid"])) == (0, facts["pid"])
+            again = subprocess.run(command, stdout=stdout, stderr=stderr, env=env, timeout=PATIENCE_S)
+            log = tmp_path / "found.log"
+            said = err.read_text()
+            assert again.returncode == 1
+            assert f"the cluster has not started; {log} says:\nError: a cluster is up already at" in said
+            assert stat.S_IMODE(log.stat().st_mode) == 0o600
+            assert "process coordinator started" in log.read_text()
+        finally:
+            assert run("down", "--address", facts["connection_file"]).exit_code == 0
+            wait(lambda: has_ended(facts["pid"]), what="the cluster's end")

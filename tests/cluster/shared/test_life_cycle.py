@@ -47,7 +47,7 @@ def test_a_life_from_creation_to_deletion(
     wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the job at the coordinator")
     text = run(cluster, "flow", "show", flow)
     assert f"{flow}:v1: 20 samples, read by 1 job" in text
-    assert "»accessed«" in text
+    assert "»being read«" in text
     wait(lambda: len(cluster.processes(f"{flow}:v1/")) == 4, what="a router, a shard and two workers")
     pids = [view.pid for view in cluster.processes(f"{flow}:v1/")]
     job.close()

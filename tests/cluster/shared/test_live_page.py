@@ -118,7 +118,7 @@ def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job
         ),
     )
     (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}:v1"]
-    assert (line["state"], line["jobs"], line["shards"], line["workers"]) == ("accessed", 1, 1, 2)
+    assert (line["state"], line["jobs"], line["shards"], line["workers"]) == ("being read", 1, 1, 2)
     assert 0 < line["decodes"] < 2
     assert 0 <= line["hit_rate"] <= 1
     (mine,) = [row for row in told["jobs"] if row["flow"] == f"{FLOW}:v1"]

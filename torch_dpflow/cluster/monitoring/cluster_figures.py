@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.sharing import sharing_of
@@ -96,6 +97,8 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     figures: ShardFigures
     #: Why its jobs share little; empty if they share much, or if that is not known yet.
     sharing: str
+    #: What to change about that alone; empty: nothing.
+    cache_advice: str = ""
     #: How often its router, its shards and its workers have been restarted.
     restarts: int
     #: What keeps its jobs from reading faster; empty: nothing that is known.
@@ -132,6 +135,7 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
         jobs += [row for view in routers for row in _job_rows(instance, view, taken)]
         figures, spec = _sum([row.figures for row in mine]), flow.spec
         keeps = (spec.repeatable or spec.staged) and spec.policy != "none"
+        sharing = sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps)
         rows.append(
             FlowRow(
                 flow=instance,
@@ -140,7 +144,8 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
                 generation=max((count_of(view.status, "generation") for view in routers), default=0),
                 shards=sum(row.figures.keys > 0 for row in mine),
                 figures=figures,
-                sharing=sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps).why,
+                sharing=sharing.why,
+                cache_advice=sharing.change,
                 restarts=sum(view.restarts for view in own),
                 limited_by=flow.limited_by,
                 desired=0 if flow.part is None else flow.part.workers,
@@ -148,6 +153,11 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
             )
         )
     return ClusterFigures(flows=rows, shards=shards, jobs=jobs)
+
+
+def state_words(state: str) -> str:
+    """A flow's state in words for people."""
+    return "being read" if state == FlowState.ACCESSED.value else state
 
 
 def _shard_row(instance: str, view: ProcessView, own: Sequence[ProcessView]) -> ShardRow:

@@ -68,8 +68,14 @@ class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
     room_bytes: int
     restarts: int
+    #: In one word for programs, and in words for people.
     limited_by: str
+    limit: str
+    #: What to change about it; empty: nothing.
+    advice: str
     sharing: str
+    #: What to change where its caches hold little; empty: nothing.
+    cache_advice: str
 
 
 class JobLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +91,9 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
     batches: int
     samples: int
     bytes: int
+    #: As of `FlowLine`.
     limited_by: str
+    limit: str
     #: What to change, where its flow's line does not say it.
     advice: str
 
@@ -102,6 +110,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     desired: int
     restarts: int
+
+
+class Headline(msgspec.Struct, frozen=True, kw_only=True):
+    """The page's first line: what limits the run, and what to try."""
+
+    text: str
+    #: Empty: nothing.
+    advice: str
+    #: "good", "wait" or "bad".
+    state: str
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +154,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     at: float
     failure: str
+    headline: Headline
     summary: Summary
     flows: list[FlowLine]
     jobs: list[JobLine]

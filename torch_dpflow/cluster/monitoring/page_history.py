@@ -9,7 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from torch_dpflow._version import __version__
-from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow
+from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, state_words
+from torch_dpflow.cluster.monitoring.limits import LITTLE_STALL, advice_of, headline_of, limit_of
 from torch_dpflow.cluster.monitoring.page_figures import (
     DOWN,
     MOST_JOBS,
@@ -31,8 +32,8 @@ WINDOW_S = 5.0
 MOST_POINTS, MOST_SERIES, MOST_EVENTS = 600, 64, 200
 #: So many like events of one moment are told one by one.
 ALONE = 4
-#: A job that waits less than this takes what it can: its training limits it, whatever limits others of its flow.
-LITTLE_STALL, OWN_PACE = 0.05, "job"
+#: What limits a job that waits little.
+OWN_PACE = "job"
 #: States of a worker that loads, or could.
 AT_WORK = (RUNNING, "working", "on deck")
 
@@ -84,6 +85,7 @@ class PageHistory:
             version=__version__,
             at=at,
             failure=seen.failure,
+            headline=headline_of(self._kind, job_lines, {line.flow: line for line in flow_lines}),
             summary=self._summary(seen, job_lines),
             flows=flow_lines,
             jobs=job_lines[:MOST_JOBS],
@@ -120,6 +122,7 @@ class PageHistory:
             samples=row.samples,
             bytes=row.bytes,
             limited_by=limit,
+            limit=limit_of(limit).words if limit else "",
             advice=advice,
         )
 
@@ -129,10 +132,13 @@ class PageHistory:
             if (found := flows.get(row.flow)) is not None:
                 since, before = then, found
                 break
-        now, was = row.figures, before.figures
+        now = row.figures
+        was = (
+            before.figures if row.jobs else now
+        )  # else the last seconds of a job that has left would be shown
         return FlowLine(
             flow=row.flow,
-            state=row.state,
+            state=state_words(row.state),
             jobs=row.jobs,
             shards=row.shards,
             workers=now.workers,
@@ -141,20 +147,27 @@ class PageHistory:
             hit_rate_now=_share(now.hits - was.hits, now.wants - was.wants),
             decodes=round(now.decodes_per_sample, 4) if now.served else None,
             decodes_now=_ratio(now.decodes - was.decodes, now.served - was.served),
-            samples_per_s=_rate(now.served - was.served, at - since),
+            samples_per_s=_rate(now.served - was.served, at - since) if row.jobs else None,
             queued=now.queued + now.loading,
             cached=now.cached,
             held_bytes=now.held_bytes,
             room_bytes=now.room_bytes,
             restarts=row.restarts,
             limited_by=row.limited_by,
+            limit=limit_of(row.limited_by).words if row.limited_by else "",
+            advice=advice_of(row.limited_by, row.flow),
             sharing=row.sharing,
+            cache_advice=row.cache_advice,
         )
 
     def _summary(self, seen: Observation, jobs: list[JobLine]) -> Summary:
         earliest = self._seen[0][2]
         # Of flows that were known then: the counts of others are older than these seconds.
-        shared = [(row.figures, earliest[row.flow].figures) for row in seen.flows if row.flow in earliest]
+        shared = [
+            (row.figures, earliest[row.flow].figures)
+            for row in seen.flows
+            if row.flow in earliest and row.jobs
+        ]
         hits, wants, decodes, served = (
             sum(getattr(now, name) - getattr(was, name) for now, was in shared)
             for name in ("hits", "wants", "decodes", "served")
@@ -235,7 +248,7 @@ def _of_flows(before: Observation, seen: Observation) -> Iterator[_Found]:
     for row in seen.flows:
         was = earlier.get(row.flow)
         if was is None or was.state != row.state:
-            yield "change", row.flow, f"is {row.state}", "flows"
+            yield "change", row.flow, f"is {state_words(row.state)}", "flows"
     jobs, were = ({(row.flow, row.job) for row in one.jobs} for one in (seen, before))
     for flow, job in sorted(jobs - were):
         yield "begin", job, f"reads {flow}", f"jobs of {flow}"

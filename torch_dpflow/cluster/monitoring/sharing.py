@@ -14,8 +14,10 @@ class Sharing(NamedTuple):
     #: Samples that jobs have received, and that workers have loaded.
     served: int
     decodes: int
-    #: Why little is shared; empty if much is, or if that is not known yet.
+    #: Why little is shared, and what to change; empty if much is, or if that is not known yet.
     why: str
+    #: What to change alone; empty: nothing.
+    change: str = ""
 
 
 def sharing_of(served: int, decodes: int, *, size: int, keeps: bool) -> Sharing:
@@ -26,16 +28,20 @@ def sharing_of(served: int, decodes: int, *, size: int, keeps: bool) -> Sharing:
         why = (
             "a sample goes to the jobs that request it at about the same time, is dropped once they have it, and is "
             "loaded again for later readers, as it may be random. Start the jobs together, or say what may be cached: "
+        )
+        change = (
             "wrap the dataset in ALSDCache(dataset, SIZE, transform=what is random), or give "
             "JobOptions(repeatable=True) if nothing is"
         )
     elif served <= 1.1 * size:
-        why = (
-            "each sample has been read about once so far; samples are cached for later epochs and other jobs"
+        why, change = (
+            "each sample has been read about once so far; samples are cached for later epochs and other jobs",
+            "",
         )
     else:
-        why = (
-            "its caches are too small to hold samples until they are read again: give them more memory "
-            "(JobOptions(memory_bytes=...), `dpflow up --memory`), or start the jobs together"
+        why = "its caches are too small to hold samples until they are read again: "
+        change = (
+            "give them more memory (JobOptions(memory_bytes=...), `dpflow up --memory`), "
+            "or start the jobs together"
         )
-    return Sharing(served, decodes, why)
+    return Sharing(served, decodes, why + change, change)

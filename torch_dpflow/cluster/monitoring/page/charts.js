@@ -7,7 +7,7 @@ const SHORTEST_S = 60;
 const LONG_S = 240; // from here on, times are without seconds
 const MOST_NAMED = 5;
 
-const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)} %`);
+const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}%`);
 const plain = (value) => (value === null ? "–" : value >= 100 ? Math.round(value).toLocaleString("en") : String(+value.toFixed(2)));
 const KINDS = [
   { name: "stall", title: "Stall share", show: percent, top: 1 },
@@ -49,7 +49,7 @@ class Chart {
     this.plot.tabIndex = 0;
     this.plot.setAttribute("role", "img");
     this.none = this.plot.appendChild(document.createElement("p"));
-    this.none.textContent = "Nothing is read now";
+    this.none.textContent = "Nothing was read in the last ten minutes";
     this.plot.addEventListener("keydown", (event) => this.step(event));
     this.plot.addEventListener("blur", () => this.point(null));
     parent.appendChild(this.figure);
@@ -68,7 +68,17 @@ class Chart {
 
   show(history) {
     const columns = history[this.kind.name];
-    const keys = Object.keys(columns);
+    const keys = Object.keys(columns).filter((key) => columns[key].some((one) => one !== null));
+    this.none.hidden = keys.length > 0;
+    if (!keys.length) {
+      // Without a chart: its grid would run through the words.
+      this.keys = keys;
+      this.forget();
+      this.told = null;
+      this.caption("", String);
+      this.plot.setAttribute("aria-label", `${this.kind.title}, now: nothing is read`);
+      return;
+    }
     const data = [history.at, ...keys.map((key) => columns[key])];
     if (!this.chart || keys.length !== this.keys.length || keys.some((key, at) => key !== this.keys[at])) {
       this.keys = keys;
@@ -79,7 +89,6 @@ class Chart {
     } else {
       this.chart.setData(data);
     }
-    this.none.hidden = keys.length > 0;
     if (this.chart.cursor.idx === null || this.chart.cursor.idx === undefined || this.chart.cursor.left < 0) this.tell(null);
   }
 

@@ -6,19 +6,8 @@ const MOST_POINTS = 600;
 const MOST_EVENTS = 200;
 const MOST_SERIES = 64;
 const SILENCE_MS = 10000;
-const LIMITS = {
-  workers: ["too few workers", "more by dpflow flow scale, or a faster decode"],
-  "cold start": ["workers that start", "more are coming"],
-  quota: ["the platform’s quota", "it gives no more workers"],
-  storage: ["the storage", "more workers would wait too"],
-  network: ["the network", "smaller samples, or workers that are nearer"],
-  job: ["the training itself", "data is there before it is asked for"],
-  processors: ["the processors", ""],
-  start: ["the start of epochs", ""],
-  loading: ["loading", ""],
-  budget: ["the most workers allowed", "as dpflow up was told"],
-};
 const GOOD = new Set(["running", "working", "on deck"]);
+const SERVING = new Set(["being read", "ready"]);
 const BAD = new Set(["down", "stopping"]);
 
 const byId = (id) => document.getElementById(id);
@@ -36,6 +25,13 @@ let silence = 0;
 // Writes only what differs: with hundreds of rows once a second, nothing else keeps the page fluent.
 function put(node, text) {
   if (node.dpflowText !== text) node.textContent = node.dpflowText = text;
+}
+
+// Text in which `commands` are code.
+function putCode(node, text) {
+  if (node.dpflowText === text) return;
+  node.dpflowText = text;
+  node.replaceChildren(...text.split("`").map((part, at) => (at % 2 ? make("code", "", part) : part)));
 }
 
 function make(tag, className = "", ...children) {
@@ -104,8 +100,6 @@ function putTwo(cell, text, below) {
   put(cell.lastChild, below);
 }
 
-const limitOf = (reason) => LIMITS[reason] ?? [reason || "–", ""];
-
 const flows = new Rows(
   byId("flows"),
   (flow) => flow.flow,
@@ -120,8 +114,9 @@ const flows = new Rows(
     fillMarker(parts, flow.flow, flow.flow);
     put(parts.small, `${flow.jobs} ${flow.jobs === 1 ? "job" : "jobs"}, ${flow.shards} ${flow.shards === 1 ? "shard" : "shards"}`);
     put(parts.state.firstChild, flow.state);
-    classed(parts.state.firstChild, `state ${flow.state === "accessed" || flow.state === "ready" ? "good" : "wait"}`);
-    putTwo(parts.limit, ...limitOf(flow.limited_by));
+    classed(parts.state.firstChild, `state ${SERVING.has(flow.state) ? "good" : "wait"}`);
+    put(parts.limit.firstChild, flow.limit || "–");
+    putCode(parts.limit.lastChild, flow.advice);
     put(parts.rate, plain(flow.samples_per_s));
     putTwo(parts.hits, percent(flow.hit_rate_now), `${percent(flow.hit_rate)} overall`);
     putTwo(parts.decodes, plain(flow.decodes_now), `${plain(flow.decodes)} overall`);
@@ -155,7 +150,8 @@ const jobs = new Rows(
     put(parts.rate, plain(job.samples_per_s));
     put(parts.samples, job.samples.toLocaleString("en"));
     put(parts.read, bytes(job.bytes));
-    putTwo(parts.limit, limitOf(job.limited_by)[0], job.advice);
+    put(parts.limit.firstChild, job.limit || "–");
+    putCode(parts.limit.lastChild, job.advice);
   },
 );
 
@@ -220,6 +216,13 @@ function more(id, count, what) {
   put(byId(id), `and ${count.toLocaleString("en")} more ${what}`);
 }
 
+function showHeadline({ text, advice, state }) {
+  put(byId("verdict"), text);
+  classed(byId("verdict"), `state ${state}`);
+  byId("try").hidden = !advice;
+  putCode(byId("try"), `Try: ${advice}.`);
+}
+
 function showSummary({ summary }) {
   put(byId("sum-rate"), plain(summary.samples_per_s));
   put(byId("sum-stall"), percent(summary.stall));
@@ -266,6 +269,7 @@ function show() {
   document.title = `dpflow · ${update.title}`;
   put(byId("version"), update.version);
   fail(update.failure && `The coordinator ${update.failure}: the states of flows, and what limits them, are as they were.`);
+  showHeadline(update.headline);
   showSummary(update);
   charts.show(history);
   flows.show(update.flows);
@@ -322,7 +326,23 @@ function lost() {
   link("no connection", "bad");
   document.body.classList.add("old");
   const who = latest && latest.kind === "loader" ? "The training has ended, or its page does not answer" : "This page does not answer";
-  fail(latest ? `${who}: all is shown as it was at ${clock(latest.at)}.` : `${who}.`);
+  if (latest) {
+    latest = withoutPresent(latest);
+    show();
+  }
+  fail(latest ? `${who}: totals are as of ${clock(latest.at)}.` : `${who}.`);
+}
+
+// The same without the figures of the last seconds, which are not known any more.
+function withoutPresent(update) {
+  const blank = (line, ...names) => ({ ...line, ...Object.fromEntries(names.map((name) => [name, null])) });
+  return {
+    ...update,
+    headline: { text: "What limits the run is not known: there is no connection.", advice: "", state: "bad" },
+    summary: blank(update.summary, "samples_per_s", "stall", "hit_rate", "decodes"),
+    flows: update.flows.map((flow) => ({ ...blank(flow, "samples_per_s", "hit_rate_now", "decodes_now", "limit"), advice: "" })),
+    jobs: update.jobs.map((job) => ({ ...blank(job, "samples_per_s", "stall_now", "limit"), advice: "" })),
+  };
 }
 
 function again() {
