@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
 from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch
-from torch_dpflow.epoch.plan import generator_state
+from torch_dpflow.epoch.plan import Plan, generator_state, settled_length
 from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.loader.announced_epoch import flat_keys
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
@@ -140,7 +144,8 @@ class SharedLoaderIterator(BaseDataLoaderIter):
                 progress.passed(position, samples)
                 positions.pop(number)
 
-        batches = job.read(plan(), progress.epoch, draw_seed=progress.base_seed, passed=passed)
+        order = _settled_order(loader, progress.plan)
+        batches = job.read(plan(), progress.epoch, order=order, draw_seed=progress.base_seed, passed=passed)
         self._runtime.progress = _PlannedProgress(progress, batches)
         return batches
 
@@ -291,8 +296,21 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         seed=seed,
         indices=None if order is None else order.indices,
         replica=replica,
+        independence=0.0 if order is None else order.independence,
     )
     return open_job(flow, reading, address=loader.address, options=options)
+
+
+def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
+    """What is left of an epoch whose order is fixed at its start; None for any other."""
+    settled = plan.settle(settled_length(loader._index_sampler))
+    # A batch of another type may be an iterator, which can be read once.
+    if not settled or not all(type(batch) in (list, tuple, int) for batch in settled):
+        return None
+    try:
+        return flat_keys(settled)
+    except (TypeError, ValueError, OverflowError):  # no numbers: the batch itself is refused when it is read
+        return None
 
 
 def _assembling(loader: Any) -> Callable[[list[Any]], Any]:

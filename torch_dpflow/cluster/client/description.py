@@ -43,6 +43,7 @@ class JobReading:
         replica: which rank of a job of several ranks this is; all ranks must give the same `JobOptions.name`, `seed`
             and `indices`. None: it is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
+        independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as of `DynaGCSSampler`.
     """
 
     batch_size: int = 1
@@ -52,6 +53,7 @@ class JobReading:
     indices: Indices | None = None
     replica: Replica | None = None
     cacheable_only: bool = False
+    independence: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,9 @@ class JobDescription:
     cacheable_only: bool = False
     #: Whether its flow caches samples for jobs that read them later.
     caches: bool = False
+    #: As of `JobReading` and `JobOptions`.
+    independence: float = 0.0
+    weight: float = 1.0
 
     @property
     def instance(self) -> str:

@@ -73,6 +73,8 @@ def open_job(
         indices=indices,
         rank=_rank_of(name, replica),
         cacheable_only=reading.cacheable_only,
+        independence=reading.independence,
+        weight=options.weight,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
     failover = Failover(find=partial(_found, address), register=register_with)

@@ -21,6 +21,7 @@ from torch_dpflow.cluster.client.route_map import RouteMap
 from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
 from torch_dpflow.cluster.messages.router import (
+    AnnounceOrder,
     DrawSamples,
     EpochPlace,
     JobFigures,
@@ -42,7 +43,7 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.ipc.rpc import RpcClient
-from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
 T = TypeVar("T")
 #: How long one call to a router may take before the job asks the coordinator for the router's address, seconds.
@@ -121,6 +122,8 @@ class RouterLink:
         self._epoch: _EpochAtRouter | None = None
         self._before: _EpochAtRouter | None = None
         self._router_in_step = False
+        #: An epoch that the job's own sampler orders, and what is left of its order.
+        self._announced: tuple[int, CompactArray] | None = None
         #: What keeps the flow's jobs from reading faster, as its services say; empty: nothing that is known.
         self.limited_by = ""
         #: What the flow's workers have taken, and when the coordinator was asked for that.
@@ -138,14 +141,21 @@ class RouterLink:
     @property
     def id(self) -> JobId:
         """The job's present id at the services."""
-        return JobId(self._job.reader, self._generation, self._job.instance)
+        rank = self._job.rank
+        return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
     def start_epoch(self, epoch: int, drawn: Marks, position: int) -> None:
         """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn."""
         with self._lock:
-            self._before = self._epoch
+            self._before, self._announced = self._epoch, None
             self._epoch, self._router_in_step = _EpochAtRouter(epoch, drawn, position), False
             self._attempt(self._in_epoch)
+
+    def announce(self, epoch: int, order: IndexArray) -> None:
+        """Report what is left of an epoch whose order the job's own sampler decides, for the shards' caches."""
+        with self._lock:
+            self._announced = epoch, order.astype(compact(self._job.size))
+            self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
         """The next samples of the epoch, at most `count`; empty at its end. PeerLostError once it is given up."""
@@ -349,6 +359,8 @@ class RouterLink:
             self._job.batch_size,
             rank,
             indices is not None,
+            self._job.independence,
+            self._job.weight,
         )
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._patience_s)
@@ -356,6 +368,13 @@ class RouterLink:
         self._generation, self._router_in_step = joined.generation, False
         self.length = joined.length
         self._take_routes(joined.table)
+        if self._announced is not None:
+            self._announce(router)
+
+    def _announce(self, router: RpcClient) -> None:
+        assert self._announced is not None
+        epoch, order = self._announced
+        router.call("announce", AnnounceOrder(self.id, epoch), [order.tobytes()], timeout_s=self._call_s)
 
     def _start(self, router: RpcClient) -> None:
         assert self._epoch is not None
