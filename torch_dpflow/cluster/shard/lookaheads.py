@@ -21,7 +21,7 @@ from torch_dpflow.lookahead import Keys, Lookahead, Weights
 from torch_dpflow.samplers.indices import compact
 
 #: Requests in an epoch for a job whose order is known to its end, which only its speed changes; for any other job.
-_REQUESTS_FIXED, _REQUESTS = 8, 64
+_REQUESTS_FIXED, _REQUESTS = 8, 32
 
 
 class LookaheadParts(NamedTuple):
