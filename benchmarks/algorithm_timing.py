@@ -4,6 +4,7 @@ import gc
 import heapq
 import multiprocessing
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +17,12 @@ from numpy.typing import NDArray
 
 from benchmarks.simulation.contestants import make_group, make_policy
 from torch_dpflow.caches.policy import Policy
+from torch_dpflow.cluster.control.job_lookahead import KnownEpoch
+from torch_dpflow.cluster.control.joint_order import Held, JointOrder
+from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
+from torch_dpflow.samplers.ranks import RankShares
 
 #: indices planned by one draw, and keys passed by one access in bulk
 BATCH = 2048
@@ -213,3 +218,41 @@ def _measure_growth(build: Callable[[], object], sender: Connection) -> None:
     gc.collect()
     sender.send(process.memory_info().rss - before)
     del kept
+
+
+def lookahead_cost(sampler: str, policy: str, samples: int, jobs: int) -> tuple[float, float]:
+    """What the lookaheads of equal jobs cost at the start of an epoch, in a router and a shard together.
+
+    Returns processor time, µs for each sample and job; and what is kept because of them, bytes for each.
+    """
+    group = make_group(sampler, samples, capacity=samples // 5, seed=0)
+    kept = make_policy(policy, samples // 5, samples)
+    shard = ShardLookaheads("flow:v1", samples)
+    orders = []
+    for job in range(jobs):
+        group.join(str(job), seed=job, batch_size=BATCH)
+        kept.join(str(job))
+        order = JointOrder(group, str(job), RankShares(samples, 1, False))
+        order.start(0, [Held(0)])
+        orders.append(order)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        started = time.process_time()
+        for job, order in enumerate(orders):
+            shard.wanted(str(job), str(job), 0, [])
+            (request,) = shard.requests()
+            known = KnownEpoch(group.lookahead(str(job)), order.drawn, order.done)
+            answer, arrays = known.cut(0, samples, samples)
+            answer.version = 1
+            frames = [memoryview(array.tobytes()) for array in arrays]
+            lookahead = shard.answered(request, answer, LookaheadParts.of(frames, samples))
+            assert lookahead is not None
+            kept.hint(str(job), lookahead)
+        elapsed = time.process_time() - started
+        del known, answer, arrays, frames, lookahead
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    return elapsed * 1e6 / samples / jobs, held / samples / jobs

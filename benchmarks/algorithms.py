@@ -24,6 +24,7 @@ from benchmarks.algorithm_timing import (
     access_rate,
     draw_rate,
     group_memory,
+    lookahead_cost,
     policy_memory,
 )
 from benchmarks.simulation.contestants import DIRECTORY, POLICY_NAMES, SAMPLER_NAMES
@@ -110,6 +111,8 @@ def steps(scale: Scale) -> Iterator[Step]:
             yield f"memory, {sampler}, {_label(jobs)}", partial(_group_memory, sampler, jobs)
     for policy in POLICIES:
         yield f"memory, {policy}", partial(_policy_memory, policy, scale.samples)
+    for sampler in ("independent", "shared-log", "joader", "dynagcs"):
+        yield f"lookahead, {sampler}", partial(_lookahead, sampler, scale)
 
 
 def _draws(sampler: str, jobs: Jobs, scale: Scale) -> list[Result]:
@@ -165,6 +168,23 @@ def _group_memory(sampler: str, jobs: Jobs) -> list[Result]:
 
 def _policy_memory(policy: str, samples: int) -> list[Result]:
     return [_bytes(policy, _jobs(8), policy_memory(policy, samples, 8))]
+
+
+def _lookahead(sampler: str, scale: Scale) -> list[Result]:
+    """What a cluster's lookaheads cost, with ALSD and 8 jobs."""
+    taken = [lookahead_cost(sampler, "alsd", scale.samples, 8) for _ in range(scale.rounds)]
+    what = f"at the start of an epoch, 8 jobs, {scale.samples:,} samples"
+    tables = {"time of lookaheads": "µs/sample/job", "memory of lookaheads": "bytes/sample/job"}
+    return [
+        Result(
+            what=f"{table} {what}",
+            subject=sampler,
+            setting="alsd",
+            unit=unit,
+            values=[cost[k] for cost in taken],
+        )
+        for k, (table, unit) in enumerate(tables.items())
+    ]
 
 
 def _bytes(subject: str, setting: str, held: float) -> Result:

@@ -1,6 +1,7 @@
 """Several jobs that read the same images at once: each with workers of its own (torch), or one loading for all.
 
     python -m benchmarks.sharing [--json] [--scenario together,staggered,unequal] [--rounds 3] [--quick]
+    python -m benchmarks.sharing --against-simulator [--json] [--rounds 3] [--quick]
 
 Every job is a process, and the total of workers is the same on all sides. `together` has 1, 2 and 4 jobs begin at
 once, each sample drawn afresh for each of them. In `staggered` each of 4 jobs begins when the one before has read a
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from benchmarks import sharing_simulated
 from benchmarks import sharing_tensorsocket as tensorsocket
 from benchmarks import sharing_tfdata as tfdata
 from benchmarks.loader import IMAGES, SPECIFICATION, warm_page_cache
@@ -304,8 +306,17 @@ def main() -> None:
     add("--samples", type=int, default=1920, help="of an epoch (default: %(default)s)")
     add("--epochs", type=int, default=2, help="of each job, measured (default: %(default)s)")
     add("--cache", type=float, default=0.25, help="share of the samples that is kept (default: %(default)s)")
+    add(
+        "--against-simulator",
+        action="store_true",
+        help="hit rates of a cluster beside the simulator's instead",
+    )
     add_arguments(parser, rounds=3)
     arguments = parser.parse_args()
+    if arguments.against_simulator:
+        rows = sharing_simulated.cases(arguments.quick)
+        sharing_simulated.run(rows, seeds=1 if arguments.quick else arguments.rounds, as_json=arguments.json)
+        return
     generate(IMAGES, SPECIFICATION)
     warm_page_cache(IMAGES)
     named = [scenario for name in arguments.scenario for scenario in SCENARIOS[name]]

@@ -146,14 +146,30 @@ def test_what_some_jobs_need_is_found_among_any_number_of_cells(jobs: int) -> No
 
 def test_there_is_a_limit_to_the_jobs_and_leaving_frees_a_place() -> None:
     assert free_bit([0, 2]) == 1
-    group = sampling_group("joader", 4)
-    for k in range(MAX_MEMBERS):
-        group.join(f"job-{k}")
-    with pytest.raises(OptionError, match="64 jobs"):
-        group.join("one too many")
-    assert len(group.jobs) == MAX_MEMBERS
+    for strategy, limit in (("dynagcs", 64), ("joader", MAX_MEMBERS)):
+        group = sampling_group(strategy, 4)
+        for k in range(limit):
+            group.join(f"job-{k}")
+        with pytest.raises(OptionError, match=f"{limit} jobs"):
+            group.join("one too many")
+        assert len(group.jobs) == limit
     group.leave("job-7")
     group.join("another")
+
+
+def test_more_jobs_than_a_word_has_bits_read_each_sample_once() -> None:
+    rng = np.random.default_rng(5)
+    group, sets = sampling_group("joader", 100), {}
+    for number in range(80):
+        sets[str(number)] = np.sort(rng.choice(100, 20, replace=False))
+        group.join(str(number), sets[str(number)], seed=number)
+        group.start_epoch(str(number), 0)
+    read: dict[str, list[int]] = {name: [] for name in sets}
+    while any(group.remaining(name) for name in sets):
+        for name in sets:
+            read[name] += group.next(name, 16).tolist()
+    group.validate()
+    assert all(sorted(read[name]) == sets[name].tolist() for name in sets)
 
 
 def test_jobs_in_step_share_every_draw() -> None:

@@ -49,10 +49,11 @@ class EpochAnnouncement:
     def _settle(self, loader: Any, plan: Plan) -> npt.NDArray[np.int64]:
         settled = plan.settle(settled_length(loader._index_sampler))
         self._settled = plan.drawn + len(settled)
-        return _keys(settled)
+        return flat_keys(settled)
 
 
-def _keys(batches: list[Any]) -> npt.NDArray[np.int64]:
+def flat_keys(batches: list[Any]) -> npt.NDArray[np.int64]:
+    """The samples of batches, in order; batches may be samples themselves, as of a loader with `batch_size=None`."""
     is_flat = bool(batches) and not isinstance(batches[0], Iterable)
     return np.fromiter(batches if is_flat else chain.from_iterable(batches), dtype=np.int64)
 

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
 from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch
-from torch_dpflow.epoch.plan import generator_state, is_drawn_at_start
+from torch_dpflow.epoch.plan import Plan, generator_state, is_drawn_at_start, settled_length
 from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.loader.announced_epoch import flat_keys
 from torch_dpflow.loader.flow_plan import FlowPlanner
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
@@ -125,7 +129,9 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         # What the reader reads must not refer to this iterator: reading ends when the iterator is freed.
         batched = self._auto_collation
         plan: Any
+        order = None
         if is_drawn_at_start(loader._index_sampler):
+            order = _settled_order(loader, progress.plan)
             positions: dict[int, int] = {}
             plan = _drawn_by_reader(progress, positions, batched=batched)
         else:
@@ -139,7 +145,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
                 progress.passed(position, samples)
                 positions.pop(number)
 
-        batches = job.read(plan, progress.epoch, draw_seed=progress.base_seed, passed=passed)
+        batches = job.read(plan, progress.epoch, order=order, draw_seed=progress.base_seed, passed=passed)
         self._runtime.progress = _PlannedProgress(progress, batches)
         return batches
 
@@ -345,6 +351,7 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         indices=None if order is None else order.indices,
         replica=replica,
         side=number,
+        independence=0.0 if order is None else order.independence,
     )
     return open_job(flow, reading, address=loader.address, options=options)
 
@@ -360,6 +367,18 @@ def _definition(loader: Any) -> FlowDefinition:
         workers=max(1, int(loader.num_workers)),
         worker_init_fn=loader.worker_init_fn,
     )
+
+
+def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
+    """What is left of an epoch whose order is fixed at its start; None for any other."""
+    settled = plan.settle(settled_length(loader._index_sampler))
+    # A batch of another type may be an iterator, which can be read once.
+    if not settled or not all(type(batch) in (list, tuple, int) for batch in settled):
+        return None
+    try:
+        return flat_keys(settled)
+    except (TypeError, ValueError, OverflowError):  # no numbers: the batch itself is refused when it is read
+        return None
 
 
 def _assembling(loader: Any) -> Callable[[list[Any]], Any]:

@@ -41,6 +41,8 @@ class RoutedOrder:
     counts: bool = False
     #: Whether each iteration is a new epoch to the sampler, without `set_epoch`.
     advances: bool = False
+    #: As of `DynaGCSSampler`.
+    independence: float = 0.0
 
     def next_epoch(self, iterations: int, resumed: int | None, *, resumes: bool) -> int:
         """The epoch that the next iteration reads.
@@ -95,7 +97,13 @@ def routed_order(loader: Any) -> RoutedOrder | None:
             return None
         advances = not sampler.is_distributed
         order = RoutedOrder(
-            sampler, sampler.seed, sampler.indices, _replica_of(sampler), counts=True, advances=advances
+            sampler,
+            sampler.seed,
+            sampler.indices,
+            _replica_of(sampler),
+            counts=True,
+            advances=advances,
+            independence=sampler.independence,
         )
     else:
         return None

@@ -2,12 +2,12 @@
 
 from abc import abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.samplers.cells import Cells, bits_of, free_bit
+from torch_dpflow.samplers.cells import MAX_MEMBERS, Cells, bits_of, free_bit
 from torch_dpflow.samplers.group import Draw, SamplingGroup
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.member import Member
@@ -19,6 +19,9 @@ class BufferedGroup(SamplingGroup):
     In lookaheads the buffer is certain and the rest likely, weighted by how many jobs need a sample: the more
     jobs need it, the sooner one of their draws may pick it.
     """
+
+    #: Most jobs of a group.
+    max_jobs: ClassVar[int] = MAX_MEMBERS
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
@@ -35,7 +38,7 @@ class BufferedGroup(SamplingGroup):
 
     def _joined(self, member: Member) -> None:
         try:
-            self._bits[member.name] = free_bit(self._bits.values())
+            self._bits[member.name] = free_bit(self._bits.values(), self.max_jobs)
         except Exception:
             del self._members[member.name]
             raise

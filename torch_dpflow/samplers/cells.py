@@ -10,7 +10,9 @@ from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, compact
 
 #: Most jobs of a group: the bits of a mask.
-MAX_MEMBERS = 64
+MAX_MEMBERS = 256
+#: Bits of a word of masks in an array.
+_WORD_BITS = 64
 #: Up to so many cells are searched in plain Python, because a call of numpy costs as much.
 _FEW_CELLS = 64
 #: A sample's cell and its slot there. Valid until the next sample of the cell is taken.
@@ -38,8 +40,8 @@ class Cells:
         self._samples: list[CompactArray] = []
         #: For each bit, the number of samples that the job needs.
         self.needed = [0] * MAX_MEMBERS
-        #: `masks` as an array, once there are many; out of date where it is shorter.
-        self._mask_array: NDArray[np.uint64] = np.empty(0, np.uint64)
+        #: `masks` as an array of words, once there are many; out of date where it is shorter.
+        self._mask_array: NDArray[np.uint64] = _words_of([], 1)
 
     def insert(self, job: int, members: BoolArray) -> None:
         """Job `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
@@ -125,10 +127,16 @@ class Cells:
 
     def _search(self, jobs: int, short_of: int) -> list[int]:
         if len(self._mask_array) < len(self.masks):
-            self._mask_array = np.array(self.masks, np.uint64)
-        found: BoolArray = (self._mask_array & np.uint64(jobs)) == np.uint64(jobs)
-        if short_of:
-            found &= (self._mask_array & np.uint64(short_of)) != np.uint64(short_of)
+            highest = max(mask.bit_length() for mask in self.masks)
+            self._mask_array = _words_of(self.masks, -(-highest // _WORD_BITS))
+        words = self._mask_array.shape[1]
+        if jobs.bit_length() > words * _WORD_BITS:
+            return []
+        wanted = _words_of([jobs], words)
+        found: BoolArray = ((self._mask_array & wanted) == wanted).all(axis=1)
+        if short_of and short_of.bit_length() <= words * _WORD_BITS:
+            short = _words_of([short_of], words)
+            found &= ((self._mask_array & short) != short).any(axis=1)
         cells: list[int] = np.flatnonzero(found).tolist()
         return cells
 
@@ -154,7 +162,7 @@ class Cells:
         self._place = {mask: place for place, mask in enumerate(self.masks)}
         # `take` swaps within a cell, so its array must be its own.
         self._samples = [samples.copy() for _, samples in kept]
-        self._mask_array = np.empty(0, np.uint64)
+        self._mask_array = _words_of([], 1)
 
     def validate(self) -> None:
         """AssertionError unless the cells are disjoint and each job's count matches them."""
@@ -177,8 +185,14 @@ class Cells:
         self.sizes = [len(samples) for _, samples in state["cells"]]
         self._place = {mask: place for place, mask in enumerate(self.masks)}
         self._samples = [samples.copy() for _, samples in state["cells"]]
-        self._mask_array = np.empty(0, np.uint64)
+        self._mask_array = _words_of([], 1)
         self.needed = list(state["needed"])
+
+
+def _words_of(masks: list[int], words: int) -> NDArray[np.uint64]:
+    """Masks as an array of shape (masks, words), the lowest bits first."""
+    packed = b"".join([mask.to_bytes(words * _WORD_BITS // 8, "little") for mask in masks])
+    return np.frombuffer(packed, np.dtype("<u8")).reshape(-1, words)
 
 
 def bits_of(mask: int) -> Iterable[int]:
@@ -189,12 +203,12 @@ def bits_of(mask: int) -> Iterable[int]:
         mask ^= low
 
 
-def free_bit(taken: Iterable[int]) -> int:
-    """The lowest job number that is not taken; OptionError if all are."""
+def free_bit(taken: Iterable[int], limit: int = MAX_MEMBERS) -> int:
+    """The lowest job number below `limit` that is not taken; OptionError if all are."""
     used = set(taken)
-    for job in range(MAX_MEMBERS):
+    for job in range(limit):
         if job not in used:
             return job
     raise OptionError(
-        f"{MAX_MEMBERS} jobs are in the group, which is the limit of this strategy; use another group"
+        f"{limit} jobs are in the group, which is the limit of this strategy; use another group"
     )

@@ -10,7 +10,7 @@ class JoaderGroup(BufferedGroup):
 
     Jobs share while they have about equally many samples left, because the ratio of what two jobs have
     left is the probability that the second follows the first. Each epoch of each job is uniform. At most
-    64 jobs.
+    256 jobs.
 
     Cost: O(jobs * cells) for a round, which gives each job one sample; O(size) for the start of an epoch.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.cluster.cache.objects import PoolObject, Ticket
+from torch_dpflow.cluster.cache.objects import CacheReader, PoolObject, Ticket
 from torch_dpflow.lookahead import Lookahead
 
 #: Expected bytes of a sample before any has been loaded.
@@ -89,9 +89,10 @@ class ObjectTable:
             for entry in list(self._cached.values()):
                 self._drop_if_spent(entry, left)
 
-    def hint(self, job: str, lookahead: Lookahead) -> None:
-        """Pass a job's lookahead to the policy."""
+    def hint(self, job: str, lookahead: Lookahead, weight: float) -> None:
+        """Pass a job's lookahead and weight to the policy."""
         if self._policy is not None:
+            self._policy.join(job, weight=weight)
             self._policy.hint(job, lookahead)
 
     # -- objects ---------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class ObjectTable:
                 self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> PoolObject | None:
-        """An object of `key` that this draw of `job` may be served with; None if there is none."""
+        """An object of `key` with which this draw of `job` may be served; None if there is none."""
         # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
             if self._by_draw:
@@ -117,9 +118,10 @@ class ObjectTable:
                 return entry
         return None
 
-    def add(self, key: int, draw: int, distance: int, job: str, ticket: Ticket) -> PoolObject:
-        """A new object that `job` wants."""
-        added = PoolObject(next(self._numbers), key, draw, distance, {job: {ticket}}, {job})
+    def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> PoolObject:
+        """A new object that `reader` wants."""
+        tickets = {reader.name: {ticket}}
+        added = PoolObject(next(self._numbers), key, draw, distance, tickets, {reader.job})
         same = self._by_key.get(key)
         if same is None:
             self._by_key[key] = [added]
@@ -127,18 +129,18 @@ class ObjectTable:
             same.append(added)
         return added
 
-    def attach(self, entry: PoolObject, job: str, ticket: Ticket, jobs: Collection[str]) -> None:
-        """`job`, one of `jobs`, wants this existing object."""
+    def attach(self, entry: PoolObject, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
+        """`reader`, of one of `jobs`, wants this existing object."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
-        entry.attach(job, ticket)
+        entry.attach(reader, ticket)
         if entry.cached:
             self._drop_if_spent(entry, jobs)
 
-    def detach(self, entry: PoolObject, job: str, ticket: Ticket) -> bool:
-        """`job` releases a ticket; returns whether it was the last one. Then call `release`."""
-        entry.detach(job, ticket)
+    def detach(self, entry: PoolObject, reader: str, ticket: Ticket) -> bool:
+        """`reader` releases a ticket; returns whether it was the last one. Then call `release`."""
+        entry.detach(reader, ticket)
         if not entry.tickets:
             return True
         if entry.ready and not entry.served and not entry.requests:
@@ -268,12 +270,12 @@ class ObjectTable:
         if entry in self._spare:
             self._spare.discard(entry)
 
-    def validate(self, jobs: Collection[str]) -> None:
+    def validate(self, readers: Collection[str], jobs: Collection[str]) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         entries = [entry for same in self._by_key.values() for entry in same]
         for entry in entries:
             entry.validate()
-            assert set(entry.tickets) <= set(jobs)
+            assert set(entry.tickets) <= set(readers)
             assert self._repeatable or not (entry.cached and entry.claimed.issuperset(jobs))
             assert entry in self._spare or not entry.is_spare
         ready = [entry for entry in entries if entry.ready]

@@ -99,7 +99,7 @@ class PoolObject:
     draw: int
     #: 0 where a request waits for it, else how many samples the nearest job reads before it.
     distance: int
-    #: The tickets that refer to it, by job.
+    #: The tickets that refer to it, by reader.
     tickets: dict[str, set[Ticket]]
     #: Jobs that have got it or will; a random sample is served to each job once.
     claimed: set[str]
@@ -116,7 +116,7 @@ class PoolObject:
     loads: int = 0
     #: Open requests for it, with its ticket in each, oldest first.
     requests: dict[tuple[RequestId, Ticket], None] = field(default_factory=dict)
-    #: Jobs and tickets under which it was served and that are not released.
+    #: Readers and tickets under which it was served and that are not released.
     served: set[tuple[str, Ticket]] = field(default_factory=set)
 
     @property
@@ -131,22 +131,22 @@ class PoolObject:
 
     # -- who wants it ----------------------------------------------------------------------------------------
 
-    def attach(self, job: str, ticket: Ticket) -> None:
-        """`job` wants it."""
-        own = self.tickets.get(job)
+    def attach(self, reader: CacheReader, ticket: Ticket) -> None:
+        """`reader` wants it."""
+        own = self.tickets.get(reader.name)
         if own is None:
-            self.tickets[job] = {ticket}
+            self.tickets[reader.name] = {ticket}
         else:
             own.add(ticket)
-        self.claimed.add(job)
+        self.claimed.add(reader.job)
 
-    def detach(self, job: str, ticket: Ticket) -> None:
-        """`job` releases a ticket."""
-        own = self.tickets[job]
+    def detach(self, reader: str, ticket: Ticket) -> None:
+        """`reader` releases a ticket."""
+        own = self.tickets[reader]
         own.discard(ticket)
-        self.served.discard((job, ticket))
+        self.served.discard((reader, ticket))
         if not own:
-            del self.tickets[job]
+            del self.tickets[reader]
 
     def advance(self, distance: int) -> None:
         """A job wants it sooner than before."""
@@ -165,12 +165,12 @@ class PoolObject:
         self.distance = 1  # still near, but behind what a job waits for
         return True
 
-    def serve(self, request: RequestId, ticket: Ticket, job: str) -> Any:
-        """Its value, as the answer to a request of `job`."""
+    def serve(self, request: RequestId, ticket: Ticket, reader: str) -> Any:
+        """Its value, as the answer to a request of `reader`."""
         del self.requests[request, ticket]
         if not self.requests:
             self.distance = 1
-        self.served.add((job, ticket))
+        self.served.add((reader, ticket))
         return self.value
 
     # -- loading and caching ---------------------------------------------------------------------------------
@@ -204,17 +204,19 @@ class PoolObject:
         assert self.tickets or self.cached
         assert self.loads or not (self.ready or self.loading)
         assert all(self.tickets.values())
-        assert set(self.tickets) <= self.claimed
-        assert all(ticket in self.tickets[job] for job, ticket in self.served)
+        assert self.claimed
+        assert all(ticket in self.tickets[reader] for reader, ticket in self.served)
         assert (self.distance == 0) == bool(self.requests)
         assert not self.requests or self.tickets
 
 
 @dataclass(eq=False, slots=True)
-class CacheJob:
-    """One job that reads from a sample cache."""
+class CacheReader:
+    """One process that reads from a sample cache: a job, or a rank of one."""
 
     name: str
+    #: The job that it is, or is a rank of: to the policy the ranks of a job are one job.
+    job: str
     #: Whether its wants are reported to the cache's policy as reads.
     counts: bool = True
     #: What it wants and has not released, oldest first.
@@ -233,7 +235,7 @@ class PoolRequest:
     """One fetch that has not been answered."""
 
     number: RequestId
-    job: CacheJob
+    job: CacheReader
     tickets: list[Ticket]
     #: How many of them are not ready.
     missing: int = 0
@@ -263,7 +265,7 @@ class RequestTable:
         self._queue = queue
         self._open: dict[RequestId, PoolRequest] = {}
 
-    def open(self, number: RequestId, job: CacheJob, tickets: Sequence[Ticket]) -> list[Serve]:
+    def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
         """`job` waits for these. Raises UsageError if it does not want one of them, or the number is in use."""
         if number in self._open:
             raise UsageError(f"request {number!r} is open; give each fetch a number of its own")
@@ -293,7 +295,7 @@ class RequestTable:
                 complete.append(self._serve(request))
         return complete
 
-    def shorten(self, job: CacheJob, ticket: Ticket) -> list[Serve]:
+    def shorten(self, job: CacheReader, ticket: Ticket) -> list[Serve]:
         """`job` releases this ticket: answer the requests that are complete without it."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
@@ -312,7 +314,7 @@ class RequestTable:
         partly = [request for request in self._open.values() if request.missing < len(request.tickets)]
         return [self._serve(request) for request in partly]
 
-    def abandon(self, job: CacheJob) -> list[Serve]:
+    def abandon(self, job: CacheReader) -> list[Serve]:
         """`job` has left: answer its requests with nothing."""
         numbers = list(job.requests)
         job.requests.clear()

@@ -21,6 +21,7 @@ be loaded.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch_dpflow._core.checks import check_int
@@ -29,7 +30,7 @@ from torch_dpflow.cluster.cache.object_table import ObjectTable
 from torch_dpflow.cluster.cache.objects import (
     Arrival,
     CacheInstruction,
-    CacheJob,
+    CacheReader,
     Cancel,
     Load,
     LoadQueue,
@@ -81,7 +82,9 @@ class SampleCache:
             raise OptionError(
                 "by_draw=True with a policy: a policy keeps one object for each sample; leave out one of the two"
             )
-        self._jobs: dict[str, CacheJob] = {}
+        self._readers: dict[str, CacheReader] = {}
+        #: By job, how many of the readers are its ranks.
+        self._jobs: Counter[str] = Counter()
         kept = None if policy is None else policy(capacity_bytes)
         self._objects = ObjectTable(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
         self._queue = LoadQueue()
@@ -97,35 +100,40 @@ class SampleCache:
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
-    def join(self, job: str, *, counts: bool = True) -> None:
-        """A job begins to read; nothing changes for one that has joined already.
+    def join(self, reader: str, job: str = "", *, counts: bool = True) -> None:
+        """Add a reader; nothing changes for one that has joined already.
 
-        counts: whether its wants are reported to the cache's policy as reads; if not, call `note_read`.
+        job: the job of which it is a rank; empty: it is the whole job, by its own name.
+        counts: whether its wants are reported to the cache's policy as reads; if not, call `note_reads`.
         """
-        if job not in self._jobs:
-            self._jobs[job] = CacheJob(job, counts)
-            if counts:
-                self._objects.join(job)
+        if reader in self._readers:
+            return
+        added = self._readers[reader] = CacheReader(reader, job or reader, counts)
+        self._jobs[added.job] += 1
+        if counts and self._jobs[added.job] == 1:
+            self._objects.join(added.job)
 
-    def leave(self, job: str) -> list[CacheInstruction]:
-        """A job has ended or died: release everything that it wants. An unknown one is ignored."""
-        gone = self._jobs.pop(job, None)
+    def leave(self, reader: str) -> list[CacheInstruction]:
+        """Remove a reader that has ended or died, and release all that it wants. Ignore an unknown one."""
+        gone = self._readers.pop(reader, None)
         if gone is None:
             return []
         out: list[CacheInstruction] = [*self._requests.abandon(gone)]
         out += self._release(gone, list(gone.wants))
-        self._objects.leave(job, self._jobs)
+        self._jobs[gone.job] -= 1
+        if not self._jobs[gone.job]:
+            del self._jobs[gone.job]
+            self._objects.leave(gone.job, self._jobs)
         return self._admit(out)
 
-    def hint(self, job: str, lookahead: Lookahead) -> None:
-        """Pass a job's lookahead to the cache's policy. Raises UsageError for a job that has not joined."""
-        self._job(job)
-        self._objects.hint(job, lookahead)
+    def hint(self, job: str, lookahead: Lookahead, *, weight: float = 1.0) -> None:
+        """Pass a job's lookahead and its weight to the cache's policy. Ignore a job that has no reader here."""
+        if job in self._jobs:
+            self._objects.hint(job, lookahead, weight)
 
-    def note_read(self, job: str, key: int) -> None:
-        """Report a read of `job` to the cache's policy, on whose behalf another job wants the sample."""
-        self._job(job)
-        self._objects.read([key], job)
+    def note_reads(self, reader: str, keys: Sequence[int]) -> None:
+        """Report reads to the cache's policy, of a reader for which another one wants the samples."""
+        self._objects.read(keys, self._reader(reader).job)
 
     # -- capacity --------------------------------------------------------------------------------------------
 
@@ -142,21 +150,24 @@ class SampleCache:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def is_wanted(self, job: str, ticket: Ticket) -> bool:
-        """Whether a job holds this ticket."""
-        return ticket in self._job(job).wants
+        """Whether a reader holds this ticket."""
+        return ticket in self._reader(job).wants
 
-    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[CacheInstruction]:
+    def want(
+        self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int, *, counts: bool = True
+    ) -> list[CacheInstruction]:
         """`job` will fetch these: (ticket, key), nearest first. A ticket that it holds already is ignored.
 
         draw: determines the random draws of samples that have to be loaded; differs between jobs and epochs.
+        counts: whether the policy takes them for reads of the epoch that its job is in.
 
         Raises:
             UsageError: the job has not joined.
         """
-        reader = self._job(job)
+        reader = self._reader(job)
         new = {ticket: key for ticket, key in wants if ticket not in reader.wants}
-        if reader.counts:
-            self._objects.read(list(new.values()), job)
+        if reader.counts and counts:
+            self._objects.read(list(new.values()), reader.job)
         oldest = next(iter(new), 0) if reader.oldest is None else reader.oldest
         for ticket, key in new.items():
             # At least 1, because 0 is the distance of requested samples.
@@ -169,7 +180,7 @@ class SampleCache:
         Raises:
             UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
         """
-        return self._admit([*self._requests.open(request, self._job(job), tickets)])
+        return self._admit([*self._requests.open(request, self._reader(job), tickets)])
 
     def release(self, job: str, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
         """`job` has these, or no longer wants them. Unknown ones are ignored.
@@ -177,11 +188,11 @@ class SampleCache:
         Raises:
             UsageError: the job has not joined.
         """
-        return self._admit(self._release(self._job(job), tickets))
+        return self._admit(self._release(self._reader(job), tickets))
 
     def tickets_outside(self, job: str, first: int, end: int) -> list[Ticket]:
         """The tickets of `job` for keys outside `range(first, end)`."""
-        return [ticket for ticket, wanted in self._job(job).wants.items() if not first <= wanted.key < end]
+        return [ticket for ticket, wanted in self._reader(job).wants.items() if not first <= wanted.key < end]
 
     @property
     def cache_samples(self) -> int:
@@ -229,33 +240,33 @@ class SampleCache:
             loading=len(self._loading),
             queued=len(self._queue),
             cached=self._objects.cached,
-            jobs=len(self._jobs),
+            jobs=len(self._readers),
         )
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _job(self, job: str) -> CacheJob:
+    def _reader(self, name: str) -> CacheReader:
         try:
-            return self._jobs[job]
+            return self._readers[name]
         except KeyError:
-            raise UsageError(f"job {job!r} has not joined this cache, or has left it; join first") from None
+            raise UsageError(f"job {name!r} has not joined this cache, or has left it; join first") from None
 
-    def _want(self, reader: CacheJob, ticket: Ticket, key: int, draw: int, distance: int) -> None:
+    def _want(self, reader: CacheReader, ticket: Ticket, key: int, draw: int, distance: int) -> None:
         self._wants += 1
-        wanted = self._objects.find(key, reader.name, draw)
+        wanted = self._objects.find(key, reader.job, draw)
         if wanted is not None:
             self._shared += 1
             if distance < wanted.distance:
                 wanted.advance(distance)
                 if wanted.is_waiting:
                     self._queue.add(wanted)
-            self._objects.attach(wanted, reader.name, ticket, self._jobs)
+            self._objects.attach(wanted, reader, ticket, self._jobs)
         else:
-            wanted = self._objects.add(key, draw, distance, reader.name, ticket)
+            wanted = self._objects.add(key, draw, distance, reader, ticket)
             self._queue.push(wanted, distance, wanted.number)
         reader.wants[ticket] = wanted
 
-    def _release(self, reader: CacheJob, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
+    def _release(self, reader: CacheReader, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
         out: list[CacheInstruction] = []
         cancelled: list[int] = []
         for ticket in tickets:
@@ -325,9 +336,10 @@ class SampleCache:
 
     def validate(self) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
-        for job in self._jobs.values():
-            assert all(ticket in wanted.tickets[job.name] for ticket, wanted in job.wants.items())
+        for reader in self._readers.values():
+            assert all(ticket in wanted.tickets[reader.name] for ticket, wanted in reader.wants.items())
+        assert self._jobs == Counter(reader.job for reader in self._readers.values())
         assert all(entry.loading == load for load, entry in self._loading.items())
         self._requests.validate()
         self._queue.validate()
-        self._objects.validate(self._jobs)
+        self._objects.validate(self._readers, self._jobs)

@@ -125,10 +125,10 @@ class StagedSampleCache:
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
-    def join(self, job: str) -> None:
+    def join(self, reader: str, job: str = "") -> None:
         """As `SampleCache.join`."""
-        self._kept.join(job)
-        self._drawn.join(job)
+        self._kept.join(reader, job)
+        self._drawn.join(reader, job)
 
     def leave(self, job: str) -> list[CacheInstruction]:
         """As `SampleCache.leave`."""
@@ -136,13 +136,15 @@ class StagedSampleCache:
         out = self._of_drawn(self._drawn.leave(job))
         return self._balanced(out + self._of_kept(self._kept.leave(job)))
 
-    def hint(self, job: str, lookahead: Lookahead) -> None:
+    def hint(self, job: str, lookahead: Lookahead, *, weight: float = 1.0) -> None:
         """As `SampleCache.hint`."""
-        self._kept.hint(job, lookahead)
+        self._kept.hint(job, lookahead, weight=weight)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None) -> list[CacheInstruction]:
+    def want(
+        self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None, *, counts: bool = True
+    ) -> list[CacheInstruction]:
         """As `SampleCache.want`.
 
         draw: determines the random draws; None: outputs of the cacheable stage are wanted.
@@ -154,10 +156,10 @@ class StagedSampleCache:
                 f"job {job!r} wants samples and outputs of the cacheable stage; join as two jobs"
             )
         if draw is None:
-            return self._balanced(self._of_kept(self._kept.want(job, wanted, 0)))
-        for ticket, key in wanted:
-            if not self._drawn.is_wanted(job, ticket):
-                self._kept.note_read(job, key)
+            return self._balanced(self._of_kept(self._kept.want(job, wanted, 0, counts=counts)))
+        if counts:
+            new = [key for ticket, key in wanted if not self._drawn.is_wanted(job, ticket)]
+            self._kept.note_reads(job, new)
         return self._balanced(self._of_drawn(self._drawn.want(job, wanted, draw)))
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:

@@ -44,6 +44,7 @@ class JobReading:
             and `indices`. None: it is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
         side: counts the processes' own readers of one rank, which read side by side; from 1 on.
+        independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as of `DynaGCSSampler`.
     """
 
     batch_size: int = 1
@@ -54,6 +55,7 @@ class JobReading:
     replica: Replica | None = None
     cacheable_only: bool = False
     side: int = 1
+    independence: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,9 @@ class JobDescription:
     caches: bool = False
     #: Which of several readers of a rank it is.
     side: int = 1
+    #: As of `JobReading` and `JobOptions`.
+    independence: float = 0.0
+    weight: float = 1.0
 
     @property
     def instance(self) -> str:

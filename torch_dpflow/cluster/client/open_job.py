@@ -96,6 +96,8 @@ def open_job(
         rank=_rank_of(name, replica),
         cacheable_only=reading.cacheable_only,
         side=reading.side,
+        independence=reading.independence,
+        weight=options.weight,
         caches=(source.repeatable or source.staged) and options.policy != "none",
     )
     failover = Failover(find=partial(_found, address), register=register_with)

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow._core.checks import check_fields, check_flag, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_flag, check_int, check_number, check_seconds
 from torch_dpflow.cluster.messages.flow_spec import (
     MAX_SHARDS,
     MAX_SIZE,
@@ -81,6 +81,8 @@ class JobOptions:
             sample and the start.
         fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
             `torch_dpflow.cluster.client.fingerprint`.
+        weight: how much the job counts when the cache decides what to evict, relative to other jobs (alpha in the
+            thesis's equation 3-5). Used by the policy "use-distance".
         ready: batches that are collated ahead of need (P_L).
         asked: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order may
             change while it is read is drawn no further ahead than torch draws it.
@@ -102,6 +104,7 @@ class JobOptions:
     idle_s: float = 600.0
     task_timeout_s: float | None = 600.0
     fingerprint: str | None = None
+    weight: float = 1.0
     ready: int = 2
     asked: int = 8
     budget_bytes: int = 512 << 20
@@ -119,6 +122,7 @@ class JobOptions:
                 f"asked={self.ready + 1} or more, or a smaller ready"
             )
         check_fields(self, check_seconds, "idle_s", "patience_s")
+        check_fields(self, check_number, "weight", exclusive=True)
         if self.idle_s < MIN_IDLE_S:
             raise OptionError(f"idle_s={self.idle_s:g}: give at least {MIN_IDLE_S:g} seconds")
         check_fields(self, check_seconds, "task_timeout_s", optional=True)

@@ -22,6 +22,7 @@ from torch_dpflow.cluster.client.route_map import RouteMap
 from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
 from torch_dpflow.cluster.messages.router import (
+    AnnounceOrder,
     DrawSamples,
     EpochPlace,
     JobFigures,
@@ -44,7 +45,7 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.ipc.rpc import RpcClient
-from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
 T = TypeVar("T")
 #: How long one call to a router may take before the job asks the coordinator for the router's address, seconds.
@@ -129,6 +130,8 @@ class RouterLink:
         self._router_in_step = False
         #: Whether nothing of any epoch was read before the one that is being drawn.
         self._is_fresh = False
+        #: An epoch that the job's own sampler orders, and what is left of its order.
+        self._announced: tuple[int, CompactArray] | None = None
         #: What keeps the flow's jobs from reading faster, as its services say; empty: nothing that is known.
         self.limited_by = ""
         #: What the flow's workers have taken, and when the coordinator was asked for that.
@@ -146,7 +149,8 @@ class RouterLink:
     @property
     def id(self) -> JobId:
         """The job's present id at the services."""
-        return JobId(self._job.reader, self._generation, self._job.instance)
+        rank = self._job.rank
+        return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
     def start_epoch(self, epoch: int, drawn: Marks, position: int, *, resumes: bool = False) -> None:
         """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn.
@@ -155,9 +159,15 @@ class RouterLink:
         """
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
-            self._before = self._epoch
+            self._before, self._announced = self._epoch, None
             self._epoch, self._router_in_step = _EpochAtRouter(epoch, drawn, position), False
             self._attempt(self._in_epoch)
+
+    def announce(self, epoch: int, order: IndexArray) -> None:
+        """Report what is left of an epoch whose order the job's own sampler decides, for the shards' caches."""
+        with self._lock:
+            self._announced = epoch, order.astype(compact(self._job.size))
+            self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
         """The next samples of the epoch, at most `count`; empty at its end. PeerLostError once it is given up."""
@@ -385,6 +395,8 @@ class RouterLink:
             self._job.batch_size,
             rank,
             indices is not None,
+            self._job.independence,
+            self._job.weight,
             self._process,
             self._replaces,
         )
@@ -394,6 +406,13 @@ class RouterLink:
         self._generation, self._router_in_step = joined.generation, False
         self.length = joined.length
         self._take_routes(joined.table)
+        if self._announced is not None:
+            self._announce(router)
+
+    def _announce(self, router: RpcClient) -> None:
+        assert self._announced is not None
+        epoch, order = self._announced
+        router.call("announce", AnnounceOrder(self.id, epoch), [order.tobytes()], timeout_s=self._call_s)
 
     def _start(self, router: RpcClient) -> None:
         assert self._epoch is not None

@@ -42,6 +42,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.ipc.messages.body import MAX_SAMPLES
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.samplers.indices import IndexArray
 
 #: How often a job sends its heartbeat, seconds.
 HEARTBEAT_S = 2.0
@@ -153,16 +154,21 @@ class SharedJob:
         plan: Iterable[Iterable[int]] | PlanFeed,
         epoch: int,
         *,
+        order: IndexArray | None = None,
         draw_seed: int | None = None,
         passed: Callable[[int, int], None] | None = None,
     ) -> EpochReader:
         """Read the batches of a plan, in its order.
+
+        order: the samples of all its batches, if they are known now; the caches then keep what is read next.
 
         draw_seed: as for `traverse`.
         passed: called with the number of each batch that was delivered, from 0 on, and its samples; before the next
             batch is delivered, or by the reader's `note_delivered`, and twice after an interrupt.
         """
         self._begin(self._cursor_at_start(epoch))
+        if order is not None and len(order) and order.min() >= 0 and order.max() < self._job.size:
+            self._router.announce(epoch, order)
         await_plan = plan.wait if isinstance(plan, PlanFeed) else None
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 

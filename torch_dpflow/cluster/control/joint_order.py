@@ -78,6 +78,20 @@ class JointOrder:
             return ()
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
 
+    @property
+    def drawn(self) -> IndexArray:
+        """The samples of the newest epoch that were drawn since it was begun here, in order, each once."""
+        if not self._epochs:
+            return _NOTHING
+        return self._epochs[max(self._epochs)].drawn
+
+    @property
+    def done(self) -> IndexArray:
+        """The samples of the newest epoch that some rank had when it was begun here, ascending."""
+        if not self._epochs:
+            return _NOTHING
+        return self._epochs[max(self._epochs)].done
+
     def start(self, rank: int, held: Sequence[Held], *, reader: str = "", fresh: bool = False) -> None:
         """A rank begins or resumes an epoch: `held[0]` is what it has of it, the rest of those before.
 
@@ -210,7 +224,7 @@ class JointOrder:
     def _begin(self, epoch: int, held: list[Held]) -> _JointEpoch:
         done = np.unique(np.concatenate([one.samples for one in held]))
         self._group.start_epoch(self._job, epoch, done=done)
-        return _JointEpoch(self._shares, held, partial(self._group.next, self._job))
+        return _JointEpoch(self._shares, held, done, partial(self._group.next, self._job))
 
     def validate(self) -> None:
         """Check every invariant; O(samples), for tests. Raises AssertionError."""
@@ -227,22 +241,28 @@ class _JointEpoch:
     Args:
         shares: how many slots there are.
         held: what each rank has; those slots stay empty, and no rank draws them.
+        done: the samples of all of them.
         draw: returns the next n samples, fewer at the end; missing ones are padded with those from the epoch's
             beginning.
     """
 
     def __init__(
-        self, shares: RankShares, held: list[Held], draw: Callable[[int, float | None], IndexArray]
+        self,
+        shares: RankShares,
+        held: list[Held],
+        done: IndexArray,
+        draw: Callable[[int, float | None], IndexArray],
     ) -> None:
         self._replicas = shares.replicas
         self._held = held
+        self.done = done
         self._draw = draw
         self._slots: CompactArray = np.full(shares.total, -1, compact(shares.length))
         #: The slots to fill, ascending.
         self._open = self._open_slots(shares.total)
         self._filled = 0
         #: The padding of an uneven end, and how much of it has been used.
-        self._head: IndexArray = np.unique(np.concatenate([one.samples for one in held]))[: self._replicas]
+        self._head: IndexArray = done[: self._replicas]
         self._padded = 0
 
     def _open_slots(self, total: int) -> CompactArray:
@@ -250,6 +270,11 @@ class _JointEpoch:
         first = np.array([one.position for one in self._held])
         is_open: BoolArray = slots // self._replicas >= first[slots % self._replicas]
         return slots[is_open]
+
+    @property
+    def drawn(self) -> CompactArray:
+        """The samples in the slots that were filled, without padding."""
+        return self._slots[self._open[: self._filled - self._padded]]
 
     def first_of(self, rank: int) -> int:
         """The first place that this rank can draw."""

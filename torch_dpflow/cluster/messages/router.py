@@ -46,6 +46,52 @@ class Route(Body):
     address: Text
 
 
+class LookaheadRequest(Body):
+    """From a shard: what is known of a job's future reads of the keys from `first` to before `end`.
+
+    Answered with `JobLookahead` and its frames.
+    """
+
+    #: The name and version of the flow.
+    flow: Name
+    job: Name
+    first: Count
+    end: Count
+    #: The version of the latest answer, 0 for none: the same one is answered without frames.
+    version: Count
+
+
+class JobLookahead(Body):
+    """What is known of a job's epoch (thesis 3.4.3), of the samples that it had not read when the epoch was begun here.
+
+    Five frames follow, arrays of sample numbers (`compact`) but for the weights (float64): the certain samples in
+    their order, from the beginning on; the likely ones; their weights; the members; the order of the next epoch.
+    """
+
+    epoch: Count
+    #: Another one for each change; 0: nothing is known.
+    version: Count
+    #: Whether the certain samples are all that were left, so that nothing is likely or unknown.
+    is_complete: bool = False
+    #: Samples of the whole epoch.
+    length: Count = 0
+    #: Whether the members are those in the frame: all that the job reads in the epoch or, of an order that is not
+    #: complete, all that were left. Otherwise all keys of the request.
+    has_members: bool = False
+    has_following: bool = False
+    #: Samples per second of these keys, as measured; 0: not measured.
+    speed: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    #: As of `JobOptions`.
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
+class AnnounceOrder(Body):
+    """To a router: the order of an epoch that the job's own sampler decides. A frame of samples (`compact`) follows."""
+
+    job: JobId
+    epoch: Count
+
+
 class RoutingTable(Body):
     """The owners of all keys. Every change has a higher generation."""
 
@@ -61,6 +107,8 @@ class JobId(Body):
     generation: Count
     #: The name and version of what it reads: another flow's service may listen at the address of one that has ended.
     flow: Name
+    #: The job of which it is a rank; empty: it is the whole job.
+    job: Text = ""
 
 
 class JobFigures(Body):
@@ -121,6 +169,9 @@ class Join(Body):
     rank: JobRank | None = None
     #: Whether the frame that follows holds the job's samples, int64; without it, it reads all.
     has_indices: bool = False
+    #: Share of its picks that ignore what other jobs have loaded; and its weight for the cache policy.
+    independence: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     #: As of `own_process`: others of its host can tell by it that it has ended.
     process: Text = ""
     #: The random number of a process with the same name that is known to have ended; 0: of none.

@@ -9,13 +9,14 @@ import hmac
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.cluster.control.job_lookahead import KnownEpoch, joint_order, speed_step
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.control.name_leases import NameLeases
 from torch_dpflow.cluster.control.routing import Routing
@@ -24,14 +25,17 @@ from torch_dpflow.cluster.messages.router import (
     JOB_LEASE_S,
     MAX_JOBS,
     SHARD_LEASE_S,
+    AnnounceOrder,
     DrawSamples,
     JobFigures,
     JobHeartbeat,
     JobHeartbeatReply,
     JobId,
+    JobLookahead,
     JobRank,
     Join,
     Joined,
+    LookaheadRequest,
     NameHolder,
     RegisterShard,
     RouterSettings,
@@ -46,8 +50,9 @@ from torch_dpflow.ipc.messages.fields import Name
 from torch_dpflow.ipc.messages.limits import UNNAMED
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
+from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers import sampling_group
-from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.indices import IndexArray, compact
 from torch_dpflow.samplers.ranks import RankShares
 
 #: The group's cache capacity is corrected when it is wrong by more than this share of it.
@@ -62,7 +67,7 @@ class _Reader:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     """What the ranks of a job read together."""
 
@@ -71,6 +76,13 @@ class _Job:
     seed: int
     #: The job's samples; None: all of the flow's.
     indices: IndexArray | None
+    weight: float
+    #: Of a job whose own sampler decides the order: the newest epoch, and its order by rank.
+    announced_epoch: int = 0
+    announced: dict[int, IndexArray] = field(default_factory=dict)
+    #: What the version of its lookahead stands for.
+    known: tuple[Any, ...] = ()
+    version: int = 0
 
     def check(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
         """Raise UsageError unless this rank describes the job as its other ranks do."""
@@ -141,12 +153,16 @@ class Router:
             ("join", self._on_join, Join),
             ("start", self._on_start, StartEpoch),
             ("draw", self._on_draw, DrawSamples),
+            ("announce", self._on_announce, AnnounceOrder),
             ("heartbeat", self._on_heartbeat, JobHeartbeat),
             ("leave", self._on_leave, JobId),
         ):
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
         server.register("holder", self._on_holder, body_type=Name, remembered=False)
+        server.register("lookahead", self._on_lookahead, body_type=LookaheadRequest, remembered=False)
+        #: Counts draws: each may change what is known of the jobs whose order is not fixed.
+        self._draws = 0
 
     def apply_settings(self, settings: RouterSettings) -> None:
         """Change which shards are to own keys, and what jobs are told. In the server's thread."""
@@ -225,6 +241,47 @@ class Router:
         table: RoutingTable = self._routing.table
         return Result(table)
 
+    def _on_lookahead(self, call: IncomingCall) -> Result:
+        request: LookaheadRequest = call.body
+        self._check_flow(request.flow)
+        if not request.first < request.end <= self._spec.size:
+            raise UsageError(
+                f"a lookahead of the keys {request.first} to {request.end}: the flow has {self._spec.size} samples"
+            )
+        job = self._jobs.get(request.job)
+        known = None if job is None else self._known_epoch(request.job, job)
+        if job is None or known is None:
+            return Result(JobLookahead(0, 0))
+        ahead = known.ahead
+        state = (
+            ahead.epoch,
+            ahead.complete,
+            len(known.done),
+            len(job.announced),
+            speed_step(ahead.speed),
+            None if ahead.complete else self._draws,
+        )
+        if state != job.known:
+            job.known, job.version = state, next(self._generations)
+        if job.version == request.version:
+            return Result(JobLookahead(ahead.epoch, job.version, ahead.complete))
+        answer, arrays = known.cut(request.first, request.end, self._spec.size)
+        answer.version, answer.weight = job.version, job.weight
+        return Result(answer, [array.tobytes() for array in arrays])
+
+    def _known_epoch(self, name: str, job: _Job) -> KnownEpoch | None:
+        """What is known of a job's newest epoch; None before its first."""
+        if job.announced:
+            order = joint_order(job.announced, job.shares.replicas)
+            if len(job.announced) == job.shares.replicas:
+                ahead = Lookahead.of_order(order, epoch=job.announced_epoch)
+            else:
+                ahead = Lookahead(epoch=job.announced_epoch, length=self._spec.size, certain=order)
+            return KnownEpoch(ahead, order[:0], order[:0])
+        if self._group.remaining(name) or len(job.order.drawn):
+            return KnownEpoch(self._group.lookahead(name), job.order.drawn, job.order.done)
+        return None
+
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def _on_join(self, call: IncomingCall) -> Result | Later:
@@ -269,11 +326,19 @@ class Router:
         """Add a job at the join of its first rank."""
         batch = join.batch_size * rank.replicas
         named = not rank.job.startswith(UNNAMED)
-        self._group.join(rank.job, indices, seed=join.seed, batch_size=batch, named=named)
+        self._group.join(
+            rank.job,
+            indices,
+            seed=join.seed,
+            batch_size=batch,
+            independence=join.independence,
+            named=named,
+        )
         shares = RankShares(
             self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last
         )
-        self._jobs[rank.job] = _Job(JointOrder(self._group, rank.job, shares), shares, join.seed, indices)
+        order = JointOrder(self._group, rank.job, shares)
+        self._jobs[rank.job] = _Job(order, shares, join.seed, indices, join.weight)
 
     def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
@@ -287,7 +352,28 @@ class Router:
             Held(place.epoch, place.position, self._decode_bitmap(frame))
             for place, frame in zip(start.places, call.frames)
         ]
-        self._jobs[reader.job].order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
+        job = self._jobs[reader.job]
+        job.order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
+        job.announced = {}
+
+    def _on_announce(self, call: IncomingCall) -> None:
+        announced: AnnounceOrder = call.body
+        reader = self._renew_lease(announced.job)
+        dtype = compact(self._spec.size)
+        if len(call.frames) != 1 or call.frames[0].nbytes % np.dtype(dtype).itemsize:
+            raise UsageError("a job's order is one frame of its samples' numbers")
+        order = np.array(np.frombuffer(call.frames[0], dtype))
+        if len(order) and not (order.min() >= 0 and order.max() < self._spec.size):
+            raise UsageError(
+                f"the order has samples {order.min()} to {order.max()}: the flow has 0 to {self._spec.size - 1}"
+            )
+        job = self._jobs[reader.job]
+        if announced.epoch != job.announced_epoch:
+            if job.announced and announced.epoch < job.announced_epoch and job.shares.replicas > 1:
+                return  # another rank is in the next epoch already
+            job.announced_epoch, job.announced = announced.epoch, {}
+        job.announced[reader.rank] = order
+        job.known = ()
 
     def _decode_bitmap(self, bitmap: memoryview) -> IndexArray:
         bits = np.frombuffer(bitmap, np.uint8)
@@ -302,6 +388,7 @@ class Router:
         now = self._clock()
         # By then ranks that an earlier router knew have joined this one, and reported what they have.
         alone = now - self._began >= JOB_LEASE_S
+        self._draws += 1
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
         return Result(None, [indices.tobytes()])
 

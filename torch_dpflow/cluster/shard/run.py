@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -16,15 +17,22 @@ import msgspec
 from torch_dpflow._core.periodic import PeriodicCall
 from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.cluster.messages.node import Ending, ProcessView
-from torch_dpflow.cluster.messages.router import RangeAssignment, RegisterShard
+from torch_dpflow.cluster.messages.router import (
+    JobLookahead,
+    LookaheadRequest,
+    RangeAssignment,
+    RegisterShard,
+)
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
 from torch_dpflow.cluster.services.locate import locate
 from torch_dpflow.cluster.services.serve import ask_in, serve
 from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.shard.lookaheads import LookaheadParts
 from torch_dpflow.cluster.shard.member_fleet import MemberFleet
 from torch_dpflow.cluster.shard.server import SampleShard
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
+from torch_dpflow.log import SERVICE
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
 REGISTER_S = 1.0
@@ -34,8 +42,8 @@ WATCH_S = 1.0
 LEAVE_S = 8.0
 
 
-class ShardRegistration:
-    """A thread that keeps a shard in its router's table and assigns the shard its keys."""
+class RouterCalls:
+    """A thread that keeps a shard in its router's table, assigns the shard its keys and gets it lookaheads."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
         self._service = service
@@ -45,11 +53,29 @@ class ShardRegistration:
         self._client: RpcClient | None = None
         #: The newest routing generation that the router has sent.
         self._generation = 0
-        sender = PeriodicCall(
-            self._register, REGISTER_S, "dpflow-register", what="registering with the router"
-        )
+        self._registered_at = -math.inf
+        sender = PeriodicCall(self._call, REGISTER_S, "dpflow-register", what="registering with the router")
+        shard.on_lookahead_due = sender.wake
         sender.wake()
         sender.start()
+
+    def _call(self) -> None:
+        now = time.monotonic()
+        if self._client is None or now - self._registered_at >= REGISTER_S:
+            self._register()
+            self._registered_at = now
+        assert self._client is not None
+        for request in ask_in(self._shard.server, self._shard.lookahead_requests):
+            self._get_lookahead(self._client, request)
+
+    def _get_lookahead(self, router: RpcClient, request: LookaheadRequest) -> None:
+        try:
+            answer = router.call("lookahead", request, reply_type=JobLookahead)
+        except RemoteCallError as error:  # of the lookahead alone; the shard works without
+            SERVICE.warning("no lookahead of job %r (%s)", request.job, error)
+            return
+        parts = LookaheadParts.of(answer.frames, self._shard.size)
+        self._shard.server.post(partial(self._shard.take_lookahead, request, answer.body, parts))
 
     def _register(self) -> None:
         service, server = self._service, self._shard.server
@@ -171,7 +197,7 @@ def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> S
         end_worker=end_worker,
         clock=SuspendAwareClock(),
     )
-    ShardRegistration(service, shard, arguments.router)
+    RouterCalls(service, shard, arguments.router)
     return shard
 
 

@@ -12,17 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
-from torch_dpflow.cluster.messages.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
+from torch_dpflow.cluster.messages.router import (
+    JOB_LEASE_S,
+    MAX_JOBS,
+    JobId,
+    JobLookahead,
+    LookaheadRequest,
+    RangeAssignment,
+)
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
 from torch_dpflow.cluster.shard.demultiplexer import WorkerDemultiplexer
 from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel
+from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError, StaleJobError, StaleRoutingError
@@ -39,7 +45,6 @@ from torch_dpflow.ipc.rpc.leases import (
 from torch_dpflow.ipc.transport import Frame, Listener
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
-from torch_dpflow.lookahead import Lookahead
 
 #: Most samples that a job may have requested from a shard and not received.
 MAX_WANTS = 1 << 16
@@ -83,8 +88,11 @@ class SampleShard:
         )
         self._cache = self._make_cache(settings)
         self._jobs = Leases(lease_s=JOB_LEASE_S)
-        #: By job: the epoch that it reads, and the tickets of samples that it has requested and not received.
-        self._epochs: dict[str, int] = {}
+        self._lookaheads = ShardLookaheads(spec.instance, spec.size)
+        #: Called when a lookahead is to be requested from the router.
+        self.on_lookahead_due: Callable[[], None] = lambda: None
+        #: By reader: the job that it reads for, and the tickets of samples that it has requested and not received.
+        self._job_of: dict[str, str] = {}
         self._open: dict[str, set[int]] = {}
         self._range = RangeAssignment(0, 0, spec.size)
         self._has_owned = False
@@ -155,6 +163,11 @@ class SampleShard:
         return self._workers
 
     @property
+    def size(self) -> int:
+        """Samples of its flow."""
+        return self._spec.size
+
+    @property
     def cache_samples(self) -> int:
         """How many samples its cache can hold; 0 until that is known. Any thread may call."""
         return self._cache.cache_samples
@@ -175,11 +188,24 @@ class SampleShard:
             return
         self._range = range_
         self._has_owned = self._has_owned or self._owned > 0
-        self._epochs.clear()  # so that the next request of each job gives the policy a new lookahead
+        self._lookaheads.assign(range_.first, range_.end)
+        self._note_due()
         for job, opened in self._open.items():
             foreign = self._cache.tickets_outside(job, range_.first, range_.end)
             opened.difference_update(foreign)
             self._apply(self._cache.release(job, foreign))
+
+    def lookahead_requests(self) -> list[LookaheadRequest]:
+        """The lookaheads to request from the router now. In the server's thread."""
+        return self._lookaheads.requests()
+
+    def take_lookahead(
+        self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
+    ) -> None:
+        """Pass a router's answer to the cache's policy. In the server's thread."""
+        lookahead = self._lookaheads.answered(request, answer, parts)
+        if lookahead is not None:
+            self._cache.hint(request.job, lookahead, weight=answer.weight)
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
@@ -263,14 +289,13 @@ class SampleShard:
 
     def _want(self, ask: Ask) -> list[CacheInstruction]:
         job = ask.job.name
-        if self._epochs.get(job) != ask.epoch:
-            self._epochs[job] = ask.epoch
-            self._cache.hint(job, self._lookahead(ask.epoch))
+        counts = self._lookaheads.wanted(job, self._job_of[job], ask.epoch, ask.keys)
+        self._note_due()
         wants = zip(ask.tickets, ask.keys)
         if isinstance(self._cache, StagedSampleCache):
-            out = self._cache.want(job, wants, ask.draw)
+            out = self._cache.want(job, wants, ask.draw, counts=counts)
         else:
-            out = self._cache.want(job, wants, ask.draw or 0)
+            out = self._cache.want(job, wants, ask.draw or 0, counts=counts)
         # Last: a refused request would count against the job's limit for as long as it lives.
         opened = self._open[job]
         self._asked -= len(opened)
@@ -278,10 +303,9 @@ class SampleShard:
         self._asked += len(opened)
         return out
 
-    def _lookahead(self, epoch: int) -> Lookahead:
-        """What is known of a job at the start of its epoch: it reads every key of this shard once."""
-        first, end = self._range.first, self._range.end
-        return Lookahead.unknown(end - first, epoch=epoch, members=np.arange(first, end))
+    def _note_due(self) -> None:
+        if self._lookaheads.is_due:
+            self.on_lookahead_due()
 
     def _on_heartbeat(self, call: IncomingCall) -> None:
         self._renew_lease(call.body)
@@ -307,7 +331,8 @@ class SampleShard:
                 case Lost():
                     self._remove_job(job.name)
                 case LeaseGranted():
-                    self._cache.join(job.name)
+                    self._job_of[job.name] = job.job or job.name
+                    self._cache.join(job.name, self._job_of[job.name])
                     self._open[job.name] = set()
 
     def _check_flow(self, job: JobId) -> None:
@@ -319,7 +344,7 @@ class SampleShard:
 
     def _remove_job(self, job: str) -> None:
         self._open.pop(job, None)
-        self._epochs.pop(job, None)
+        self._lookaheads.leave(job, self._job_of.pop(job, job))
         self._apply(self._cache.leave(job))
 
     # -- loading and serving -----------------------------------------------------------------------------

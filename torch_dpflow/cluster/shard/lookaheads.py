@@ -1,0 +1,184 @@
+"""The lookaheads of a shard's jobs: which to request from the router, and what the cache's policy gets of an answer.
+
+A pure state machine; there is no socket, thread or clock inside.
+
+The router has each job's future from its sampling group, or from the job itself, cut to the shard's keys. It does not
+know which of the samples that it has given out were requested here; this module does. A lookahead for the policy
+(thesis 3.4.3) therefore starts at what was requested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.cluster.messages.router import JobLookahead, LookaheadRequest
+from torch_dpflow.lookahead import Keys, Lookahead, Weights
+from torch_dpflow.samplers.indices import compact
+
+#: Requests in an epoch for a job whose order is known to its end, which only its speed changes; for any other job.
+_REQUESTS_FIXED, _REQUESTS = 8, 32
+
+
+class LookaheadParts(NamedTuple):
+    """The arrays of a router's answer; see `JobLookahead`."""
+
+    certain: Keys
+    likely: Keys
+    weights: Weights
+    members: Keys
+    following: Keys
+
+    @classmethod
+    def of(cls, frames: Sequence[memoryview], size: int) -> LookaheadParts | None:
+        """Copies of the arrays in these frames, of a flow of `size` samples; None without frames."""
+        if not frames:
+            return None
+        dtypes = [compact(size), compact(size), np.float64, compact(size), compact(size)]
+        arrays: list[Any] = [
+            np.array(np.frombuffer(frame, dtype)) for frame, dtype in zip(frames, dtypes, strict=True)
+        ]
+        return cls(*arrays)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job's epoch at this shard."""
+
+    #: One byte for each of the shard's keys: whether the job has requested it in this epoch.
+    wanted: bytearray
+    epoch: int = -1
+    #: The epoch of each of its readers.
+    epochs: dict[str, int] = field(default_factory=dict)
+    #: The version of the latest lookahead of this epoch; 0 before the first.
+    version: int = 0
+    #: How many samples it requests before the next lookahead is due.
+    left: int = 0
+    is_requested: bool = False
+
+
+class ShardLookaheads:
+    """Follows the jobs of one shard through their epochs. Not thread-safe: the shard's thread owns it.
+
+    Args:
+        flow: the name and version of the flow.
+        size: its samples; the shard owns all of them until `assign`.
+    """
+
+    def __init__(self, flow: str, size: int) -> None:
+        self._flow = flow
+        self._first, self._end = 0, size
+        self._jobs: dict[str, _Job] = {}
+        self._due: list[str] = []
+
+    def assign(self, first: int, end: int) -> None:
+        """Set the keys that the shard owns. What jobs have requested among other keys does not count."""
+        self._first, self._end = first, end
+        for name, job in self._jobs.items():
+            job.wanted = bytearray(end - first)
+            job.version = 0
+            self._request(name, job)
+
+    def wanted(self, reader: str, name: str, epoch: int, keys: Sequence[int]) -> bool:
+        """Record that a reader of the job `name` requests these keys.
+
+        Returns whether it is in the job's epoch: the latest that any of its ranks has begun. The reads of a rank that
+        is still in the epoch before would be taken for reads of this one.
+        """
+        job = self._jobs.get(name)
+        if job is None:
+            job = self._jobs[name] = _Job(bytearray(self._end - self._first))
+        if job.epochs.get(reader) != epoch:
+            job.epochs[reader] = epoch
+            latest = max(job.epochs.values())
+            if latest != job.epoch:
+                job.epoch, job.version = latest, 0
+                job.wanted = bytearray(self._end - self._first)
+                self._request(name, job)
+        if epoch != job.epoch:
+            return False
+        first, length, wanted = self._first, len(job.wanted), job.wanted
+        for key in keys:
+            place = key - first
+            if 0 <= place < length:
+                wanted[place] = 1
+        job.left -= len(keys)
+        if job.left <= 0 and job.version:
+            self._request(name, job)
+        return True
+
+    def leave(self, reader: str, name: str) -> None:
+        """Forget a reader, and its job with the last one."""
+        job = self._jobs.get(name)
+        if job is not None:
+            job.epochs.pop(reader, None)
+            if not job.epochs:
+                del self._jobs[name]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to request."""
+        return bool(self._due)
+
+    def requests(self) -> list[LookaheadRequest]:
+        """What to request from the router now; each once."""
+        due, self._due = self._due, []
+        requests: list[LookaheadRequest] = []
+        for name in due:
+            job = self._jobs.get(name)
+            if job is not None:
+                job.is_requested = False
+                requests.append(LookaheadRequest(self._flow, name, self._first, self._end, job.version))
+        return requests
+
+    def answered(
+        self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
+    ) -> Lookahead | None:
+        """The lookahead for the policy in a router's answer; None if it has nothing new, or is of another epoch."""
+        job = self._jobs.get(request.job)
+        if job is None or (request.first, request.end) != (self._first, self._end):
+            return None
+        # Even without an answer of use: the next request follows after as many samples.
+        job.left = max(1, (self._end - self._first) // (_REQUESTS_FIXED if answer.is_complete else _REQUESTS))
+        if parts is None or answer.epoch != job.epoch or answer.version == job.version:
+            return None
+        job.version = answer.version
+        wanted: npt.NDArray[np.bool_] = np.frombuffer(job.wanted, np.bool_)
+        certain, weights = parts.certain, parts.weights
+        is_left = ~wanted[certain - self._first]
+        is_likely = ~wanted[parts.likely - self._first]
+        speed = answer.speed or None
+        reads = parts.members if answer.has_members else np.arange(self._first, self._end)
+        if answer.is_complete:
+            # Samples may occur twice: an order of a sampler with replacement, the padding of an uneven end.
+            length = max(answer.length, len(certain))
+            certain = certain[is_left]
+            return Lookahead(
+                epoch=job.epoch,
+                length=length,
+                position=length - len(certain),
+                certain=certain,
+                members=reads,
+                following=parts.following if answer.has_following else None,
+                speed=speed,
+            )
+        position = int(np.count_nonzero(wanted[reads - self._first]))
+        return Lookahead(
+            epoch=job.epoch,
+            length=len(reads),
+            position=position,
+            certain=certain[is_left],
+            likely=parts.likely[is_likely],
+            weights=weights[is_likely] if len(weights) else weights,
+            members=reads,
+            speed=speed,
+        )
+
+    def _request(self, name: str, job: _Job) -> None:
+        if not job.is_requested:
+            job.is_requested = True
+            self._due.append(name)
