@@ -99,12 +99,11 @@ def delete(name: str, address: str, as_json: bool) -> None:
     with connect(address) as coordinator:
         instance: str = ask(coordinator, "delete", str, name, doubt=_doubt(name))
         flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
-    flow_name, _, version = instance.rpartition("@")
     if as_json:
-        click.echo(to_json({"deleted": f"{flow_name}:v{version}"}))
+        click.echo(to_json({"deleted": instance}))
         return
-    others = _versions_of(flow_name, flows)
-    click.echo(f"deleted {flow_name}:v{version}" + (f"; registered still: {others}" if others else ""))
+    others = _versions_of(instance.rpartition(":v")[0], flows)
+    click.echo(f"deleted {instance}" + (f"; registered still: {others}" if others else ""))
 
 
 def _versions_of(name: str, flows: list[FlowView], *, but: int = 0) -> str:

@@ -90,10 +90,10 @@ import os, sys
 from types import SimpleNamespace
 from torch_dpflow.ipc.rpc import RpcServer
 from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
-from torch_dpflow.cluster.shard.run import ShardRegistration
+from torch_dpflow.cluster.shard.run import RouterCalls
 service = ServiceSpec(id="f:v1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
-ShardRegistration(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f:v1/router")
+RouterCalls(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0, lookahead_requests=list), "f:v1/router")
 sys.stdin.read()
 """
 

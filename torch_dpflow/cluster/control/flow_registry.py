@@ -164,7 +164,7 @@ class FlowRegistry:
 
     def find(self, name: str) -> Flow | None:
         """A flow by its name and version, as "imagenet/train:v2"; without a version, the highest one."""
-        return self._flows.get(self._highest.get(name, name.replace(":v", "@")))
+        return self._flows.get(self._highest.get(name, name))
 
     def register(self, spec: FlowSpec, now: float) -> list[FlowInstruction]:
         """Register the flow that a job is going to read.

@@ -78,7 +78,7 @@ def limit_of(by: str) -> Limit:
 
 def advice_of(by: str, flow: str) -> str:
     """What to change about a flow that is limited so; empty: nothing. flow: its name and version."""
-    return "" if by in ("", "job") else limit_of(by).change.replace("NAME", flow.rpartition("@")[0])
+    return "" if by in ("", "job") else limit_of(by).change.replace("NAME", flow.rpartition(":v")[0])
 
 
 def headline_of(kind: str, jobs: Sequence[JobLine], flows: Mapping[str, FlowLine]) -> Headline:
