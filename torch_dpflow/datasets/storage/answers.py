@@ -79,7 +79,8 @@ def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
             f"{span}: the server knows no ranges, and the range ends above the limit of {longest} bytes; "
             "serve the data by one that does"
         )
-    _warn_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
+    if span.start:
+        _warn_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
     skipped = 0
     while skipped < span.start:
         passed = len(response.read(min(span.start - skipped, _PIECE)))
