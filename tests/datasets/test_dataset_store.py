@@ -17,6 +17,7 @@ from tests.new_process import in_fork
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import (
     AccessDeniedError,
     DamagedStoreError,
@@ -224,7 +225,7 @@ def test_what_a_storage_refuses_is_named(
     fsspec.register_implementation("forbidding", Forbidding, clobber=True)
     monkeypatch.setattr(Forbidding, "error", error)
     with pytest.raises(kind, match=rf"forbidding://.*bucket/store\.json: .*{error}"):
-        DatasetStore("forbidding://bucket")
+        DatasetStore("forbidding://bucket", read_options=ReadOptions(attempts=1))
 
 
 def test_a_place_for_no_store_is_told(tmp_path: Path) -> None:

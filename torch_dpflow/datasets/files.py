@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import fsspec
@@ -22,14 +22,25 @@ from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.storage.retrying import with_retries
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
-from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, StorageError
+from torch_dpflow.errors import (
+    DPFlowError,
+    ObjectMissingError,
+    OptionError,
+    OptionTypeError,
+    StorageError,
+    TruncatedObjectError,
+)
+
+T = TypeVar("T")
 
 #: Options with which a put fails if the object exists, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "s3": {"mode": "create"},
     "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
 }
+_WEB = ("http://", "https://")
 #: Parts of keys that a path does not have.
 _NO_NAMES = frozenset({"", ".", ".."})
 #: Storages whose keys are texts and no paths.
@@ -141,11 +152,24 @@ class Files:
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a directory."""
+        if self.url.startswith(_WEB):
+            return self._is_on_web(path)
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
-        with suppress(FileNotFoundError), self._storage_errors(path):  # there is no such bucket
-            return call_with_deadline(fs, self.read_options.deadline_s, lambda: _is_there(fs, full))
+        with suppress(FileNotFoundError):  # there is no such bucket
+            seconds = self.read_options.deadline_s
+            return self._patiently(path, lambda: call_with_deadline(fs, seconds, lambda: _is_there(fs, full)))
         return False
+
+    def _is_on_web(self, path: str) -> bool:
+        # fsspec takes every failure for a missing file.
+        try:
+            self._reader.read(self._url(path), 0, 1)
+        except ObjectMissingError:
+            return False
+        except TruncatedObjectError:
+            pass  # an empty file
+        return True
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, replacing one that exists."""
@@ -215,9 +239,10 @@ class Files:
         if is_checked and not _NO_NAMES.isdisjoint(full.strip("/").split("/")):
             raise self._without_path(path)
         try:
-            with self._storage_errors(path):
-                longest = _LISTING_DEADLINES * self.read_options.deadline_s
-                entries = call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True))
+            longest = _LISTING_DEADLINES * self.read_options.deadline_s
+            entries = self._patiently(
+                path, lambda: call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True))
+            )
         except FileNotFoundError:
             return []
         found = []
@@ -238,7 +263,7 @@ class Files:
 
     def label(self, name: str) -> str:
         """A name in a listing as text: web servers list names with %-escapes, with which they are read."""
-        if not self.url.startswith(("http://", "https://")):
+        if not self.url.startswith(_WEB):
             return name
         try:
             return unquote(name, errors="strict")
@@ -280,6 +305,15 @@ class Files:
                 f"{self._url(path)}: archives are read only; unpack it, or copy its datasets to another "
                 "store (dpflow dataset copy)"
             )
+
+    def _patiently(self, path: str, call: Callable[[], T]) -> T:
+        """Call it, again while its failures are transient."""
+
+        def attempt(_deadline: float) -> T:
+            with self._storage_errors(path):
+                return call()
+
+        return with_retries(attempt, self.read_options, is_remote=not self._is_local)
 
     @contextmanager
     def _storage_errors(self, path: str) -> Iterator[None]:

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
+
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
+from torch_dpflow.datasets.storage.retrying import with_retries
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
@@ -48,13 +51,25 @@ class Objects:
         """What fsspec's file system tells of an object, or its error."""
         fs = self._file_system(url)
         try:
+            return with_retries(
+                lambda _: self._info(fs, url),
+                self._reader.options,
+                is_remote=not isinstance(fs, LocalFileSystem),
+            )
+        except DPFlowError as error:
+            return error
+
+    def _info(self, fs: Any, url: str) -> dict[str, Any]:
+        try:
             entry = call_with_deadline(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
-        except FileNotFoundError:
-            return ObjectMissingError(f"{without_login(url)}: there is no such object")
+        except FileNotFoundError as error:
+            if isinstance(error.__cause__, Exception):  # of web servers fsspec takes every failure for this
+                raise storage_error(ByteRange(url), error.__cause__) from error
+            raise ObjectMissingError(f"{without_login(url)}: there is no such object") from error
         except Exception as error:
-            return storage_error(ByteRange(url), error)
+            raise storage_error(ByteRange(url), error) from error
         if entry["type"] == "directory":
-            return ObjectMissingError(f"{without_login(url)} is a directory")
+            raise ObjectMissingError(f"{without_login(url)} is a directory")
         return dict(entry)
 
     def _file_system(self, url: str) -> Any:

@@ -135,6 +135,19 @@ def test_a_server_that_is_not_there(impatient: ReadOptions) -> None:
         reader.read(URL)
 
 
+@pytest.mark.parametrize("url", [URL, "s3://bucket/x"])
+def test_a_server_that_is_not_there_through_the_vendors_client(s3_endpoint: str, url: str) -> None:
+    once = ReadOptions(attempts=1)
+    options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s", "skip_instance_cache": True}
+    if url.startswith("s3"):
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    with (
+        ObjectReader(options, options=once) as reader,
+        pytest.raises(StorageUnavailableError, match=rf"{url}: .*; the connection failed \(attempt 1 of 1"),
+    ):
+        reader.read(url)
+
+
 def test_a_host_that_has_no_address(impatient: ReadOptions) -> None:
     options = {"endpoint": "http://nowhere.invalid", "key": "k", "secret": "s"}
     with (

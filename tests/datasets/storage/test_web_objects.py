@@ -12,13 +12,16 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote
 
+import fsspec.asyn
 import pytest
 
 from tests.datasets.storage.web_server import Answer, WebServer, reply, serve_ranges
 from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, Storage, open_storage
 from torch_dpflow.datasets.storage.connections import Origin
@@ -35,6 +38,12 @@ from torch_dpflow.errors import (
 from torch_dpflow.testing.storages import Put, StorageContract
 
 DATA = bytes(range(256)) * 400
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loop() -> None:
+    """fsspec's loop lives as long as the session."""
+    fsspec.asyn.get_loop()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -222,6 +231,45 @@ def test_a_connection_that_always_drops_is_an_error(
     assert len(web.requests) == 3
 
 
+_LISTING = b'<a href="cat/">cat</a><a href="0.jpg">0.jpg</a>'
+
+
+def test_listings_wait_for_a_server_that_is_away_too(web: WebServer) -> None:
+    away = [_disconnect, lambda handler: reply(handler, 503)] * 4
+    page = partial(reply, status=200, body=_LISTING, content_type="text/html")
+    files = Files(web.url, read_options=ReadOptions(backoff_s=0.001, longest_backoff_s=0.01))
+    web.answer = _then(page, *away)
+    assert [child.name for child in files.children()] == ["0.jpg", "cat"]
+    web.answer = _then(page, *away)
+    assert files.exists("cat")
+    web.answer = _then(partial(reply, status=404), *away)
+    assert not files.exists("dog")
+    web.answer = _then(serve_ranges(b""), *away)
+    assert files.exists("empty.jpg")
+    files.close()
+
+
+def test_a_server_that_is_away_has_not_lost_its_files(web: WebServer) -> None:
+    web.answer = lambda handler: reply(handler, 503)
+    files = Files(web.url, read_options=ReadOptions(attempts=2, backoff_s=0.0))
+    for look in (lambda: files.exists("cat"), lambda: files.children()):
+        with pytest.raises(StorageUnavailableError, match="503"):
+            look()
+    files.close()
+
+
+def test_a_look_at_an_object_waits_for_a_server_that_is_away(web: WebServer) -> None:
+    with Objects({}) as objects:
+        web.answer = _then(serve_ranges(DATA), lambda handler: reply(handler, 503))
+        entry = objects.entry(f"{web.url}/x.jpg")
+        assert isinstance(entry, dict)
+        assert entry["size"] == len(DATA)
+        web.answer = lambda handler: reply(handler, 404)
+        assert isinstance(objects.entry(f"{web.url}/x.jpg"), ObjectMissingError)
+        web.answer = lambda handler: reply(handler, 403)
+        assert isinstance(objects.entry(f"{web.url}/x.jpg"), AccessDeniedError)
+
+
 def test_a_server_that_is_away_for_longer_is_waited_for(web: WebServer) -> None:
     web.answer = _then_right(*[_disconnect, lambda handler: reply(handler, 503)] * 8)
     with ObjectReader(options=ReadOptions(backoff_s=0.001, longest_backoff_s=0.01)) as reader:
@@ -318,10 +366,14 @@ def _raw(response: bytes) -> Answer:
 
 def _then_right(*faults: Answer) -> Answer:
     """What a server does that answers wrong at first."""
-    left = [*faults]
+    return _then(serve_ranges(DATA), *faults)
+
+
+def _then(last: Answer, *first: Answer) -> Answer:
+    left = [*first]
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        (left.pop(0) if left else serve_ranges(DATA))(handler)
+        (left.pop(0) if left else last)(handler)
 
     return answer
 

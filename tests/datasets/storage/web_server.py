@@ -74,6 +74,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
     timeout = 10.0
 
+    def do_HEAD(self) -> None:
+        self.send_error(405)
+
     def do_GET(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.owner.requests.append({"path": self.path, **headers})

@@ -27,10 +27,12 @@ def read_object(response: Response, span: ByteRange, longest: int) -> bytes:
     """
     if response.status == 206:
         return _read_range(response, span, longest)
-    span.check_size(response.left)
+    if span.size is not None:
+        span.check_size(response.left)
     if span.is_whole:
         data = _read_body(response, span, longest)
-        span.check_size(len(data))
+        if span.size is not None:
+            span.check_size(len(data))
         return data
     return _cut_out(response, span, longest)
 
@@ -77,7 +79,8 @@ def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
             f"{span}: the server knows no ranges, and the range ends above the limit of {longest} bytes; "
             "serve the data by one that does"
         )
-    _warn_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
+    if span.start:
+        _warn_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
     skipped = 0
     while skipped < span.start:
         passed = len(response.read(min(span.start - skipped, _PIECE)))

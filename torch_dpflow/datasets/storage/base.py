@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch_dpflow.datasets.storage.urls import check_url, without_login
+from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
 #: A strong ETag, or an HTTP date.
@@ -18,7 +18,7 @@ REVISION_PATTERN = (
 class ByteRange:
     """The bytes `start` to `stop` of the object at `url`, `stop` excluded; None: to the end.
 
-    Raises OptionError for a negative start, a stop before it, or a URL that does not name one object.
+    Raises OptionError for a negative start or a stop before it.
     """
 
     url: str
@@ -31,7 +31,6 @@ class ByteRange:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        check_url(self.url)
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
             raise OptionError(
                 f"{without_login(self.url)}: bytes {self.start} to {self.stop} are no range; "

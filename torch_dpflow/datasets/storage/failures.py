@@ -46,6 +46,18 @@ _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
 }
 #: Attempts of a read whose object has another length than expected.
 _MAX_WRONG_LENGTH = 5
+#: Vendors' classes for connections that failed, which are no OSError.
+_CONNECTIONS = frozenset(
+    {
+        ("botocore", "ConnectionError"),
+        ("botocore", "HTTPClientError"),
+        ("oss2", "RequestError"),
+        ("aiohttp", "ClientConnectionError"),
+        ("aiohttp", "ClientPayloadError"),
+        ("azure", "ServiceRequestError"),
+        ("azure", "ServiceResponseError"),
+    }
+)
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
 
 
@@ -54,9 +66,12 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     if isinstance(error, StorageError):
         return error
     text = f"{span}: {_text_of(error)}"
-    known = error_of_status(_http_status(error), text)
+    status = _http_status(error)
+    known = error_of_status(status, text)
     if known is not None:
         return known
+    if 400 <= status < 500:  # the request is wrong, and stays so
+        return StorageError(f"{text}{about_left_out()}")
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return ObjectMissingError(f"{text}; there is no such object")
     if isinstance(error, PermissionError):
@@ -77,7 +92,8 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
         return StorageUnavailableError(
             f"{text}; the response breaks HTTP: a server or a proxy on the way is at fault"
         )
-    if isinstance(error, ConnectionError | OSError | http.client.HTTPException):
+    is_connection = isinstance(error, ConnectionError | OSError | http.client.HTTPException)
+    if is_connection or _is_connection_of_vendor(error):
         return StorageUnavailableError(f"{text}; the connection failed")
     return StorageError(f"{text}{about_left_out()}")
 
@@ -103,6 +119,12 @@ def max_attempts(error: StorageError) -> float:
     if is_transient(error):
         return math.inf
     return _MAX_WRONG_LENGTH if isinstance(error, TruncatedObjectError | ChecksumError) else 1
+
+
+def _is_connection_of_vendor(error: Exception) -> bool:
+    """Whether a vendor's client, which need not be installed, has lost its connection or found no server."""
+    names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
+    return not names.isdisjoint(_CONNECTIONS) and type(error).__name__ != "SSLError"
 
 
 def _http_status(error: BaseException | None) -> int:

@@ -16,7 +16,7 @@ from torch_dpflow.datasets.storage.credentials import about_left_out
 from torch_dpflow.datasets.storage.deadlines import call_within
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
-from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, split_chain, split_login
+from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, check_url, split_chain, split_login
 from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
@@ -71,6 +71,7 @@ def _connected(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 def path_of(file_system: Any, url: str) -> str:
     """A file system's path of the object at `url`, which is taken literally."""
+    check_url(url)
     inner, _ = split_chain(url) if "::" in url else (url, "")
     scheme, _, rest = inner.partition("://")
     if scheme not in ONE_FILE_SYSTEM and "host" in type(file_system)._get_kwargs_from_urls(

@@ -26,7 +26,7 @@ from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.datasets.storage.s3_endpoints import needs_vendor
 from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service, split_url
-from torch_dpflow.datasets.storage.urls import file_system_of, split_login
+from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -193,6 +193,7 @@ class _OpenedFile:
         try:
             return self._storages[address]
         except KeyError:
+            check_url(url)  # before anything is connected; later ones are checked by their storages
             return self._storages.setdefault(
                 address, open_storage(address, self._storage_options, self._options)
             )

@@ -10,7 +10,8 @@ from torch_dpflow.datasets.storage.timed_socket import TimedSocket
 
 _STATUS_LINE = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9][0-9])(?: (.*))?")
 _FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_LENGTH = re.compile(r"[0-9]{1,18}")
+#: Digits of a length, as many as no object has.
+_MAX_DIGITS = 19
 #: A chunk's size, perhaps with spaces, and extensions, which are ignored.
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n")
 #: Lines of the trailer section of a chunked body, at most.
@@ -39,7 +40,9 @@ class Response:
             if self.status == 101:
                 raise MalformedResponseError("the server changes to another protocol (101), unrequested")
         self._chunk_left = 0
-        self._is_chunked = self._has_chunks()
+        self._is_chunked = "transfer-encoding" in self.fields
+        if self._is_chunked:
+            self._check_chunked()
         #: Bytes of the body that have not been read; None if the head has no length.
         self.left = 0 if self.status in (204, 304) else self._length()
         #: Whether the whole body has been read.
@@ -50,46 +53,50 @@ class Response:
         head = head.replace("\r\n", "\n")
         if "\r" in head or "\0" in head:
             raise MalformedResponseError("the head has a carriage return or a null byte within a line")
-        status_line, *lines = head.removesuffix("\n\n").split("\n")
+        status_line, *lines = head[:-2].split("\n")
         match = _STATUS_LINE.fullmatch(status_line)
         if match is None:
             raise http.client.BadStatusLine(status_line[:100])
-        self._is_old, self.status, self.reason = match[1] == "0", int(match[2]), (match[3] or "").strip()
+        minor, status, reason = match.groups()
+        self._is_old, self.status, self.reason = minor == "0", int(status), (reason or "").strip()
         #: by lower-case name
         self.fields: dict[str, str] = {}
         last = ""
         for line in lines:
-            if line[:1] in (" ", "\t") and last:  # continues the line before
-                self.fields[last] = f"{self.fields[last]} {line.strip()}".strip()
-                continue
             name, colon, value = line.partition(":")
-            last, value = _field_name(name), value.strip(" \t")
-            if not colon or not last:
+            key = _field_name(name) if colon else ""
+            if key:
+                last, value = key, value.strip(" \t")
+                self.fields[key] = f"{self.fields[key]}, {value}" if key in self.fields else value
+            elif last and line[:1] in (" ", "\t"):  # continues the line before
+                self.fields[last] = f"{self.fields[last]} {line.strip()}".strip()
+            else:
                 raise MalformedResponseError(f"the head has a line that is no field: {line[:100]!r}")
-            self.fields[last] = f"{self.fields[last]}, {value}" if last in self.fields else value
 
-    def _has_chunks(self) -> bool:
-        codings = self.fields.get("transfer-encoding")
-        if codings is None:
-            return False
-        # With a length beside it, RFC 9112 (6.1) suspects an attack. Version 1.0 has no chunks (6.1), and two codings
-        # "chunked" may not be (7.1), nor one that was not requested.
-        if self._is_old or "content-length" in self.fields or _elements(codings) != ["chunked"]:
-            length = self.fields.get("content-length", "none")
+    def _check_chunked(self) -> None:
+        """Check that the body has chunks, and nothing else says where it ends.
+
+        With a length beside them RFC 9112 (6.1) suspects an attack. Version 1.0 has no chunks (6.1), and two codings
+        "chunked" may not be (7.1), nor one that was not requested.
+        """
+        codings, length = self.fields["transfer-encoding"], self.fields.get("content-length")
+        elements = [element for part in codings.split(",") if (element := part.strip(" \t").lower())]
+        if self._is_old or length is not None or elements != ["chunked"]:
             raise MalformedResponseError(
-                f"Transfer-Encoding {codings[:100]!r} with Content-Length {length[:100]!r} in "
-                f"HTTP/1.{'0' if self._is_old else '1'} does not say where the body ends"
+                f"Transfer-Encoding {codings[:100]!r} with Content-Length {str(length)[:100]!r} in "
+                f"HTTP/1.{0 if self._is_old else 1} does not say where the body ends"
             )
-        return True
 
     def _length(self) -> int | None:
         text = self.fields.get("content-length")
         if text is None:
             return None
-        if not _LENGTH.fullmatch(text):
+        if not (
+            text.isdecimal() and len(text) < _MAX_DIGITS
+        ):  # a text in Latin-1 has no other digits than ASCII's
             values = {value.strip(" \t") for value in text.split(",")}  # the same one twice is allowed (6.3)
             text = values.pop()
-            if values or not _LENGTH.fullmatch(text):
+            if values or not (text.isdecimal() and len(text) < _MAX_DIGITS):
                 raise MalformedResponseError(
                     f"Content-Length {self.fields['content-length'][:100]!r} is no single number"
                 )
@@ -163,7 +170,3 @@ class Response:
 def _field_name(text: str) -> str:
     """The name of a field in lower case; "" if it is none. Cached: responses of one server have the same names."""
     return text.lower() if _FIELD_NAME.fullmatch(text) else ""
-
-
-def _elements(text: str) -> list[str]:
-    return [element for part in text.split(",") if (element := part.strip(" \t").lower())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
@@ -12,6 +13,8 @@ from torch_dpflow.datasets.storage.failures import max_attempts
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.errors import StorageError
 from torch_dpflow.log import DATASETS
+
+T = TypeVar("T")
 
 #: Seconds before the deadline in which no further attempt is worth it.
 _MIN_LEFT_S = 0.01
@@ -30,9 +33,29 @@ def fetch_with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
-    """Read `span`; retry transient failures until `deadline`, or until the attempts of `options` are used up.
+    """Read `span`, as `with_retries` does."""
+    return with_retries(
+        lambda deadline: storage.fetch(span, deadline),
+        options,
+        is_remote=storage.is_remote,
+        deadline=deadline,
+        sleep=sleep,
+        clock=clock,
+    )
 
-    The last pauses are shortened, so that the attempts reach to the deadline.
+
+def with_retries(
+    attempt: Callable[[float], T],
+    options: ReadOptions,
+    *,
+    is_remote: bool = True,
+    deadline: float = math.inf,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """Call `attempt` with the deadline; retry transient failures until then, or until `options.attempts` are used up.
+
+    The last pauses are shortened, so that the attempts reach to the deadline. Without `is_remote` one has to do.
 
     Raises the last attempt's StorageError, with the number of attempts in its message.
     """
@@ -41,9 +64,9 @@ def fetch_with_retries(
     backoff: Backoff | None = None
     while True:
         try:
-            return storage.fetch(span, deadline)
+            return attempt(deadline)
         except StorageError as error:
-            allowed = max_attempts(error) if storage.is_remote else 1
+            allowed = max_attempts(error) if is_remote else 1
             if allowed == 1:
                 raise
             if options.attempts is not None:

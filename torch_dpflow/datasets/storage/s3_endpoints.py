@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.datasets.storage.credentials import aws_setting, nested_aws_setting
 from torch_dpflow.datasets.storage.endpoints import Endpoint, parse_endpoint
+from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.errors import MissingExtraError, OptionError
 
 #: ARNs that stand in the place of a bucket; the rest of a path is the key.
@@ -33,10 +34,15 @@ class Place(NamedTuple):
     service: str = "s3"
 
 
-def split_arn(path: str) -> tuple[str, str] | None:
-    """The ARN of an access point and the key in `ARN/key`; None: it begins with none."""
-    match = _ARN.match(path) if path.startswith("arn:") else None
-    return None if match is None else (match[0], path[match.end() :].removeprefix("/"))
+def split_arn(path: str) -> tuple[str, str]:
+    """The ARN of an access point, and the key, of `ARN/key`. Raises OptionError for another ARN."""
+    match = _ARN.match(path)
+    if match is None:
+        raise OptionError(
+            f"s3://{path}: give the ARN of an access point and a key, as in "
+            "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name/folder/name.jpg"
+        )
+    return match[0], path[match.end() :].removeprefix("/")
 
 
 def needs_vendor(bucket: str) -> bool:
@@ -89,6 +95,7 @@ class S3Endpoints:
         try:
             return self._places[bucket, region]
         except KeyError:
+            check_url(f"s3://{bucket}")
             place = (
                 self._by_rules(bucket, region)
                 if self._has_rules(bucket, region)

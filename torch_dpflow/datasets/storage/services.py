@@ -24,9 +24,10 @@ from torch_dpflow.datasets.storage.credentials import (
 from torch_dpflow.datasets.storage.endpoints import Endpoint, is_address, parse_endpoint
 from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
-from torch_dpflow.datasets.storage.s3_endpoints import Place, S3Endpoints, split_arn
+from torch_dpflow.datasets.storage.s3_endpoints import S3Endpoints, split_arn
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 from torch_dpflow.datasets.storage.tls import tls_context
+from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.errors import OptionError
 
 _COMMON_OPTIONS = frozenset(
@@ -75,11 +76,14 @@ class S3Service:
         self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
-        return self._place(split_url(url)[0]).endpoint.origin
+        bucket = split_url(url)[0]
+        return self._endpoints.place(bucket, self._regions.get(bucket, self._region)).endpoint.origin
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
-        (origin, prefix), region, service = self._place(bucket)
+        (origin, prefix), region, service = self._endpoints.place(
+            bucket, self._regions.get(bucket, self._region)
+        )
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {}, region=region)
@@ -100,9 +104,6 @@ class S3Service:
     def tls(self) -> ssl.SSLContext:
         bundle = self._environ.get("AWS_CA_BUNDLE") or aws_setting("ca_bundle", self._environ)
         return tls_context(self._options, self._environ, bundle)
-
-    def _place(self, bucket: str) -> Place:
-        return self._endpoints.place(bucket, self._regions.get(bucket, self._region))
 
 
 class OSSService:
@@ -132,6 +133,7 @@ class OSSService:
         )
         self._is_cname = _switch(options, "cname", False)
         self._is_virtual = not is_address(self._endpoint.origin.host)
+        self._located_before: dict[str, Endpoint] = {}
         self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
@@ -157,7 +159,12 @@ class OSSService:
     def _located(self, bucket: str) -> Endpoint:
         if self._is_cname:  # the domain is that of the bucket
             return self._endpoint
-        return self._endpoint.of_bucket(bucket, is_virtual=self._is_virtual)
+        found = self._located_before.get(bucket)
+        if found is None:
+            check_url(f"oss://{bucket}")
+            found = self._endpoint.of_bucket(bucket, is_virtual=self._is_virtual)
+            self._located_before[bucket] = found
+        return found
 
     def _sign(self, bucket: str, key: str, credentials: Credentials) -> dict[str, str]:
         now = datetime.now(timezone.utc)
@@ -184,7 +191,10 @@ def split_url(url: str) -> tuple[str, str]:
     """Bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing."""
     # ossfs puts a slash before the bucket.
     path = url.partition("://")[2].lstrip("/")
-    bucket, key = split_arn(path) or path.partition("/")[::2]
+    if path.startswith("arn:"):
+        bucket, key = split_arn(path)
+    else:
+        bucket, _, key = path.partition("/")
     if not bucket or not key:
         raise OptionError(f"{url}: give a bucket and a key, as in oss://bucket/folder/name.jpg")
     return bucket, key
