@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch_dpflow.cli.main import root
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.pool import DataClient, DataServer
 from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.messages.server_messages import boot_id
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,22 @@ def test_places_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="null byte"):
         find_address("a\0b")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_server_does_not_start_where_others_may_enter(tmp_path: Path) -> None:
+    place = tmp_path / "p"
+    place.mkdir()
+    place.chmod(0o770)
+    done = CliRunner().invoke(root, ["pool", "serve", "--memory", "1MiB", "--address", str(place)])
+    assert done.exit_code == 1
+    assert "nobody else may enter (mode 0700)" in done.output
+
+
+def test_a_host_is_known_by_its_name_where_a_sandbox_hides_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(boot_id()) == 36
+
+    def hidden(path: Path, *_: Any, **__: Any) -> str:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert boot_id.__wrapped__() == socket.gethostname()

@@ -127,6 +127,17 @@ def test_what_a_forked_child_reads_is_not_lent_again(method: str) -> None:
             assert mappings() == 2
 
 
+def test_a_forked_child_keeps_only_what_it_sees() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        views = [reader.view(remote.write(SIZE, number)) for number in range(3)]
+        del views[1:]
+        with held_by_child("os.fork", lambda: (mappings(), {*views[0].tolist()})) as looked:
+            views.clear()
+            assert mappings() == 3
+            assert looked() == (1, {0})
+
+
 def test_a_view_that_was_made_while_another_thread_forks_is_not_lent_again() -> None:
     """Between the hook before a fork and the fork itself other threads run."""
     arena, reader = pair()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 from weakref import ref as weakref
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
@@ -37,6 +38,7 @@ class ArenaReader:
         self._segments: dict[int, Segment] = {}
         #: How many segments the writer had retired when they were last unmapped here.
         self._retired = 0
+        _READERS.add(self)
 
     def view(self, ref: BlockRef) -> Memory:
         """The block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
@@ -109,6 +111,20 @@ class ArenaReader:
         retired = [number for number, segment in self._segments.items() if segment.memory[0] == RETIRED]
         for number in retired:
             del self._segments[number]
+
+
+#: All of this process.
+_READERS: WeakSet[ArenaReader] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # The child can open no more blocks. It keeps those that it sees, and would keep the memory of all others.
+    for reader in list(_READERS):
+        reader.close()
+    _READERS.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Hold(weakref[Memory]):
