@@ -17,9 +17,9 @@ from torch_dpflow.epoch.rng import encode_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
-from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
 from torch_dpflow.loader.loader_arguments import check_types, has_processes, name_of
+from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.remote_start import check_options, check_platform
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -337,4 +337,4 @@ def _dataset_before(dataset: Any) -> Any:
     return None if isinstance(kept, Unsaved) else kept
 
 
-keep_class_under_accelerate(DPFlowDataLoader)
+keep_class_when_rebuilt(DPFlowDataLoader)
