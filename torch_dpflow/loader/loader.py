@@ -17,9 +17,9 @@ from torch_dpflow.epoch.rng import encode_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
-from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loader_arguments import check_types, has_processes, name_of
+from torch_dpflow.loader.loader_arguments import check_options_type, check_types, has_processes, name_of
+from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.remote_start import check_options, check_platform
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -97,10 +97,7 @@ class DPFlowDataLoader(DataLoader[T]):
         job: JobOptions | None = None,
         platform: str | PlatformSpec | None = None,
     ) -> None:
-        if options is not None and not isinstance(options, LoaderOptions):
-            raise OptionTypeError(
-                f"options={options!r} is of type {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
-            )
+        check_options_type(options)
         self.flow = flow  # both before torch's constructor, which warns about too many workers
         self.platform = platform
         super().__init__(
@@ -287,6 +284,7 @@ class DPFlowDataLoader(DataLoader[T]):
         if self.job is not None and not isinstance(self.job, JobOptions):
             raise OptionTypeError(
                 f"job={self.job!r} is of type {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
+                + ("; it is given as options=" if isinstance(self.job, LoaderOptions) else "")
             )
         if self.flow is not None:
             check_shareable(self)
@@ -337,4 +335,4 @@ def _dataset_before(dataset: Any) -> Any:
     return None if isinstance(kept, Unsaved) else kept
 
 
-keep_class_under_accelerate(DPFlowDataLoader)
+keep_class_when_rebuilt(DPFlowDataLoader)

@@ -10,6 +10,7 @@ import torch
 
 from torch_dpflow._core.checks import check_path
 from torch_dpflow.errors import OptionTypeError
+from torch_dpflow.options import LoaderOptions
 
 
 def check_types(loader: Any, address: object) -> None:
@@ -29,6 +30,14 @@ def check_types(loader: Any, address: object) -> None:
     if not isinstance(address, str):
         raise _wrong("address", address, "'auto', an address, a connection file's path as text, or None")
     check_path("address", address)
+
+
+def check_options_type(options: object) -> None:
+    """Raise OptionTypeError for options of another type than LoaderOptions."""
+    if options is None or isinstance(options, LoaderOptions):
+        return
+    hint = "; what a job asks of its flow is given as job=" if type(options).__name__ == "JobOptions" else ""
+    raise _wrong("options", options, f"a torch_dpflow.LoaderOptions or None{hint}")
 
 
 def has_processes(context: Any) -> bool:

@@ -18,7 +18,7 @@ from tests.loader_cases import Failing, Messaged, Stream
 from tests.new_process import held_by_child
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
-from torch_dpflow import DPFlowDataLoader, JobOptions
+from torch_dpflow import DPFlowDataLoader, JobOptions, LoaderOptions
 from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError, UsageError
 
 Make = Callable[..., DPFlowDataLoader[Any]]
@@ -273,6 +273,12 @@ def test_an_error_names_its_type_and_the_loader_goes_on(
         ({"flow": f"a:v{10**9}"}, OptionError, "version has 10 digits, at most 9 are allowed"),
         ({"address": "auto"}, OptionError, "without a flow"),
         ({"flow": "a", "job": {"ready": 1}}, OptionTypeError, "JobOptions"),
+        (
+            {"flow": "a", "options": JobOptions()},
+            OptionTypeError,
+            "what a job asks of its flow is given as job=",
+        ),
+        ({"flow": "a", "job": LoaderOptions()}, OptionTypeError, "it is given as options="),
     ],
     ids=str,
 )

@@ -18,8 +18,16 @@ from torch_dpflow.ipc.serialization.codec import decode
 Received: TypeAlias = tuple[ParcelTable, list[Frame]] | WorkerError
 
 
-def build_batch(ready: ReadyBatch, came: list[Received | None], collate: Callable[[list[Any]], Any]) -> None:
-    """Set the value of `ready` to the batch, or its error to the first error among the samples."""
+def build_batch(
+    ready: ReadyBatch,
+    came: list[Received | None],
+    collate: Callable[[list[Any]], Any],
+    how_workers_ended: Callable[[], str] = str,
+) -> None:
+    """Set the value of `ready` to the batch, or its error to the first error among the samples.
+
+    how_workers_ended: for the error of a sample that took down its workers.
+    """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
         ready.value = _made_at_once(came, keeps_layout)
@@ -28,7 +36,7 @@ def build_batch(ready: ReadyBatch, came: list[Received | None], collate: Callabl
     values = [_opened(one) if isinstance(one, tuple) else one for one in came]
     broken = next(((key, value) for key, value in zip(ready.keys, values) if _is_error(value)), None)
     if broken is not None:
-        ready.error = _error_of(*broken)
+        ready.error = _error_of(*broken, how_workers_ended)
         return
     try:
         ready.value = collate(values)
@@ -67,9 +75,13 @@ def _is_error(value: Any) -> bool:
     return isinstance(value, ExceptionWrapper | WorkerError)
 
 
-def _error_of(key: int, value: Any) -> BaseException | ExceptionWrapper:
+def _error_of(key: int, value: Any, how_workers_ended: Callable[[], str]) -> BaseException | ExceptionWrapper:
     if isinstance(value, PoisonTaskError):
-        return PoisonTaskError(f"sample {key}: {value}; leave it out of the job's samples, or repair it")
+        how = how_workers_ended()
+        ends = f"; the last that ended: {how}" if how else ""
+        return PoisonTaskError(
+            f"sample {key}: {value}{ends}; leave it out of the job's samples, or repair it"
+        )
     if isinstance(value, WorkerStartError):
         return WorkerStartError(f"no worker for sample {key}: {value}")
     wrapper: ExceptionWrapper = value

@@ -21,6 +21,7 @@ from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
+    LoaderTimeoutError,
     MessageError,
     RemoteCallError,
     UsageError,
@@ -149,8 +150,11 @@ class EpochReader:
         in place of the batch, which counts as taken; LoaderTimeoutError where nothing comes within `timeout_s`.
         """
         self.note_delivered()
-        with self._meter.waiting():
-            ready = self._ready.next(timeout_s)
+        try:
+            with self._meter.waiting():
+                ready = self._ready.next(timeout_s)
+        except LoaderTimeoutError as late:
+            raise LoaderTimeoutError(f"{late}; {self._awaited()}") from None
         if ready is None or ready.is_last:
             self.close()
             raise self._end(ready)
@@ -165,6 +169,15 @@ class EpochReader:
             raise error
         error.reraise()
         raise AssertionError("an ExceptionWrapper has raised nothing")
+
+    def _awaited(self) -> str:
+        """What the reader's thread waits for, for people."""
+        try:
+            batch = self._asked[0]
+        except IndexError:
+            return "no samples have been requested for it yet"
+        keys = repr([one.key for one in batch.missing])
+        return f"it waits for index {keys:.400}"
 
     def note_delivered(self) -> None:
         """Report the batch that was taken to `delivered`, unless that was done."""
@@ -401,7 +414,7 @@ class EpochReader:
             self._links.release([], self._of)
         self._samples += len(keys)
         ready = ReadyBatch(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
-        build_batch(ready, came, self._collate)
+        build_batch(ready, came, self._collate, self._router.how_workers_ended)
         self._ready.put(ready, self._take_what_came)
 
     def _release_all(self) -> None:

@@ -21,6 +21,7 @@ from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.client.route_map import RouteMap
 from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
+from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.messages.router import (
     AnnounceOrder,
     DrawSamples,
@@ -59,6 +60,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: How often the cost is asked for at most, how long an answer is waited for, and how long after one that has not
 #: come it is asked for again, seconds: a coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
+#: How long an error of a sample waits for how its workers ended, seconds, and of how many workers it tells.
+ENDS_CALL_S, MAX_ENDS = 2.0, 3
 #: Errors after which the same call is tried again.
 _TRANSIENT = (ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
@@ -226,6 +229,20 @@ class RouterLink:
             self.cost = coordinator.call("cost", request, reply_type=Cost, timeout_s=COST_CALL_S).body
         except (DeadlineError, PeerLostError, RemoteCallError):
             self._asked_at = now + COST_PAUSE_S
+
+    def how_workers_ended(self) -> str:
+        """How the flow's workers have ended most lately, for people; empty where that is not known."""
+        coordinator, mine = self._coordinator, f"{self._job.instance}/"
+        if coordinator is None:
+            return ""
+        try:
+            views = coordinator.call("processes", reply_type=list[ProcessView], timeout_s=ENDS_CALL_S).body
+        except (DeadlineError, PeerLostError, RemoteCallError):
+            return ""
+        ends = [
+            view.ended for view in views if view.ended and view.role == "worker" and view.id.startswith(mine)
+        ]
+        return "; ".join(dict.fromkeys(ends[:MAX_ENDS]))
 
     def interrupt(self) -> None:
         """Make the calls under way fail at once; the next ones connect again. Takes no lock."""

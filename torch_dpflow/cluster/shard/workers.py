@@ -131,6 +131,8 @@ class ShardWorkers:
         self._draws_done = 0
         #: How many workers have ended before they were ready, since the last one that was.
         self._false_starts = 0
+        #: How the latest worker of a platform has ended; empty: none has.
+        self._last_end = ""
         #: How the last of them has ended, where that is known.
         self._last_false_start = ""
         self._peers = ArenaPeers()
@@ -290,6 +292,7 @@ class ShardWorkers:
         log = SERVICE.warning if how else SERVICE.info
         text = "worker ended (incarnation %d%s); its samples are requeued"
         log(text, worker.incarnation, f": {how}" if how else "", extra={"worker": number})
+        self._last_end = how or self._last_end
         self._remove(number)
         may_blame = (
             may_blame and number < self._expected
@@ -386,7 +389,9 @@ class ShardWorkers:
         text = f"loading it took down {len(workers)} workers one after the other (workers {names})"
         if late:
             text += f", {late} of them by taking longer than task_timeout_s={self._task_timeout_s:g} s"
-        # Only its node learns how a process ended, and logs it.
+        if self._last_end:
+            text += f"; the last worker that ended {self._last_end}"
+        # Of other workers only the node learns how a process ended; it logs that.
         self._arrived.append((task, text_parcel(POISONED, f"{text}; the cluster's log says how each ended")))
 
     def starved(self) -> None:
