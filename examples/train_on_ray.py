@@ -2,7 +2,8 @@
 
     python -m examples.train_on_ray --trainers 2 --loaders 2
 
-Without `RAY_ADDRESS` it starts a Ray of its own, which ends with it. The workers that load are actors beside what Ray
+It uses the Ray that `RAY_ADDRESS` names, or that runs on this host; without one it starts its own, which ends with it.
+The workers that load are actors beside what Ray
 Train reserves for the trainers, so the cluster needs room for both.
 """
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.errors import UnavailableError
 from torch_dpflow.remote import Ray
 
 #: CPUs of an actor that loads: little is decoded here.
@@ -72,6 +74,18 @@ def train(config: dict[str, Any]) -> None:
         print(f"accuracy {accuracy:.3f} after {loader.stats().samples} samples of each trainer")
 
 
+def join_ray(cpus: int) -> None:
+    """Connect to the Ray that `RAY_ADDRESS` names or this host runs; without one, start one with so many CPUs."""
+    try:
+        Ray().adapter()
+    except UnavailableError:
+        if "RAY_ADDRESS" in os.environ:
+            raise
+        ray.init(address="local", num_cpus=cpus)
+    # For the processes that this one starts: more than one Ray may run on this host.
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,9 +94,7 @@ def main() -> None:
     parser.add_argument("--loaders", type=int, default=2, help="workers that load, of each trainer")
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
-    if not ray.is_initialized():
-        own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 2 * options.trainers + options.loaders}
-        ray.init(**own)
+    join_ray(2 * options.trainers + options.loaders)
     with tempfile.TemporaryDirectory() as storage:
         trainer = TorchTrainer(
             train,

@@ -2,8 +2,9 @@
 
     python -m examples.trials_on_ray --loaders 2
 
-Without `RAY_ADDRESS` it starts a Ray of its own, which ends with it. The trials run on this node; what one of them has
-loaded the others take from `dpflow up --platform ray`, which this starts. Its workers take a quarter of a CPU each.
+It uses the Ray that `RAY_ADDRESS` names, or that runs on this host; without one it starts its own, which ends with it.
+The trials run on this node; what one of them has loaded the others take from `dpflow up --platform ray`, which this
+starts. Its workers take a quarter of a CPU each.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from examples.cluster import loads, started
-from examples.train_on_ray import LOADER_CPUS, Digits
+from examples.train_on_ray import LOADER_CPUS, Digits, join_ray
 from torch_dpflow import DPFlowDataLoader
 
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -47,10 +48,7 @@ def main() -> None:
     )
     parser.add_argument("--loaders", type=int, default=2, help="workers that load, for all trials together")
     options = parser.parse_args()
-    if not ray.is_initialized():
-        own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": len(RATES) + options.loaders}
-        ray.init(**own)
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    join_ray(len(RATES) + options.loaders)
     os.environ["DPFLOW_PLATFORM_RAY_CPUS"] = str(LOADER_CPUS)
     with started(platform="ray") as address:
         trial = ray.remote(num_cpus=0.5)(train)

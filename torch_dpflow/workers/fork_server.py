@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -41,6 +41,7 @@ class ForkServerPlatform(LocalPlatform):
         outlived: bool = False,
     ) -> None:
         super().__init__(context or multiprocessing.get_context("forkserver"))
+        self._has_guard = bool(preload)
         if preload:
             self._context.set_forkserver_preload([GUARD, *preload])
         self._patience_s = patience_s
@@ -59,7 +60,7 @@ class ForkServerPlatform(LocalPlatform):
         if pid is not None and pid == self._known:
             # If it has died, another starts now, since importing takes seconds, which the next launch would wait for.
             # Once only: one that dies before it has forked anything is not replaced until that launch.
-            forkserver.ensure_running()
+            self._ensure_running()
             if _fork_server() != pid:
                 SERVICE.warning("the fork server (pid %d) has ended; another takes its place", pid)
         return super().take_ended()
@@ -76,6 +77,7 @@ class ForkServerPlatform(LocalPlatform):
         self._fork(process)
 
     def _fork(self, process: BaseProcess) -> None:
+        self._ensure_running()
         # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
         if self._patience_s is None:
             process.start()
@@ -92,6 +94,18 @@ class ForkServerPlatform(LocalPlatform):
         finally:
             made.set()
         self._known = _fork_server()
+
+    def _ensure_running(self) -> None:
+        """Start the fork server, unless it runs. SIGINT is blocked in it until its guard ignores and unblocks it."""
+        if not self._has_guard:
+            forkserver.ensure_running()
+            return
+        resource_tracker.ensure_running()  # which the fork server's start would do, and unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _nothing() -> None:

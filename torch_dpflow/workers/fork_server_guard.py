@@ -1,12 +1,15 @@
-"""Imported by a fork server alone: it drops a connection that does not speak its protocol, and would end otherwise.
+"""Imported first by a fork server, and by nothing else.
 
-To begin again takes seconds with much imported, in which nothing is started.
+The fork server drops a connection that does not speak its protocol, and would end otherwise: to begin again takes
+seconds with much imported, in which nothing is started. It ignores SIGINT from here on. Python's own does so only after
+all imports, and Control-C, which reaches every process of a terminal, would print a traceback until then.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 from multiprocessing import forkserver, reduction
 from socket import socket
 from types import SimpleNamespace
@@ -32,3 +35,8 @@ def receive(connection: socket, most: int) -> list[int]:
 
 _server: Any = forkserver
 _server.reduction = SimpleNamespace(**{**vars(reduction), "recvfds": receive})
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(
+    signal.SIG_UNBLOCK, {signal.SIGINT}
+)  # which `ForkServerPlatform` has blocked for its start

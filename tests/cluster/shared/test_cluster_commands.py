@@ -13,10 +13,11 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.new_process import interpreter
+from tests.new_process import ROOT, interpreter
 from tests.shared_cluster import PATIENCE_S, TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
@@ -198,3 +199,21 @@ def test_a_cluster_goes_on_in_the_background_and_says_why_it_cannot(tmp_path: Pa
         finally:
             assert run("down", "--address", facts["connection_file"]).exit_code == 0
             wait(lambda: has_ended(facts["pid"]), what="the cluster's end")
+
+
+def test_control_c_while_the_fork_server_imports_prints_no_traceback(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch_dpflow.cli", "up", "--connection-file", str(tmp_path / "connection")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        children = psutil.Process(process.pid).children
+        wait(lambda: any("forkserver" in str(one.cmdline()) for one in children()), what="the fork server")
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate()
+    assert "Traceback" not in said
+    assert said.endswith("dpflow is down\n")
+    assert process.returncode == 0

@@ -452,3 +452,14 @@ def test_trials_of_the_example_share_what_is_loaded(
     read, loaded = map(int, re.findall(r"(\d+) samples read, (\d+) loaded", capsys.readouterr().out)[0])
     assert read == 4 * trials_on_ray.EPOCHS * len(trials_on_ray.Digits(train=True))
     assert 0 < loaded <= read
+
+
+@pytest.mark.slow
+def test_an_example_uses_the_ray_that_runs_on_this_host(ray: Any) -> None:
+    script = "from examples import train_on_ray as one; one.join_ray(2); print(one.ray.get_runtime_context().gcs_address)"
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ray.get_runtime_context().gcs_address
