@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import click
 import pytest
 
 from tests.pages import (
@@ -28,6 +29,7 @@ from tests.pages import (
     side_by_side,
 )
 from tests.shared_cluster import free_port
+from torch_dpflow.cli.main import root
 
 #: The pages of the site, as its settings find them.
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -172,3 +174,37 @@ def test_commands_name_targets_and_modules_that_are_there(page: Path) -> None:
         if not module.endswith(".NAME"):
             parts = ROOT.joinpath(*module.split("."))
             assert parts.with_suffix(".py").is_file() or (parts / "__main__.py").is_file(), module
+
+
+def commands(text: str) -> set[str]:
+    """What follows `dpflow` in commands of a page: after a prompt, or as code within a sentence."""
+    joined = text.replace("\\\n", " ")
+    prompted = re.findall(r"^\S*\$ (?:.*[ /])?dpflow ([a-z][^\n#|&;`]*)", joined, re.MULTILINE)
+    quoted = re.findall(r"`(?:\S*/)?dpflow ([a-z][^`]*)`", joined)
+    return {" ".join(one.split()) for one in (*prompted, *quoted)}
+
+
+def unknown_in(line: str) -> str:
+    """The first word of a command that is neither a command nor an option; empty: there is none."""
+    command: click.Command = root
+    words = line.split()
+    while words and isinstance(command, click.Group):
+        found = command.get_command(click.Context(command), words[0].rstrip(","))
+        if found is None:
+            return words[0]
+        command, words = found, [] if words[0].endswith(",") else words[1:]  # a list of commands
+    options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+    given = [word.partition("=")[0].rstrip(",.)]") for word in words if word.startswith("-")]
+    return next((one for one in given if one not in options), "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_of_dpflow_are_there_with_their_options(page: Path) -> None:
+    found = {line: unknown_in(line) for line in commands(page.read_text("utf-8"))}
+    assert {line: unknown for line, unknown in found.items() if unknown} == {}
+
+
+def test_unknown_commands_and_options_of_a_page_are_found() -> None:
+    text = "$ .venv/bin/dpflow up --wb HOST:PORT \\\n   --workers 2  # --x\n"
+    text += "and `dpflow flow scal a`, `dpflow status --json`\n"
+    assert sorted(map(unknown_in, commands(text))) == ["", "--wb", "scal"]
