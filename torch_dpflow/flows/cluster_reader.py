@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import SubsetRandomSampler, default_collate
 
 from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int
 from torch_dpflow.cluster.client.fingerprint import fingerprint
@@ -157,8 +157,8 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
     ) -> DPFlowDataLoader[Any]:
         """A DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
 
-        The services choose the order of a whole flow, each equally likely, together with the orders of other jobs;
-        the job chooses that of a subset, or one with a sampler. Local functions and `collate_fn` run in the thread that
+        The services choose the order, of a whole flow or a part, each equally likely, together with the orders of
+        other jobs; with a sampler of its own, the job does. Local functions and `collate_fn` run in the thread that
         reads ahead, in the training process: random draws in them, instead of stages, would change training's.
 
         Args:
@@ -200,13 +200,8 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         shuffle = given.setdefault("shuffle", True)
         if self._indices is not None:
             del given["shuffle"]
-            places = range(len(self._indices))
-            order = (
-                RandomSampler(places, generator=given.get("generator"))
-                if shuffle
-                else SequentialSampler(places)
-            )
-            given["sampler"] = SubsetOrder(order, self._indices)
+            indices = self._indices.tolist()
+            given["sampler"] = SubsetRandomSampler(indices, given.get("generator")) if shuffle else indices
 
     def _assembly(self, collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
         if not self._local and self._skips is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import weakref
@@ -306,7 +307,7 @@ def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
     """
     runtime: LoaderRuntime = loader._runtime
     reads = None if order is None else (order.seed, order.replica)
-    opened_for = (loader.flow, loader.address, loader.job, reads)
+    opened_for = (loader.flow, loader.address, loader.job, reads, _part_of(loader.dataset))
     idle = {number: job for number, job in runtime.jobs.items() if not job.is_read}
     if idle and opened_for == runtime.opened_for:
         # About as long as pickling the dataset takes, once an epoch.
@@ -367,6 +368,15 @@ def _definition(loader: Any) -> FlowDefinition:
         workers=max(1, int(loader.num_workers)),
         worker_init_fn=loader.worker_init_fn,
     )
+
+
+def _part_of(dataset: Any) -> bytes:
+    """Identifies which samples of a flow's dataset a torch `Subset` has; empty for any other dataset."""
+    from torch_dpflow.caches import ALSDCache
+    from torch_dpflow.cluster.client.flow_registration import without_subset
+
+    _, places = without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)
+    return b"" if places is None else hashlib.sha256(places.tobytes()).digest()
 
 
 def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from torch_dpflow._core.torch_private import default_store
 from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
+from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import DynaGCSSampler
-from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.indices import IndexArray, check_indices
 
 #: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -65,9 +66,9 @@ class RoutedOrder:
 def routed_order(loader: Any) -> RoutedOrder | None:
     """How the router may stand in for the loader's sampler; None: the sampler's own order is kept.
 
-    It may for what torch makes of `shuffle=True`, and for DistributedSampler and DynaGCSSampler, if they are
-    nothing more special than that. For one rank of several it may where the ranks have a name in common: that of
-    `JobOptions`, or one by torch.distributed.
+    It may for what torch makes of `shuffle=True`, for a SubsetRandomSampler without a generator of its own, and for
+    DistributedSampler and DynaGCSSampler, if they are nothing more special than that. For one rank of several it may
+    where the ranks have a name in common: that of `JobOptions`, or one by torch.distributed.
 
     It may not where torch.distributed has more processes than the sampler has replicas: then some of them are to read
     the same batches, as tensor-parallel and context-parallel peers do, and the sampler's seed sees to that. Nor may it
@@ -88,6 +89,13 @@ def routed_order(loader: Any) -> RoutedOrder | None:
         if not sampler.shuffle or len(sampler.dataset) != size:
             return None
         order = RoutedOrder(sampler, sampler.seed, None, _replica_of(sampler), counts=True)
+    elif kind is SubsetRandomSampler:
+        if sampler.generator is not None and sampler.generator is not loader.generator:
+            return None
+        try:
+            return RoutedOrder(sampler, indices=check_indices(sampler.indices, size))
+        except (OptionError, TypeError):
+            return None
     elif kind is DynaGCSSampler:
         if (
             not sampler.shuffle

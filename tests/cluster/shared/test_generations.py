@@ -93,7 +93,8 @@ from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
 from torch_dpflow.cluster.shard.run import RouterCalls
 service = ServiceSpec(id="f:v1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
-RouterCalls(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0, lookahead_requests=list), "f:v1/router")
+shard = SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0, lookahead_requests=list)
+RouterCalls(service, shard, "f:v1/router")
 sys.stdin.read()
 """
 

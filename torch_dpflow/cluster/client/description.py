@@ -72,6 +72,8 @@ class JobDescription:
     drop_last: bool = False
     #: Its samples; None: all of the flow.
     indices: IndexArray | None = None
+    #: By place in the job's dataset, the sample of the flow; None: the same number.
+    places: IndexArray | None = None
     #: Which part of the job this process reads; None: all of it.
     rank: JobRank | None = None
     #: Whether it reads the output of the cacheable stage.

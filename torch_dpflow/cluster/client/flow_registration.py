@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Memory for samples under way, beside what a cache around the dataset may hold, bytes.
@@ -57,17 +59,30 @@ class JobDataset:
     staged: bool
     #: The cache that the dataset was wrapped in; the flow's own pool replaces it.
     cache: ALSDCache | None
+    #: By place in the job's dataset, the sample of the flow; None: the same number.
+    places: IndexArray | None = None
 
 
 def source_of(dataset: Any, options: JobOptions) -> JobDataset:
-    """Split a dataset into a cacheable and a per-draw stage if it declares them."""
+    """Split a dataset into a cacheable and a per-draw stage if it declares them.
+
+    Of torch's `Subset` the flow has the dataset below, so that jobs of other parts share it.
+    """
     cache = dataset if isinstance(dataset, ALSDCache) else None
+    places = None
     if cache is not None:
         per_draw = None if cache.transform is None else KeylessTransform(cache.transform)
-        dataset = TwoStageDataset(cache.dataset, per_draw)
+        whole, places = without_subset(cache.dataset)
+        dataset = TwoStageDataset(whole, per_draw)
     elif not isinstance(dataset, TwoStageDataset):
-        repeatable = bool(options.repeatable)
-        return JobDataset(dataset=TwoStageDataset(dataset), repeatable=repeatable, staged=False, cache=None)
+        whole, places = without_subset(dataset)
+        return JobDataset(
+            dataset=TwoStageDataset(whole),
+            repeatable=bool(options.repeatable),
+            staged=False,
+            cache=None,
+            places=places,
+        )
     if dataset.per_draw is not None and options.repeatable is not None:
         # By the user's option all of it is repeatable, or nothing is: both stages become one.
         dataset = TwoStageDataset(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
@@ -75,8 +90,27 @@ def source_of(dataset: Any, options: JobOptions) -> JobDataset:
         cache is not None if options.repeatable is None else options.repeatable
     )
     return JobDataset(
-        dataset=dataset, repeatable=repeatable, staged=dataset.per_draw is not None, cache=cache
+        dataset=dataset,
+        repeatable=repeatable,
+        staged=dataset.per_draw is not None,
+        cache=cache,
+        places=places,
     )
+
+
+def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
+    """The dataset below torch's `Subset`s, and by place its sample numbers; None where there is no `Subset`.
+
+    One that has a sample twice, or numbers that are none of the dataset's, stays as it is.
+    """
+    data, places = sys.modules.get("torch.utils.data"), None
+    while data is not None and type(dataset) is data.Subset:
+        try:
+            own = check_indices(dataset.indices, len(dataset.dataset))
+        except (OptionError, TypeError):
+            break
+        dataset, places = dataset.dataset, own if places is None else own[places]
+    return dataset, places
 
 
 def length_of(dataset: Any) -> int:

@@ -59,7 +59,14 @@ def open_job(
     outages = OutageLog(flow.name, name, patience_s=options.patience_s)
     source = source_of(flow.dataset, options)
     size = length_of(source.dataset.cacheable)
-    indices = None if reading.indices is None else check_indices(reading.indices, size)
+    places = source.places
+    indices = (
+        None
+        if reading.indices is None
+        else check_indices(reading.indices, size if places is None else len(places))
+    )
+    if places is not None:
+        indices = places if indices is None else places[indices]
     assignment = SampleAssignment(
         dataset=source.dataset,
         worker_init_fn=flow.worker_init_fn,
@@ -93,6 +100,7 @@ def open_job(
         batch_size=reading.batch_size,
         drop_last=reading.drop_last,
         indices=indices,
+        places=places,
         rank=_rank_of(name, replica),
         cacheable_only=reading.cacheable_only,
         side=reading.side,

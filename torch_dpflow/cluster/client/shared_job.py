@@ -160,15 +160,15 @@ class SharedJob:
     ) -> EpochReader:
         """Read the batches of a plan, in its order.
 
-        order: the samples of all its batches, if they are known now; the caches then keep what is read next.
-
+        order: the samples of all its batches, if they are known now; the caches then keep what is read next. As the
+            plan has them: of a `Subset`, places in it.
         draw_seed: as for `traverse`.
         passed: called with the number of each batch that was delivered, from 0 on, and its samples; before the next
             batch is delivered, or by the reader's `note_delivered`, and twice after an interrupt.
         """
         self._begin(self._cursor_at_start(epoch))
-        if order is not None and len(order) and order.min() >= 0 and order.max() < self._job.size:
-            self._router.announce(epoch, order)
+        if order is not None and len(order) and order.min() >= 0 and order.max() < self._samples:
+            self._router.announce(epoch, order if self._job.places is None else self._job.places[order])
         await_plan = plan.wait if isinstance(plan, PlanFeed) else None
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
@@ -290,7 +290,13 @@ class SharedJob:
     def _checked(self, keys: Iterable[int]) -> list[int]:
         if keys is LATER:
             return cast(list[int], LATER)
-        return [_sample_number(key, self._job.size) for key in keys]
+        numbers, places = [_sample_number(key, self._samples) for key in keys], self._job.places
+        return numbers if places is None else places[numbers].tolist()
+
+    @property
+    def _samples(self) -> int:
+        """Samples of the job's dataset, which may be a part of the flow's."""
+        return self._job.size if self._job.places is None else len(self._job.places)
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
 

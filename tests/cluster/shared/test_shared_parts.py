@@ -1,0 +1,127 @@
+"""Jobs that read parts of one dataset share its loading, and each reads the samples of its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler
+
+from tests.shared_cluster import TestCluster
+from tests.shared_datasets import Numbers
+from torch_dpflow import ALSDCache, DPFlowDataLoader, DynaGCSSampler, JobOptions
+from torch_dpflow.errors import UsageError
+from torch_dpflow.flows import DataLoadFlow, RemoteDataLoadFlowReader, random_split
+from torch_dpflow.loader.flow_order import routed_order
+
+SIZE = 60
+MEMORY = 1 << 26
+
+
+def keys(batches: Any) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Numbers:
+    return Numbers(SIZE, log=tmp_path / "loads")
+
+
+@pytest.fixture
+def loader(cluster: TestCluster, flow: str) -> Callable[..., DPFlowDataLoader[Any]]:
+    def loader(part: Any, **given: Any) -> DPFlowDataLoader[Any]:
+        options = JobOptions(idle_s=3.0, patience_s=60.0, memory_bytes=MEMORY, **given.pop("options", {}))
+        defaults: dict[str, Any] = {
+            "batch_size": 4,
+            "num_workers": 2,
+            "flow": flow,
+            "address": cluster.address,
+            "job": options,
+        }
+        return DPFlowDataLoader(part, **defaults | given)
+
+    return loader
+
+
+def loaded(dataset: Numbers) -> list[int]:
+    assert dataset.log is not None
+    return [int(line) for line in dataset.log.read_text().split()]
+
+
+@pytest.mark.parametrize("order", ["routed", "in order", "batches", "ranks"])
+def test_two_folds_load_each_sample_of_either_once(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers, order: str
+) -> None:
+    for fold in (list(range(6, SIZE)), list(range(SIZE - 1, -1, -1))[6:]):
+        part = Subset(dataset, fold)
+        orders: dict[str, dict[str, Any]] = {
+            "routed": {"shuffle": True},
+            "in order": {},
+            "batches": {"batch_size": 1, "batch_sampler": [[n] for n in range(len(fold))]},
+            "ranks": {"sampler": DistributedSampler(part, num_replicas=1, rank=0, shuffle=False)},
+        }
+        read = keys(loader(ALSDCache(part, MEMORY), **orders[order]))
+        assert (sorted(read) if order == "routed" else read) == (sorted(fold) if order == "routed" else fold)
+    assert set(loaded(dataset)) == set(range(SIZE))
+    assert len(loaded(dataset)) < 1.2 * SIZE, "an idle worker may load one again; apart they would load 108"
+
+
+def test_a_part_of_a_part_is_a_part(loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers) -> None:
+    part = Subset(Subset(dataset, range(20, 50)), torch.tensor([29, 0, 4]).tolist())
+    assert keys(loader(part)) == [49, 20, 24]
+    assert sorted(keys(loader(dataset, sampler=SubsetRandomSampler([3, 1])))) == [1, 3]
+    assert sorted(keys(loader(dataset, sampler=DynaGCSSampler([7, 5], num_replicas=1, rank=0)))) == [5, 7]
+
+
+def test_samples_of_a_changed_part_are_those_of_the_new_one(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers
+) -> None:
+    part = Subset(dataset, [1, 2, 3])
+    one = loader(part)
+    assert keys(one) == [1, 2, 3]
+    part.indices = [5, 9]
+    assert keys(one) == [5, 9]
+
+
+def test_a_part_that_has_a_sample_twice_is_a_dataset_of_its_own(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers
+) -> None:
+    twice = loader(Subset(dataset, [4, 4, 8]))
+    assert keys(twice) == [4, 4, 8]
+    with pytest.raises(UsageError, match="content"):
+        keys(loader(dataset))
+
+
+def test_an_epoch_of_a_part_is_resumed(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers
+) -> None:
+    fold = list(range(10, 40))
+    first = loader(Subset(dataset, fold), shuffle=True)
+    batches = iter(first)
+    seen = keys([next(batches), next(batches)])
+    state = first.state_dict()
+    again = loader(Subset(dataset, fold), shuffle=True)
+    again.load_state_dict(state)
+    assert sorted(seen + keys(again)) == fold
+
+
+def test_parts_of_a_flow_are_ordered_by_its_router(cluster: TestCluster, flow: str, dataset: Numbers) -> None:
+    """Without, they kept orders of their own, and no load was shared that a small cache had not kept."""
+    described = DataLoadFlow(flow, 1)
+    described.dataset("core/numbers", "v1", "train", samples=dataset)
+    described.map_target("label", int, cache="always")
+    reader = RemoteDataLoadFlowReader(
+        address=cluster.address, workers=1, job=JobOptions(idle_s=3.0, patience_s=60.0), seed=3
+    )
+    read = described.prepare_read(reader)
+    training, validation = random_split(read, [50, 10])
+    for part in (training, validation):
+        expected = sorted(int(index) for index in part.indices())
+        batches = part.to_shuffled(4)
+        orders = [[int(key) for _, labels in batches for key in labels] for _ in range(2)]
+        assert [sorted(order) for order in orders] == [expected, expected]
+        assert orders[0] != orders[1]
+        assert routed_order(batches) is not None
