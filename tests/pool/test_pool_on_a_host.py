@@ -337,7 +337,8 @@ def test_readers_find_in_memory_what_came_after_its_storage_was_gone(pool: Path)
         for one in {stored.data_url(one).removeprefix("oss://gone/") for one in stored.samples()}:
             oss.faults.add(Fault.BROKEN, key=one)
         assert client.preload(stored, on_error="skip").failed == COUNT
-        with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
+        hasty = ReadOptions(attempts=1)
+        with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S, read_options=hasty)) as dataset:
             assert all(isinstance(one, StorageError) for one in dataset.read_each(range(COUNT)))
             oss.faults.clear()
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)

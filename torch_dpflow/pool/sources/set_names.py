@@ -25,6 +25,8 @@ from torch_dpflow.pool.sources.arrays import ArrayReader, array_identity, array_
 _READ_THREADS = 16
 #: Samples of a set that a server reads at the same time.
 _CONCURRENCY = 64
+#: Attempts of a read, after which its samples count as failed and are read again later.
+_ATTEMPTS = 5
 _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgspec.msgpack.Decoder(AnySource)
 
 
@@ -101,9 +103,9 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
     stored = DatasetStore(source.store, **source.options).open(source.ref)
     _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
     records, known = record_set(stored)
-    reader = SampleReader(
-        stored, storage_options=source.data_options, read_options=ReadOptions(concurrency=_CONCURRENCY)
-    )
+    # Clients that wait read for themselves if the storage is away, and do so up to their deadline.
+    limits = ReadOptions(concurrency=_CONCURRENCY, attempts=_ATTEMPTS)
+    reader = SampleReader(stored, storage_options=source.data_options, read_options=limits)
     variant = stored.variant
     parts = [StripePart(stored.url, variant.data, one) for one in variant.shards]
     return OpenedSource(stored.url, records, known, reader, parts)
