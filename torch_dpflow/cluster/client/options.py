@@ -84,7 +84,8 @@ class JobOptions:
         ready: batches that are collated ahead of need (P_L).
         asked: batches that are requested from shards ahead of need (P_R), more than `ready`.
         budget_bytes: most bytes of batches under way, but for one batch.
-        patience_s: how long the cluster may be away before a call fails, seconds.
+        patience_s: how long the cluster, or all workers that a platform runs for the flow, may be away before a call
+            fails, seconds.
 
     Raises:
         OptionError: a value is out of range or unknown.
