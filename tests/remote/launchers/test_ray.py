@@ -456,10 +456,7 @@ def test_trials_of_the_example_share_what_is_loaded(
 
 @pytest.mark.slow
 def test_an_example_uses_the_ray_that_runs_on_this_host(ray: Any) -> None:
-    script = (
-        "from examples import train_on_ray as one; one.join_ray(2); "
-        "print(one.ray.get_runtime_context().gcs_address)"
-    )
+    script = "from examples.train_on_ray import *; join_ray(2); print(ray.get_runtime_context().gcs_address)"
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
