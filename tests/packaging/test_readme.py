@@ -42,6 +42,7 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "docs/howto/lightning.md": ("with_lightning.py",),
     "docs/howto/accelerate.md": ("with_accelerate.py",),
     "docs/howto/sharing.md": ("job.py",),
+    "docs/howto/overlapping-data.md": ("folds.py",),
     "docs/howto/platforms.md": ("elsewhere.py",),
     "docs/howto/ray.md": ("on_ray.py",),
     "docs/howto/kubernetes.md": ("on_kubernetes.py",),
@@ -111,6 +112,17 @@ def test_the_script_for_several_jobs_runs_side_by_side(
     served, loaded = max([int(number) for number in re.findall(r"\d+", out)] for out in told)
     assert served == 4000
     assert loaded < 1500
+
+
+def test_folds_of_one_dataset_share_its_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    save_scripts(HOWTO / "overlapping-data.md", tmp_path)
+    with cluster(tmp_path, monkeypatch, eventually):
+        told = side_by_side(tmp_path, ["folds.py", "0"], ["folds.py", "1"])
+    served, loaded = max([int(number) for number in re.findall(r"\d+", out)] for out in told)
+    assert served == 1800
+    assert loaded < 1200
 
 
 @pytest.mark.slow
