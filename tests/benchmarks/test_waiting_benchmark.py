@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks import waiting
 from benchmarks.waiting import (
     METRICS,
     OWN,
@@ -22,6 +23,7 @@ from benchmarks.waiting import (
     Processors,
     Run,
     Side,
+    StatedTime,
     TimedSamples,
     busiest,
     check,
@@ -84,6 +86,25 @@ def test_the_processors_of_a_killed_process_are_free_again(tmp_path: Path) -> No
 def test_times_have_the_stated_mean() -> None:
     load = Load(sample_s=0.020)
     assert sum(map(load.sample_s_of, range(800))) / 800 == pytest.approx(0.020)
+
+
+def test_a_sleep_is_shorter_by_what_earlier_ones_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    late = iter([0.5, 2.0, 0.0, 0.0, 0.0])
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds + next(late)
+
+    monkeypatch.setattr(waiting.time, "sleep", sleep)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
+    stated = StatedTime()
+    for _ in range(5):
+        stated.sleep(1.0)
+    assert slept == [1.0, 0.5, 0.0, 0.0, 1.0]
+    assert now == 5.0
 
 
 def test_a_check_finds_lost_and_repeated_samples_and_too_many_at_once() -> None:
