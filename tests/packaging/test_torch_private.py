@@ -20,6 +20,7 @@ OF_OTHERS = {
     "_strip_protocol": "fsspec",
     "_get_kwargs_from_urls": "fsspec",
     "_cat_file": "fsspec",
+    "_get_dirs": "fsspec",
     "_forkserver": "multiprocessing",
     "_forkserver_pid": "multiprocessing",
     "_config": "multiprocessing",

@@ -64,7 +64,13 @@ class ScriptSettings:
         for module, name, value in self.attributes:
             with suppress(ImportError):  # then no dataset can use it here either
                 setattr(importlib.import_module(module), name, value)
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        # Not where it is set already: torch imports its compiler for this call, which takes seconds.
+        here = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        if self.deterministic != here:
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         torch.set_float32_matmul_precision(self.matmul_precision)
 
     def describe(self) -> str:

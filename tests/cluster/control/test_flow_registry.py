@@ -326,7 +326,7 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
             elif what == "scale":
                 told = flows.scale(name, version, None)[1]
             elif what == "delete":
-                told = flows.delete(name, now)
+                told = flows.delete(name, now)[1]
             else:
                 told = flows.tick(now)
         except UsageError:

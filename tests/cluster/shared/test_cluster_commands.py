@@ -76,7 +76,7 @@ def test_status_top_and_flow_tell_of_a_job(
     assert "is read by 1 jobs; end them first" in refused.output
     job.close()
     wait(lambda: cluster.flows()[f"{flow}:v1"].jobs == 0, what="the job's end")
-    assert run("flow", "delete", flow, "--address", cluster.address).output == f"deleted {flow}\n"
+    assert run("flow", "delete", flow, "--address", cluster.address).output == f"deleted {flow}:v1\n"
     assert flow not in run("flow", "list", "--address", cluster.address).output
 
 

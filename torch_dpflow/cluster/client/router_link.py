@@ -23,7 +23,6 @@ from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.messages.router import (
-    AnnounceOrder,
     DrawSamples,
     EpochPlace,
     JobFigures,
@@ -33,6 +32,7 @@ from torch_dpflow.cluster.messages.router import (
     Join,
     Joined,
     NameHolder,
+    ReportOrder,
     RoutingTable,
     StartEpoch,
 )
@@ -429,7 +429,7 @@ class RouterLink:
     def _announce(self, router: RpcClient) -> None:
         assert self._announced is not None
         epoch, order = self._announced
-        router.call("announce", AnnounceOrder(self.id, epoch), [order.tobytes()], timeout_s=self._call_s)
+        router.call("announce", ReportOrder(self.id, epoch), [order.tobytes()], timeout_s=self._call_s)
 
     def _start(self, router: RpcClient) -> None:
         assert self._epoch is not None

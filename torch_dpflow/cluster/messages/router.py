@@ -85,7 +85,7 @@ class JobLookahead(Body):
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
-class AnnounceOrder(Body):
+class ReportOrder(Body):
     """To a router: the order of an epoch that the job's own sampler decides. A frame of samples (`compact`) follows."""
 
     job: JobId

@@ -25,7 +25,6 @@ from torch_dpflow.cluster.messages.router import (
     JOB_LEASE_S,
     MAX_JOBS,
     SHARD_LEASE_S,
-    AnnounceOrder,
     DrawSamples,
     JobFigures,
     JobHeartbeat,
@@ -38,6 +37,7 @@ from torch_dpflow.cluster.messages.router import (
     LookaheadRequest,
     NameHolder,
     RegisterShard,
+    ReportOrder,
     RouterSettings,
     RoutingTable,
     StartEpoch,
@@ -153,7 +153,7 @@ class Router:
             ("join", self._on_join, Join),
             ("start", self._on_start, StartEpoch),
             ("draw", self._on_draw, DrawSamples),
-            ("announce", self._on_announce, AnnounceOrder),
+            ("announce", self._on_announce, ReportOrder),
             ("heartbeat", self._on_heartbeat, JobHeartbeat),
             ("leave", self._on_leave, JobId),
         ):
@@ -357,7 +357,7 @@ class Router:
         job.announced = {}
 
     def _on_announce(self, call: IncomingCall) -> None:
-        announced: AnnounceOrder = call.body
+        announced: ReportOrder = call.body
         reader = self._renew_lease(announced.job)
         dtype = compact(self._spec.size)
         if len(call.frames) != 1 or call.frames[0].nbytes % np.dtype(dtype).itemsize:

@@ -46,7 +46,7 @@ class LookaheadParts(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _JobEpoch:
     """A job's epoch at this shard."""
 
     #: One byte for each of the shard's keys: whether the job has requested it in this epoch.
@@ -72,7 +72,7 @@ class ShardLookaheads:
     def __init__(self, flow: str, size: int) -> None:
         self._flow = flow
         self._first, self._end = 0, size
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _JobEpoch] = {}
         self._due: list[str] = []
 
     def assign(self, first: int, end: int) -> None:
@@ -91,7 +91,7 @@ class ShardLookaheads:
         """
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = _Job(bytearray(self._end - self._first))
+            job = self._jobs[name] = _JobEpoch(bytearray(self._end - self._first))
         if job.epochs.get(reader) != epoch:
             job.epochs[reader] = epoch
             latest = max(job.epochs.values())
@@ -178,7 +178,7 @@ class ShardLookaheads:
             speed=speed,
         )
 
-    def _request(self, name: str, job: _Job) -> None:
+    def _request(self, name: str, job: _JobEpoch) -> None:
         if not job.is_requested:
             job.is_requested = True
             self._due.append(name)

@@ -25,7 +25,7 @@ _OUTPOSTS = ("--op-s3",)
 _USUAL_REGION = re.compile("(us|eu|ap|sa|ca|me|af|il|mx|cn)-(gov-)?[a-z]+-[0-9]+")
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """Where the objects of a bucket are, and for what requests are signed."""
 
     endpoint: Endpoint
@@ -83,9 +83,9 @@ class S3Endpoints:
                 f"{names} with the endpoint {given!r}: only AWS has such endpoints; unset one of them (options, "
                 "AWS_USE_* and AWS_ENDPOINT_URL* variables, ~/.aws/config)"
             )
-        self._places: dict[tuple[str, str], Place] = {}
+        self._places: dict[tuple[str, str], BucketPlace] = {}
 
-    def place(self, bucket: str, region: str) -> Place:
+    def place(self, bucket: str, region: str) -> BucketPlace:
         """Where `bucket` is, if it is in `region`; an access point's ARN names its own.
 
         Raises:
@@ -112,12 +112,12 @@ class S3Endpoints:
             or bucket.endswith((*_EXPRESS, *_OUTPOSTS))
         )
 
-    def _usual(self, bucket: str, region: str) -> Place:
+    def _usual(self, bucket: str, region: str) -> BucketPlace:
         suffix = ".cn" if region.startswith("cn-") else ""
         endpoint = self._endpoint or parse_endpoint(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
-        return Place(endpoint.of_bucket(bucket, is_virtual=self._is_virtual), region)
+        return BucketPlace(endpoint.of_bucket(bucket, is_virtual=self._is_virtual), region)
 
-    def _by_rules(self, bucket: str, region: str) -> Place:
+    def _by_rules(self, bucket: str, region: str) -> BucketPlace:
         custom = {}
         if self._endpoint is not None:
             origin, prefix = self._endpoint
@@ -150,7 +150,7 @@ class S3Endpoints:
                 f"s3://{bucket}: its requests are signed by {schemes[0]['name']}, which is not supported here"
             )
         url = found.url if self._scheme == "https" or custom else found.url.replace("https://", "http://", 1)
-        return Place(
+        return BucketPlace(
             parse_endpoint(url), scheme.get("signingRegion") or region, scheme.get("signingName") or "s3"
         )
 

@@ -86,7 +86,11 @@ class AlibabaClient(ABC):
             method: Callable[..., Any] = getattr(client, f"{call}_with_options")
             return method(*arguments, runtime)
         except Exception as error:
-            lost = self._failure(what, error)
+            lost = (
+                DeniedError(f"{what}: {error}")
+                if isinstance(error, DeniedError)
+                else self._failure(what, error)
+            )
             if isinstance(lost, DeniedError):
                 self._client = None  # they are looked up again
             # Not from it: it has the whole request in it, with the key of an order.
@@ -118,6 +122,10 @@ class AlibabaClient(ABC):
                 "the vendor's chain: no ALIBABA_CLOUD_ACCESS_KEY_ID, then its files and the machine's role"
             )
             keys = Credentials()
+            try:
+                keys.get_credential()
+            except Exception as error:  # also a machine's role that no server of roles answers for
+                raise self._no_credentials(error) from None
         scheme, _, host = self.endpoint.rpartition("://")
         return self.make(
             Config(
@@ -126,6 +134,12 @@ class AlibabaClient(ABC):
                 endpoint=host or None,
                 protocol=scheme or "https",
             )
+        )
+
+    def _no_credentials(self, error: Exception) -> DeniedError:
+        return DeniedError(
+            f"no credentials were found in {self._source}; set {_KEYS[0]} and {_KEYS[1]}, or give this machine a role "
+            f"({_line_of(error)})"
         )
 
     def _failure(self, what: str, error: Exception) -> PlatformError:
@@ -143,10 +157,7 @@ class AlibabaClient(ABC):
             chain.append(getattr(one, "inner_exception", None) or one.__cause__ or one.__context__)
         for one in chain:
             if isinstance(one, CredentialException):
-                return DeniedError(
-                    f"{what}: no credentials were found in {self._source}; set {_KEYS[0]} and {_KEYS[1]}, or give this "
-                    f"machine a role ({_line_of(one)})"
-                )
+                return DeniedError(f"{what}: {self._no_credentials(one)}")
             reason = getattr(one.args[0] if one is not None and one.args else None, "reason", None)
             if isinstance(one, ConnectTimeout | SSLError) or isinstance(reason, NewConnectionError):
                 place = self.endpoint or f"the control plane of {self.region}"
