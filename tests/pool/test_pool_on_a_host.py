@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import (
+    DPFlowError,
     OptionError,
     PeerLostError,
     PoolFullError,
@@ -33,6 +34,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.pool import DataClient, DataServer, SetInfo
 from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.lanes.regions import PoolRegion
 from torch_dpflow.pool.messages.protocol import (
     ELSEWHERE,
     HERE,
@@ -43,6 +45,8 @@ from torch_dpflow.pool.messages.protocol import (
     socket_path,
 )
 from torch_dpflow.pool.messages.set_source import SetSource
+from torch_dpflow.pool.reader.near import NearServer
+from torch_dpflow.pool.server import leader
 from torch_dpflow.pool.server.filling import HeldSet
 from torch_dpflow.pool.server.known_set import KnownSet
 from torch_dpflow.pool.sources.set_names import identity_of, open_source, source_of
@@ -424,6 +428,69 @@ def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: Sto
     held.fill([0])
     wait(lambda: held.is_placed, what="its thread")
     assert held.regions == []
+
+
+def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_region(
+    stored: StoredDataset,
+) -> None:
+    with closing(opened_set(stored)) as held:
+        with held._changed:  # no region is entered meanwhile
+            held.fill(range(held.records.stripes))
+            held.fill(range(held.records.stripes))
+        wait(lambda: held.is_placed, what="its threads")
+        assert len(held.regions) == 1
+        wait(lambda: held.counts == (COUNT, 0), what="all samples")
+        found = [held.look(one, lambda record: None) for one in range(COUNT)]
+        assert [bytes(one) for one in found if isinstance(one, memoryview)] == [
+            one for one, _ in numbers(COUNT)
+        ]
+
+
+@pytest.mark.parametrize("asks_for_regions", [False, True])
+def test_a_reader_maps_anew_what_is_held_again_under_its_connection(
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_for_regions: bool
+) -> None:
+    """Read what the server holds now, whether the reader requests more regions first or the states of records."""
+    never, source, identity = _StuckReader(), source_of(stored, None), identity_of(stored)
+    opened = [open_source(source, identity)._replace(reader=one) for one in (never, SampleReader(stored))]
+    monkeypatch.setattr(leader, "open_source", lambda *which: opened.pop(0))
+    request = PreloadSet(source=source, identity=identity, is_explicit=True, whole=True)
+    with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as connection:
+
+        def is_placed() -> bool:
+            info = connection.get(request, SetInfo)
+            return info.is_placed and info.placed == COUNT
+
+        wait(is_placed, what="memory that nothing is read into")
+        ready: dict[int, PoolRegion] = {}
+        per_stripe = open_source(source, identity).records.per_stripe
+        near = NearServer(tmp_path / "p", identity, per_stripe, PATIENCE_S, ready)
+        assert near.send([])
+        assert not near.hear([])
+        connection.unload(identity)
+        assert connection.preload(source, identity, whole=True).loaded == COUNT
+        if asks_for_regions:
+            near.refresh()
+        assert near.send(range(COUNT))
+        assert near.hear(range(COUNT))
+        assert [near.read(one, copy=True) for one in range(COUNT)] == [one for one, _ in numbers(COUNT)]
+        assert near.retired == set()
+        near.disconnect()
+        never.event.set()
+
+
+class _StuckReader:
+    """Reads nothing before the end of its test."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def read_each(self, indices: Sequence[int]) -> list[DPFlowError]:
+        self.event.wait()
+        return [StorageError("the test has ended")] * len(indices)
+
+    def close(self) -> None:
+        pass
 
 
 def test_many_readers_may_come_at_once(tmp_path: Path) -> None:

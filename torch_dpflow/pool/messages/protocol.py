@@ -149,6 +149,8 @@ class SetOpened(msgspec.Struct, frozen=True, tag=True):
     total: int
     #: Sets of older versions whose regions come too, and how many of their first stripes are this set's.
     shares: dict[bytes, int] = {}
+    #: As of `RecordStates`.
+    held: int = 0
 
 
 #: States of records: it is on its way; it is in memory; it has to be read from storage; it is not this server's.
@@ -160,6 +162,8 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
     states: bytes
     stripes: list[int]
+    #: Number of the holding that these are of; a set that is held again has new regions and a new number. 0: not held.
+    held: int = 0
 
 
 class SetList(msgspec.Struct, frozen=True, tag=True):

@@ -54,6 +54,8 @@ class NearServer:
         self._per_stripe, self._silence_s = per_stripe, silence_s
         self._connection: PoolConnection | None = None
         self._retry_at, self._pause_s = 0.0, FIRST_PAUSE_S
+        #: Number of the holding that `_mapped`, `_regions` and `_states` are of; see `RecordStates`.
+        self._held = 0
         #: Regions in the order in which the server has them, and each stripe's.
         self._mapped: list[PoolRegion] = []
         self._regions: dict[int, PoolRegion] = {}
@@ -137,10 +139,13 @@ class NearServer:
             assert self._connection is not None
             answer, _ = self._connection.hear()
             assert isinstance(answer, RecordStates)
-            came.update((one, state) for one, state in zip(records, answer.states) if state != PENDING)
-            here = {one // self._per_stripe for one, state in came.items() if state == HERE}
-            if not self._regions.keys() >= here:
+            states = {one: state for one, state in zip(records, answer.states) if state != PENDING}
+            here = {one // self._per_stripe for one, state in states.items() if state == HERE}
+            if self._is_of_another(answer) or not self._regions.keys() >= here:
                 self._map_more()
+            if self._is_of_another(answer):
+                return  # the set was given up and held again meanwhile: other regions are filled
+            came.update(states)
             self._states |= {
                 one: state
                 for one, state in came.items()
@@ -160,11 +165,18 @@ class NearServer:
 
     def _connect(self) -> None:
         self._connection = PoolConnection(self._directory, silence_s=self._silence_s)
-        # What an earlier server has said of single records holds for its regions alone; whole stripes stay mapped.
-        self._states, self._mapped, self._regions = {}, [], {}
-        self._known &= {*self._ready.values()}
+        self._leave_regions(0)
         self._map_more()
         self._pause_s = FIRST_PAUSE_S
+
+    def _leave_regions(self, held: int) -> None:
+        """Go on with a new holding: what was said of records holds for earlier regions alone; whole stripes stay."""
+        self._held, self._states, self._mapped, self._regions = held, {}, [], {}
+        self._known &= {*self._ready.values()}
+
+    def _is_of_another(self, answer: RecordStates | SetOpened) -> bool:
+        """Whether an answer is of a holding whose regions are not those that are mapped."""
+        return answer.held not in (0, self._held)
 
     def _map_more(self) -> None:
         assert self._connection is not None
@@ -176,6 +188,11 @@ class NearServer:
             finally:
                 for fd in fds:
                     os.close(fd)  # a mapping has a descriptor of its own
+            if self._is_of_another(opened):
+                are_first = not self._mapped
+                self._leave_regions(opened.held)
+                if not are_first:
+                    continue
             for region in regions:
                 self._mapped.append(region)
                 self._known.add(region)

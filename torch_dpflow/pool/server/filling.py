@@ -35,6 +35,7 @@ _AT_ONCE = 64
 _LEAST_AHEAD = 64 << 10
 #: Before what is read again whose storage did not answer, at first and later, at most: seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+_NUMBERS = count(1)
 
 
 class HeldSet:
@@ -49,6 +50,8 @@ class HeldSet:
     """
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
+        #: Differs from that of every other set that this process has held, also of the same name.
+        self.number = next(_NUMBERS)
         #: Where its dataset lies.
         self.url, records, known, self._reader, self.parts = opened
         self.source, self.records = source, records
@@ -159,14 +162,15 @@ class HeldSet:
                 for one in own:
                     self._wanted.tell(one, is_here=True)
             ready = [] if self._left[stripe] else [stripe]
-            return RecordStates(bytes(self._states[own.start : own.stop]), ready)
+            return RecordStates(bytes(self._states[own.start : own.stop]), ready, self.number)
 
     def fill(self, stripes: Sequence[int]) -> None:
-        """Make room for these stripes, and read them, in a thread."""
-        stripes = [one for one in stripes if one not in self._region_of]
-        if not stripes:
-            return
+        """Make room for those of these stripes that have none, and read them, in a thread."""
         with self._changed:
+            # A second region would replace one that records were written to, and be taken for filled.
+            stripes = [one for one in stripes if one not in self._stripes]
+            if not stripes:
+                return
             self._making += 1
             self._stripes.update(stripes)
         try:
@@ -187,7 +191,7 @@ class HeldSet:
                     break
             stripes = {one // self.records.per_stripe for one in asked}
             ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
-            return RecordStates(bytes(self._states[one] for one in asked), ready)
+            return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
     def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
         """The memory of a record, or its state; one that is on its way is then read first.

@@ -142,7 +142,7 @@ class Holdings:
             for fd in fds:
                 os.close(fd)
             raise
-        return SetOpened(len(fds), len(held.regions), held.shares), fds
+        return SetOpened(len(fds), len(held.regions), held.shares, held.number), fds
 
     def want(self, identity: bytes, records: Sequence[int], patience_s: float) -> RecordStates:
         """The states of these records, which are read first. Raises UsageError: one does not exist."""
