@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import DistributedSampler
 
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
 from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
@@ -332,11 +333,15 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
     from torch_dpflow.cluster.client.open_job import JobReading, open_job
     from torch_dpflow.loader.flow_order import common_name, process_rank
+    from torch_dpflow.samplers import DynaGCSSampler
 
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
-    if order is None and options.name is not None and process_rank()[1] > 1:
+    rank, ranks = process_rank()
+    if ranks == 1 and isinstance(loader.sampler, DistributedSampler | DynaGCSSampler):
+        rank, ranks = loader.sampler.rank, loader.sampler.num_replicas
+    if order is None and options.name is not None and ranks > 1:
         # Every process of a job may be given its name; where the sampler decides, each of them is a job to the flow.
-        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{process_rank()[0]}")
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{rank}")
     if replica is not None and loader._runtime.jobs:
         options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
     elif options.name is not None and number > 1 and replica is None:

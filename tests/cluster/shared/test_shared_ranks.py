@@ -385,3 +385,25 @@ def test_iterations_of_a_sampler_without_ranks_are_epochs(cluster: TestCluster, 
     )
     expected = DynaGCSSampler(range(10, 40), seed=2)
     assert [keys(loader) for _ in range(3)] == [list(expected) for _ in range(3)]
+
+
+def test_ranks_of_one_name_whose_order_the_sampler_keeps_read_side_by_side(
+    cluster: TestCluster, flow: str
+) -> None:
+    dataset = Numbers(40)
+    samplers = [DistributedSampler(dataset, 2, rank, shuffle=False) for rank in range(2)]
+    loaders = [
+        DPFlowDataLoader(
+            dataset,
+            batch_size=5,
+            sampler=sampler,
+            num_workers=1,
+            flow=flow,
+            address=cluster.address,
+            job=JobOptions(name=f"{flow}/ranks", idle_s=3.0, patience_s=60.0),
+        )
+        for sampler in samplers
+    ]
+    read = [keys(batches) for batches in zip(*loaders, strict=True)]
+    assert sorted(chain.from_iterable(read)) == list(range(40))
+    assert read[0] == [*range(0, 10, 2), *range(1, 11, 2)]
