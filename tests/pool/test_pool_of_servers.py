@@ -324,6 +324,7 @@ def test_a_member_that_begins_anew_at_its_address_is_empty(stored: StoredDataset
         assert dataset.read_each(range(COUNT)) == numbers(COUNT)
 
 
+@pytest.mark.slow  # a read of a storage that is away is tried for two minutes
 def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends, which the check after each test awaits."""
     monkeypatch.setattr("torch_dpflow.pool.server.holdings.FIRST_PAUSE_S", 1e6)
