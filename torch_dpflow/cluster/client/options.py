@@ -82,7 +82,7 @@ class JobOptions:
         fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
             `torch_dpflow.cluster.client.fingerprint`.
         weight: how much the job counts when the cache decides what to evict, relative to other jobs (alpha in the
-            thesis's equation 3-5). Used by the policy "use-distance".
+            thesis's equation 3-5). Used by the policies "use-distance" and "alsd-mean".
         ready: batches that are collated ahead of need (P_L).
         asked: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order may
             change while it is read is drawn no further ahead than torch draws it.

@@ -147,10 +147,6 @@ class ObjectReader:
         limit.renew()
         return data
 
-    def is_remote(self, url: str) -> bool:
-        """Whether an object is not a local file."""
-        return self._opened.get().storage(url).is_remote
-
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""
         opened = self._opened.drop()
