@@ -185,13 +185,14 @@ class Relay:
                     content = content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :]
                     self._after = 1 << 60
                 elif room < len(content):
-                    near.sendall(content[: max(0, room)])
                     self.passed += len(content)
+                    near.sendall(content[: max(0, room)])
                     if self._fault == "freeze":
                         continue
                     break
-                near.sendall(content)
+                # Counted first: a reader that has all its bytes may compare the count before this thread goes on.
                 self.passed += len(content)
+                near.sendall(content)
             near.shutdown(socket.SHUT_RDWR)
 
 
