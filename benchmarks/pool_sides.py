@@ -26,7 +26,7 @@ import zmq
 
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import StoredDataset
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.rpc import Result, RpcClient, RpcServer
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import listen
@@ -166,7 +166,7 @@ def curve(stack: ExitStack, count: int) -> PoolSide:
 
 
 def rpc(stack: ExitStack, count: int) -> PoolSide:
-    """Our own calls with parcels, as a flow's shards answer jobs: one call to each server."""
+    """Our own calls with payloads, as a flow's shards answer jobs: one call to each server."""
     clients, servers = list[RpcClient](), list[psutil.Process]()
     for _ in range(SERVERS):
         said, server = stack.enter_context(process(_own("rpc", count)))
@@ -176,7 +176,7 @@ def rpc(stack: ExitStack, count: int) -> PoolSide:
     def read(indices: Sequence[int]) -> list[bytes]:
         found, places = [b""] * len(indices), by_server(clients, indices)
         calls = [
-            (client.begin("read", [indices[place] for place in own], reply_type=ParcelTable), own)
+            (client.begin("read", [indices[place] for place in own], reply_type=PayloadTable), own)
             for client, own in places
         ]
         for call, own in calls:

@@ -8,7 +8,7 @@ record, which is the least that anybody can do. The object store is `benchmarks.
 process, with 10 ms to each answer.
 
 The part `lanes` reads the same records from four servers of this host over tcp: by our lanes, in plain and with TLS, by
-bare sockets, by our own calls (`ipc.rpc`) with parcels, by ZeroMQ with CURVE, from Redis and memcached, by
+bare sockets, by our own calls (`ipc.rpc`) with payloads, by ZeroMQ with CURVE, from Redis and memcached, by
 Mooncake's transfer engine, and from Ray's object store; and from one server whose memory is mapped. Each hands out
 `bytes`, or, "not copied", views: of what is mapped, of Ray's store, or of memory that is used again once they are gone
 (`copy=False`). Processor time there is that of reader and servers together. What is not installed is left out.
@@ -71,7 +71,7 @@ METRICS = [
 AGAINST = {
     "bare sockets": ("tcp in plain", "tcp with TLS", "mapped"),
     "bare sockets, memory kept": ("tcp in plain, not copied",),
-    "calls with parcels": ("tcp in plain", "tcp in plain, not copied"),
+    "calls with payloads": ("tcp in plain", "tcp in plain, not copied"),
     "ZeroMQ with CURVE": ("tcp with TLS", "tcp with TLS, not copied"),
     "Redis": ("tcp in plain", "tcp in plain, not copied", "mapped"),
     "memcached": ("tcp in plain", "tcp in plain, not copied", "mapped"),
@@ -196,7 +196,7 @@ def run_lanes(count: int, least_s: float, rounds: int) -> list[Comparison]:
             "bare copies": PoolSide(bare_copies(count), []),
             "bare sockets": raw,
             "bare sockets, memory kept": raw_kept,
-            "calls with parcels": rpc(stack, count),
+            "calls with payloads": rpc(stack, count),
             "ZeroMQ with CURVE": curve(stack, count),
         }
         peers = {"Redis": redis_servers, "memcached": memcached_servers, "Mooncake": mooncake}

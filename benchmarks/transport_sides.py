@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import listen
@@ -52,11 +52,11 @@ class Side(Protocol):
 
 
 class Dpflow:
-    """Our calls, with a parcel as their payload."""
+    """Our calls, with a payload as their payload."""
 
     def serve(self, address: str, ready: Callable[[str], None], shape: Sequence[int]) -> None:
         server = RpcServer(listen(address))
-        server.register("echo", _echo, body_type=ParcelTable)
+        server.register("echo", _echo, body_type=PayloadTable)
         server.register("ping", lambda call: Result(call.body))
         ready(server.address)
         server.serve()
@@ -70,7 +70,7 @@ class _DpflowClient:
         self._client = client
 
     def echo(self, objects: list[Any]) -> list[Any]:
-        answer = self._client.call("echo", *encode(objects), reply_type=ParcelTable)
+        answer = self._client.call("echo", *encode(objects), reply_type=PayloadTable)
         received: list[Any] = decode(answer.body, answer.frames)
         return received
 

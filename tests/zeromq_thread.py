@@ -1,4 +1,4 @@
-"""What tests of the transport and of parcels have in common."""
+"""What tests of the transport and of payloads have in common."""
 
 import gc
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ FOLDER = ROOT / "build" / "release"
 #: Of this package: how it meets users, what crosses between processes, what decides, and its command.
 TESTS = (
     "tests/contracts",
-    "tests/ipc/serialization/test_parcel_properties.py",
+    "tests/ipc/serialization/test_payload_properties.py",
     "tests/cluster/cache/test_sample_cache_properties.py",
     "tests/ipc/serialization",
     "tests/cli/test_cluster_printing.py",

@@ -27,7 +27,7 @@ FOLDER = ROOT / "build" / "versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TESTS = (
     "tests/contracts",
-    "tests/ipc/serialization/test_sample_parcel.py",
+    "tests/ipc/serialization/test_sample_payload.py",
     "tests/ipc/serialization/test_plain_pickles.py",
 )
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")

@@ -11,7 +11,7 @@ import torch
 from tests.loader_cases import Augmented
 from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.ipc.messages.order import Order, decode_order
+from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 
 #: In every sample, many times over.
@@ -34,14 +34,14 @@ class Marked(Augmented):
 class Recorded(OnHosts):
     """Keeps what its members are told."""
 
-    orders: list[Order] = field(default_factory=list)
+    orders: list[LaunchSpec] = field(default_factory=list)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         platform = super().open(outlived=outlived)
         start = platform.start
 
         def recorded(name: str, order: bytes) -> None:
-            self.orders.append(decode_order(order))
+            self.orders.append(decode_launch_spec(order))
             start(name, order)
 
         platform.start = recorded  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from tests.loader_cases import assert_same
 from tests.shared_cluster import PATIENCE_S, wait
 from tests.support.hosts import Hosts
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.ipc.messages.order import Order, encode_order
+from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect
 from torch_dpflow.ipc.transport.keys import ClientKeys
 
@@ -82,7 +82,7 @@ def an_order_is_refused_a_second_time_and_from_another_host(pair: Pair) -> None:
     elsewhere = pair.hosts[order.number - 1]
     copy = subprocess.run(
         [*elsewhere.prefix, sys.executable, "-m", "torch_dpflow.remote.worker"],
-        input=encode_order(order),
+        input=encode_launch_spec(order),
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stderr=subprocess.PIPE,
         timeout=PATIENCE_S,
@@ -121,7 +121,7 @@ def an_order_is_refused_once_its_member_is_gone(pair: Pair) -> None:
     pair.read()
 
 
-def is_heard(order: Order, within_s: float) -> bool:
+def is_heard(order: LaunchSpec, within_s: float) -> bool:
     """Whether a connection with an order's key gets any answer in so many seconds."""
     keys = ClientKeys(
         public=order.public.encode(), secret=order.secret.encode(), server_public=order.server_public.encode()

@@ -14,7 +14,7 @@ from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.joined_node import NodeView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures, state_words
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 #: Column headings for a shard, and for all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")
@@ -92,7 +92,7 @@ def print_processes(processes: Sequence[ProcessView]) -> None:
     stdout_console().print(table)
 
 
-def print_members(members: Mapping[str, Sequence[MemberView]]) -> None:
+def print_members(members: Mapping[str, Sequence[RemoteWorkerView]]) -> None:
     """One row for each worker that a platform runs, by the shard that has it."""
     table = _table("workers", "worker", "shard", "state", "age", "samples", "/s", "where")
     for shard, views in members.items():

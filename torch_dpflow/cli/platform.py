@@ -16,7 +16,7 @@ from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect, j
 from torch_dpflow.cli.cluster_printing import print_costs, print_members
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.remote.launchers.names import MemberName, prefix_of
 from torch_dpflow.remote.launchers.registry import resolve
 
@@ -141,7 +141,7 @@ def _list_members(address: str, *, as_json: bool) -> None:
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
     members = {
-        view.id: msgspec.convert(view.status["members"], list[MemberView])
+        view.id: msgspec.convert(view.status["members"], list[RemoteWorkerView])
         for view in processes
         if "members" in view.status
     }

@@ -353,7 +353,7 @@ class PrivateShard:
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
         try:
-            return decode(finished.parcel, frames, reader=self._readers[worker]), stream
+            return decode(finished.payload, frames, reader=self._readers[worker]), stream
         except MessageError as error:
             # It came from a worker of ours as it was sent: a class of the batch fails to unpickle here.
             cause = error.__cause__ or error
@@ -371,7 +371,7 @@ class PrivateShard:
         if self._pin is not None and not isinstance(value, ExceptionWrapper):
             value = self._pinned(value)
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
-        self._notify(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
+        self._notify(Arrived(task, worker, kind, value, stream, finished.payload.nbytes))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         self._notify(Poisoned(task, workers))

@@ -27,7 +27,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
 from torch_dpflow.cluster.monitoring.http_address import listen_at
 from torch_dpflow.cluster.monitoring.page_access import TOKEN_FILE, PagePlace, check_page
 from torch_dpflow.cluster.monitoring.page_figures import RUNNING, Observation, ProcessRow
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.loader.workload import Workload
 from torch_dpflow.log import LOADER
 from torch_dpflow.workers.platform import Handle
@@ -193,7 +193,7 @@ class _WatchedLoader:
         ends = iterator._restarts.ends
         del iterator  # who drops it in the training ends its workers there
         local = shard.processes.local
-        members: Callable[[], list[MemberView]] = getattr(shard.processes, "views", list)
+        members: Callable[[], list[RemoteWorkerView]] = getattr(shard.processes, "views", list)
         return [
             *(self._row(handle, ends) for handle in (() if local is None else local.handles)),
             *(

@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 
-from torch_dpflow.remote.launchers.subprocesses import take_order
+from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
 
 #: What a member writes before it leaves, and its exit code.
 LAST_WORDS, CODE = "the cupboard is bare", 7
@@ -27,4 +27,4 @@ def run(order: bytes) -> None:
 
 
 if __name__ == "__main__":
-    run(take_order(*sys.argv[1:2]))
+    run(take_launch_spec(*sys.argv[1:2]))

@@ -32,7 +32,7 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
-from torch_dpflow.ipc.serialization.codec import encode as encode_parcel
+from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.workers import collate
 from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec
@@ -199,12 +199,12 @@ class BatchWorker:
 
     def _wrap(self, loaded: LoadedBatch) -> tuple[Any, list[Frame]]:
         try:
-            return encode_parcel(loaded.value, arena=self._arena)
+            return encode_payload(loaded.value, arena=self._arena)
         except NotPicklableError as error:
             if loaded.kind == FAILURE:
                 # The exception's class cannot be pickled; its text can.
-                return encode_parcel(_as_runtime_error(loaded.value))
-            return encode_parcel(unpicklable_failure(self._number, error))
+                return encode_payload(_as_runtime_error(loaded.value))
+            return encode_payload(unpicklable_failure(self._number, error))
 
 
 def _as_runtime_error(failure: ExceptionWrapper) -> ExceptionWrapper:

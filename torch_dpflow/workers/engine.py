@@ -1,6 +1,6 @@
 """A shard: the queue of tasks and the workers that pull from it. A thin shell around the scheduler.
 
-It forwards parcels without decoding them; its `Requester` decodes.
+It forwards payloads without decoding them; its `Requester` decodes.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _split(exchange: Exchange, frames: list[memoryview]) -> list[tuple[Finished,
     parts = []
     begin = 0
     for finished in exchange.finished:
-        end = begin + finished.parcel.frames + finished.has_stream
+        end = begin + finished.payload.frames + finished.has_stream
         parts.append((finished, frames[begin:end]))
         begin = end
     if begin != len(frames):

@@ -70,7 +70,7 @@ class ResultOutbox:
                 self._send()
             self._finished.append(finished)
             self._frames += frames
-            self._nbytes += finished.parcel.nbytes
+            self._nbytes += finished.payload.nbytes
             self._started = started
             full = len(self._finished) == MAX_RESULTS or self._nbytes >= MAX_BYTES
             if hold and not full and time.monotonic() - self._sent_at < self._hold_s:

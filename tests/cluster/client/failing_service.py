@@ -107,7 +107,7 @@ class FailingService:
 def _loaded(ask: Ask) -> Result:
     samples, frames = [], []
     for ticket, key in ask.awaited:
-        table, parcel = encode(key)
+        table, payload = encode(key)
         samples.append(ServedSample(ticket, SAMPLE, table))
-        frames += parcel
+        frames += payload
     return Result(Served(samples), frames)

@@ -22,7 +22,7 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     observation_of,
 )
 from torch_dpflow.cluster.monitoring.page_history import MOST_POINTS, MOST_SERIES, PageHistory
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 SERIES = ("stall", "rate", "hit_rate", "decodes")
 
@@ -182,7 +182,7 @@ def test_the_log_says_who_was_restarted_and_why_and_sums_up_crowds() -> None:
 
 
 def test_processes_and_members_are_shown_with_their_states() -> None:
-    member = MemberView("dpf-1", 0, "on deck", 3.0, "host-a pid 9")
+    member = RemoteWorkerView("dpf-1", 0, "on deck", 3.0, "host-a pid 9")
     views = [
         ProcessView("coordinator", "coordinator", 1, 5, "ipc://x", {}),
         ProcessView("a/b:v2/shard-000", "shard", 2, 6, "", {"members": msgspec.to_builtins([member])}),

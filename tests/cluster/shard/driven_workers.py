@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel
+from torch_dpflow.cluster.shard.detached_payload import DetachedPayload
 from torch_dpflow.cluster.shard.workers import ShardWorkers
 from torch_dpflow.ipc.transport import Listener, listen
 
@@ -24,7 +24,7 @@ class Workers:
         self.listener: Listener = listen(address)
         #: Who is to be ended by somebody else, and what has been loaded.
         self.to_end: list[tuple[int, int]] = []
-        self.loaded: dict[int, DetachedParcel] = {}
+        self.loaded: dict[int, DetachedPayload] = {}
         self.shard = ShardWorkers(
             self.listener,
             "",

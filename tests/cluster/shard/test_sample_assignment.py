@@ -13,7 +13,7 @@ import pytest
 from tests.new_process import in_fork
 from torch_dpflow.cluster.messages.sample_task import pack_task
 from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE
-from torch_dpflow.cluster.shard.detached_parcel import text_parcel
+from torch_dpflow.cluster.shard.detached_payload import text_payload
 from torch_dpflow.cluster.shard.sample_source import (
     KeylessTransform,
     SampleAssignment,
@@ -70,7 +70,7 @@ def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do(
 
     def load() -> tuple[int, str]:
         kind, wrapped = SampleSource(packed, 0, 1).load(
-            memoryview(pack_task(0, 0, text_parcel(SAMPLE, "").parcel))
+            memoryview(pack_task(0, 0, text_payload(SAMPLE, "").payload))
         )
         return kind, wrapped.exc_msg
 
@@ -82,10 +82,10 @@ def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do(
 def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:
     """Also where Python leaves assertions out."""
     packed = io.BytesIO(SampleAssignment(dataset=TwoStageDataset([1, 2]), worker_init_fn=None).pack())
-    value = text_parcel(SAMPLE, "of a first part")
+    value = text_payload(SAMPLE, "of a first part")
 
     def load() -> tuple[int, str]:
-        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, value.parcel)))
+        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, value.payload)))
         return kind, wrapped.exc_msg
 
     kind, text = in_fork(load)
@@ -163,7 +163,7 @@ def test_a_dataset_is_told_what_its_worker_will_load() -> None:
 
     def load() -> list[Any]:
         source = SampleSource(packed, 0, 1)
-        draw = memoryview(pack_task(6, 0, text_parcel(SAMPLE, "of a first part").parcel))
+        draw = memoryview(pack_task(6, 0, text_payload(SAMPLE, "of a first part").payload))
         source.announce([task(5), task(7), draw])
         source.announce([draw])
         outcomes: list[Any] = [[*source._dataset.cacheable.keys]]

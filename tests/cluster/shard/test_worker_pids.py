@@ -33,7 +33,7 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 from torch_dpflow.ipc.rpc import RpcServer
 from torch_dpflow.ipc.transport import connect, listen
 
@@ -216,7 +216,7 @@ BELOW = """
 import sys
 import msgspec
 from torch_dpflow.ipc.memory.arena import ArenaReader
-from torch_dpflow.ipc.messages.shared_blocks import ProbeRef
+from torch_dpflow.ipc.messages.payload_table import ProbeRef
 print(ArenaReader(int(sys.argv[1])).probe(msgspec.json.decode(sys.argv[2], type=ProbeRef)))
 """
 

@@ -25,7 +25,7 @@ from torch_dpflow.ipc.memory.conversions import storage_over, tensor_over
 from torch_dpflow.ipc.memory.forks import FORKS
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.memory.segment import HEADER_BYTES
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef
 
 SIZE = 300_000
 

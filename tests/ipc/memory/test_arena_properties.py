@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader, Block
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef
 
 BUDGET = 2_000_000
 

@@ -11,7 +11,7 @@ import pytest
 
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
 from torch_dpflow.ipc.memory.running_task import RunningTask, RunningTaskReader
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef
 
 
 def pair() -> tuple[RunningTask, RunningTaskReader, Arena]:

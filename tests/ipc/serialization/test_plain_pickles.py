@@ -1,4 +1,4 @@
-"""Where pickle writes otherwise than the library knows, parcels are packed the plain way, with the same results."""
+"""Where pickle writes otherwise than the library knows, payloads are packed the plain way, with the same results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.cluster.client.collate import collate_parcels, collate_samples
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.cluster.client.collate import collate_payloads, collate_samples
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 
@@ -29,10 +29,10 @@ pickle.{broken}
 import logging, sys
 logging.basicConfig(level="WARNING", format="%(name)s: %(message)s", stream=sys.stdout)
 from pathlib import Path
-from tests.ipc.serialization.test_plain_pickles import parcels, opened_like_the_originals
+from tests.ipc.serialization.test_plain_pickles import payloads, opened_like_the_originals
 there, here = Path(sys.argv[1]), Path(sys.argv[2])
 opened_like_the_originals(there)
-parcels(here)
+payloads(here)
 opened_like_the_originals(here)
 """
 
@@ -59,7 +59,7 @@ def corpus() -> list[Any]:
     ]
 
 
-def parcels(folder: Path) -> None:
+def payloads(folder: Path) -> None:
     """Writes each object of the corpus as it travels, packed as a batch and as a sample."""
     for number, obj in enumerate(corpus()):
         for name, (table, frames) in {"batch": encode(obj), "sample": encode_sample(obj)}.items():
@@ -72,12 +72,12 @@ def opened_like_the_originals(folder: Path) -> None:
     for number, obj in enumerate(corpus()):
         for name in ("batch", "sample"):
             table, frames = msgspec.msgpack.decode(
-                (folder / f"{number}.{name}").read_bytes(), type=tuple[ParcelTable, list[bytes]]
+                (folder / f"{number}.{name}").read_bytes(), type=tuple[PayloadTable, list[bytes]]
             )
             assert told(decode(table, frames)) == told(obj), (number, name)
     samples = [(torch.full((3, 120, 120), value), value) for value in range(3)]
     travelled = [(table, list(map(_writable, frames))) for table, frames in map(encode_sample, samples)]
-    batch = collate_parcels(travelled) or collate_samples([decode(*one) for one in travelled])
+    batch = collate_payloads(travelled) or collate_samples([decode(*one) for one in travelled])
     assert told(batch) == told(collate_samples(samples))
 
 
@@ -100,8 +100,8 @@ def told(obj: Any) -> Any:
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus as this process packs it: with big bytes objects apart, and the common samples by the short cut."""
-    folder = tmp_path_factory.mktemp("parcels")
-    parcels(folder)
+    folder = tmp_path_factory.mktemp("payloads")
+    payloads(folder)
     assert len((folder / "2.batch").read_bytes()) > 4 * BIG
     opened_like_the_originals(folder)
     return folder

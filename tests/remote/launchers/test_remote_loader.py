@@ -31,7 +31,7 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
-from torch_dpflow.ipc.messages.order import Order, decode_order, encode_order
+from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect, listen
 from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
@@ -101,7 +101,9 @@ def local(no_leaks: None) -> Iterator[DPFlowDataLoader[Any]]:
 
 def members(recording: Recording) -> dict[str, int]:
     """The pids of the members that run, by name."""
-    return {order.name: pid for order in map(decode_order, recording.orders) if (pid := pid_of(order.name))}
+    return {
+        order.name: pid for order in map(decode_launch_spec, recording.orders) if (pid := pid_of(order.name))
+    }
 
 
 def pid_of(name: str) -> int:
@@ -139,7 +141,7 @@ def test_what_a_member_was_told_is_found_nowhere(
     remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: remote._iterator._shard.processes.working == 2)
-    for order in map(decode_order, recording.orders):
+    for order in map(decode_launch_spec, recording.orders):
         pid = pid_of(order.name)
         if pid:
             assert order.secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -157,7 +159,7 @@ def test_an_order_used_again_is_refused(
         lose_one(remote, lambda: next(iter(members(recording).values())))
         eventually(lambda: len(names_of(remote)) == 2)
     running = members(recording)
-    orders = {order.name: data for data in recording.orders if (order := decode_order(data))}
+    orders = {order.name: data for data in recording.orders if (order := decode_launch_spec(data))}
     again = next(data for name, data in orders.items() if name in running)
     copy = subprocess.run(
         [sys.executable, "-m", "torch_dpflow.remote.worker"],
@@ -168,13 +170,13 @@ def test_an_order_used_again_is_refused(
     )
     assert copy.returncode == 0, copy.stderr
     assert b"another process is" in copy.stderr
-    gone = next(decode_order(data) for name, data in orders.items() if name not in running)
+    gone = next(decode_launch_spec(data) for name, data in orders.items() if name not in running)
     assert not answered(gone, f"{gone.number}/{gone.incarnation}/feed/line", gone.addresses[0], within_s=0.5)
     assert len(list(remote)) == expected
     assert members(recording) == running
 
 
-def answered(order: Order, identity: str, address: str, *, within_s: float) -> Any:
+def answered(order: LaunchSpec, identity: str, address: str, *, within_s: float) -> Any:
     """What the door answers to garbage from a connection with an order's key; None if it does not hear it.
 
     within_s: how long to wait for it, seconds.
@@ -199,7 +201,7 @@ def test_strangers_and_garbage_change_nothing(
     expected = len(list(remote))
     eventually(lambda: len(names_of(remote)) == 2)
     running = members(recording)
-    own, other = (order for order in map(decode_order, recording.orders) if order.name in running)
+    own, other = (order for order in map(decode_launch_spec, recording.orders) if order.name in running)
     address = own.addresses[0]
     identity, others = (f"{one.number}/{one.incarnation}/feed/line" for one in (own, other))
     assert isinstance(answered(own, identity, address, within_s=PATIENCE_S), WorkerRefused)
@@ -336,7 +338,7 @@ def test_a_member_that_is_refused_while_it_imports_torch_ends_and_says_why_if_th
     digest = hashlib.sha256(content).hexdigest()
     platform = Processes().open()
     head = listen("tcp://127.0.0.1:0", options=TransportOptions(keys=keys))
-    order = Order(
+    order = LaunchSpec(
         name=name,
         role="worker",
         number=0,
@@ -349,7 +351,7 @@ def test_a_member_that_is_refused_while_it_imports_torch_ends_and_says_why_if_th
         lifetime_s=None,
         silence_s=PATIENCE_S,
     )
-    platform.start(name, encode_order(order))
+    platform.start(name, encode_launch_spec(order))
     while True:
         peer, frames = head.receive(PATIENCE_S)  # type: ignore[misc]
         if isinstance(decode(frames[0]), MemberHello):

@@ -7,15 +7,15 @@ from typing import Any, TypeAlias
 
 from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow._core.torch_private import ExceptionWrapper
-from torch_dpflow.cluster.client.collate import collate_parcels, collate_samples
+from torch_dpflow.cluster.client.collate import collate_payloads, collate_samples
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, ServedSample
 from torch_dpflow.errors import MessageError, PoisonTaskError, WorkerError, WorkerStartError
-from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode
 
-#: A parcel and its frames, or an error in its place.
-Received: TypeAlias = tuple[ParcelTable, list[Frame]] | WorkerError
+#: A payload and its frames, or an error in its place.
+Received: TypeAlias = tuple[PayloadTable, list[Frame]] | WorkerError
 
 
 def build_batch(
@@ -45,29 +45,29 @@ def build_batch(
 
 
 def received_sample(sample: ServedSample, frames: list[memoryview]) -> Received:
-    """The parcel of a sample that a shard has sent, or the error in its place."""
+    """The payload of a sample that a shard has sent, or the error in its place."""
     if sample.kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
     if sample.kind == WORKERLESS:
         return WorkerStartError(bytes(frames[0]).decode(errors="replace"))
-    return sample.parcel, [*frames]
+    return sample.payload, [*frames]
 
 
 def _made_at_once(came: list[Received | None], keep_layout: bool) -> Any | None:
-    parcels = [one for one in came if isinstance(one, tuple)]
-    if len(parcels) < len(came):
+    payloads = [one for one in came if isinstance(one, tuple)]
+    if len(payloads) < len(came):
         return None
     try:
-        return collate_parcels(parcels, keep_layout=keep_layout)
+        return collate_payloads(payloads, keep_layout=keep_layout)
     except Exception:  # opening the samples one by one raises it again, and names the sample
         return None
 
 
-def _opened(came: tuple[ParcelTable, list[Frame]]) -> Any:
+def _opened(came: tuple[PayloadTable, list[Frame]]) -> Any:
     try:
         return decode(*came)
     except MessageError:
-        # The parcel itself is valid, as a worker made it: a class of the sample cannot be unpickled here.
+        # The payload itself is valid, as a worker made it: a class of the sample cannot be unpickled here.
         return ExceptionWrapper(where="while opening a sample")
 
 

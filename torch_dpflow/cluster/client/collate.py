@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow._core.torch_private import collate, collate_tensor_fn, default_collate_fn_map
 from torch_dpflow.ipc.memory.conversions import keeps_memory, memory_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode_heads
 from torch_dpflow.ipc.serialization.fast_path import numbers_beside
 from torch_dpflow.ipc.serialization.pickling import is_plain
@@ -49,17 +49,17 @@ def collate_samples(samples: list[Any]) -> Any:
     return collate(samples, collate_fn_map=_kept_results(mapping))
 
 
-def collate_parcels(
-    parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]], *, keep_layout: bool = False
+def collate_payloads(
+    payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]], *, keep_layout: bool = False
 ) -> Any | None:
-    """What `collate_samples` makes of the samples in these parcels, without opening each; None unless all are alike.
+    """What `collate_samples` makes of the samples in these payloads, without opening each; None unless all are alike.
 
-    Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. Opening a parcel
+    Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. Opening one
     costs more than all else that a job does for a sample. The frames become the batch's, unless the result is None.
 
     keep_layout: make what `collate_channels_last` makes of them.
     """
-    found = decode_heads(parcels)
+    found = decode_heads(payloads)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
         return None
     head, buffer = found[0]

@@ -62,7 +62,7 @@ class Pipeline:
 class _Batch:
     number: int
     wanted: list[Wanted]
-    #: By ticket, the parcels that have come, and errors in place of one.
+    #: By ticket, the payloads that have come, and errors in place of one.
     values: dict[int, Received] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0

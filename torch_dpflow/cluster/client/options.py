@@ -15,7 +15,7 @@ from torch_dpflow.cluster.messages.flow_spec import (
     check_algorithms,
 )
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.ipc.messages.limits import MAX_RANKS, UNNAMED
+from torch_dpflow.ipc.messages.fields import MAX_RANKS, UNNAMED
 
 #: Memory for samples by default, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30

@@ -15,7 +15,7 @@ from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import Ask, Served, ServedSample
 from torch_dpflow.cluster.security.cluster_address import Cluster
 from torch_dpflow.errors import DPFlowError, PeerLostError
-from torch_dpflow.ipc.messages.body import MAX_SAMPLES
+from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
 #: How long a fetch may wait for its samples before it is repeated, seconds; less where the job's patience is.
@@ -136,7 +136,7 @@ class ShardLinks:
         frames, taken = answer.frames, self._taken[fetch.address]
         begin = 0
         for sample in served.samples:
-            end = begin + sample.parcel.frames
+            end = begin + sample.payload.frames
             outcome.samples.append((sample, frames[begin:end]))
             begin = end
             taken.append(sample.ticket)

@@ -39,7 +39,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
-from torch_dpflow.ipc.messages.body import MAX_SAMPLES
+from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.samplers.indices import IndexArray

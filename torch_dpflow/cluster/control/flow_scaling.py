@@ -18,7 +18,7 @@ from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, WorkerSeconds
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 #: Of so many jobs of a flow the worker-seconds are kept.
 MOST_JOBS = 1024
@@ -184,7 +184,7 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -
     working = int(_sum(shards, "working"))
     has_platform = any("members" in status for status in shards)
     members = [
-        one for status in shards for one in msgspec.convert(status.get("members", []), list[MemberView])
+        one for status in shards for one in msgspec.convert(status.get("members", []), list[RemoteWorkerView])
     ]
     return FlowCounts(
         jobs=int(_number(router.status, "jobs")),

@@ -9,8 +9,7 @@ import msgspec
 
 from torch_dpflow._core.checks import check_fields, check_int
 from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS, MIN_MEMORY, FlowSpec
-from torch_dpflow.ipc.messages.body import Body
-from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: Most bytes of a flow's content, which is what its workers load, pickled; and of one piece of it.
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20

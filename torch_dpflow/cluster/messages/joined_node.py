@@ -7,8 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from torch_dpflow.cluster.messages.node import MAX_PROCESSES, Launch, ProcessView
-from torch_dpflow.ipc.messages.body import Body
-from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: Most nodes that join one cluster.
 MAX_NODES = 256

@@ -16,9 +16,8 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.ipc.messages.body import Body
-from torch_dpflow.ipc.messages.fields import MAX_TEXT, Count, Name, Seconds, Text
-from torch_dpflow.ipc.messages.order import MAX_ORDER
+from torch_dpflow.ipc.messages.fields import MAX_TEXT, Body, Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.launch_spec import MAX_LAUNCH_SPEC_BYTES
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import End, Limits
 
@@ -64,7 +63,7 @@ class StartRequest(Body, tag="start"):
     """Start this member."""
 
     name: Name
-    order: Annotated[bytes, msgspec.Meta(max_length=MAX_ORDER)]
+    order: Annotated[bytes, msgspec.Meta(max_length=MAX_LAUNCH_SPEC_BYTES)]
 
 
 class StopRequest(Body, tag="stop"):

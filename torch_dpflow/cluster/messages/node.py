@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from torch_dpflow.ipc.messages.body import Body
-from torch_dpflow.ipc.messages.fields import MAX_NAME, Count, Name, Text
+from torch_dpflow.ipc.messages.fields import MAX_NAME, Body, Count, Name, Text
 
 #: Most processes of one node.
 MAX_PROCESSES = 8192

@@ -6,9 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from torch_dpflow.ipc.messages.body import MAX_SAMPLES, Body
-from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
-from torch_dpflow.ipc.messages.limits import MAX_RANKS
+from torch_dpflow.ipc.messages.fields import MAX_RANKS, MAX_SAMPLES, Body, Count, Name, Seconds, Text
 
 
 class RegisterShard(Body):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.alignment import aligned
-from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable, aligned
 
 #: The sample's key, the number that decides its random draws, and the bytes of its input's header, 0 without input.
 _NUMBERS = struct.Struct("<QQQ")
@@ -23,7 +22,7 @@ _NUMBERS = struct.Struct("<QQQ")
 class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
     """The header of an input."""
 
-    table: ParcelTable
+    table: PayloadTable
     #: Bytes of each of its frames.
     sizes: list[int]
 
@@ -38,12 +37,12 @@ class SampleTask:
     key: int
     #: Decides, with the key, the random draws.
     draw: int
-    #: The output of the cacheable stage, as table and frames of a parcel: run the per-draw stage on it. None: load the
+    #: The output of the cacheable stage, as table and frames of a payload: run the per-draw stage on it. None: load the
     #: sample.
-    input: tuple[ParcelTable, list[memoryview]] | None
+    input: tuple[PayloadTable, list[memoryview]] | None
 
 
-def pack_task(key: int, draw: int, input: tuple[ParcelTable, Sequence[Frame]] | None) -> Frame:
+def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] | None) -> Frame:
     """The payload of a task. `input`: as of `SampleTask`; copied once."""
     if input is None:
         return _NUMBERS.pack(key, draw, 0)

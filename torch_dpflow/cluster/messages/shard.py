@@ -8,9 +8,8 @@ import msgspec
 
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
-from torch_dpflow.ipc.messages.body import MAX_SAMPLES, Body, SampleKeys
-from torch_dpflow.ipc.messages.fields import Count
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.fields import MAX_SAMPLES, Body, Count, SampleKeys
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 
 #: How many workers a sample may kill before it is given up.
 POISON_LIMIT = 3
@@ -48,11 +47,11 @@ SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
 class ServedSample(Body):
-    """One sample; its parcel's frames follow."""
+    """One sample; its payload's frames follow."""
 
     ticket: Count
     kind: Annotated[int, msgspec.Meta(ge=SAMPLE, le=WORKERLESS)]
-    parcel: ParcelTable
+    payload: PayloadTable
 
 
 class Served(Body):

@@ -17,7 +17,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import (
 )
 from torch_dpflow.cluster.monitoring.http_address import check_vacant, is_loopback, parse_address
 from torch_dpflow.errors import MissingExtraError, OptionError
-from torch_dpflow.ipc.messages.limits import UNNAMED
+from torch_dpflow.ipc.messages.fields import UNNAMED
 from torch_dpflow.log import SERVICE
 
 #: The flows and processes of a cluster.

@@ -11,7 +11,7 @@ from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 #: Most jobs and processes that one page shows; it says how many more there are.
 MOST_JOBS, MOST_PROCESSES = 256, 1024
@@ -198,8 +198,8 @@ def _flow_of(id: str) -> str:
     return f"{name}:v{rest.partition('/')[0]}" if mark else ""
 
 
-def _members_of(status: dict[str, Any]) -> list[MemberView]:
+def _members_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
     try:
-        return msgspec.convert(status.get("members", []), list[MemberView])
+        return msgspec.convert(status.get("members", []), list[RemoteWorkerView])
     except msgspec.ValidationError:
         return []  # a figure for people: what a later release tells ends nothing

@@ -46,8 +46,7 @@ from torch_dpflow.cluster.services.serve import serve
 from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import MisdirectedError, StaleShardError
-from torch_dpflow.ipc.messages.fields import Name
-from torch_dpflow.ipc.messages.limits import UNNAMED
+from torch_dpflow.ipc.messages.fields import UNNAMED, Name
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead

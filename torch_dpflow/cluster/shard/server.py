@@ -27,7 +27,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
 from torch_dpflow.cluster.shard.demultiplexer import WorkerDemultiplexer
-from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel
+from torch_dpflow.cluster.shard.detached_payload import DetachedPayload
 from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
@@ -353,14 +353,14 @@ class SampleShard:
         self._workers.on_message(peer, frames)
         self._workers.flush()
 
-    def _on_loaded(self, arrived: list[tuple[int, DetachedParcel]]) -> None:
-        arrivals = [Arrival(load, parcel, parcel.nbytes, parcel.is_sample) for load, parcel in arrived]
+    def _on_loaded(self, arrived: list[tuple[int, DetachedPayload]]) -> None:
+        arrivals = [Arrival(load, payload, payload.nbytes, payload.is_sample) for load, payload in arrived]
         self._apply(self._cache.loaded(arrivals))
-        for load, parcel in arrived:
+        for load, payload in arrived:
             key = self._keys.pop(load, None)
             if key is None:
                 continue
-            if parcel.kind in (POISONED, WORKERLESS):
+            if payload.kind in (POISONED, WORKERLESS):
                 self._poisoned.add(key)
                 self._answer_poisoned(key)
             elif self._poisoned:
@@ -395,15 +395,15 @@ class SampleShard:
             self._keys.update((one.load, one.key) for one in loads)
             self._workers.load(loads)
 
-    def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedParcel]]) -> None:
+    def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedPayload]]) -> None:
         answer, frames, left = Served([]), list[Frame](), MAX_ANSWER_BYTES
-        for ticket, parcel in samples:
-            left -= parcel.nbytes
-            if answer.samples and (left < 0 or len(frames) + len(parcel.frames) > MAX_FRAMES):
+        for ticket, payload in samples:
+            left -= payload.nbytes
+            if answer.samples and (left < 0 or len(frames) + len(payload.frames) > MAX_FRAMES):
                 break
-            answer.samples.append(parcel.header(ticket))
-            frames += parcel.frames
-            self._served_bytes += parcel.nbytes
+            answer.samples.append(payload.header(ticket))
+            frames += payload.frames
+            self._served_bytes += payload.nbytes
         self._served += len(answer.samples)
         # In each answer, so that a job that ends before its first heartbeat has them too.
         answer.served, answer.decodes = self._served, self._workers.decodes

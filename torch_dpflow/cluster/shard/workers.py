@@ -13,7 +13,7 @@ from torch_dpflow.cluster.cache.objects import Load
 from torch_dpflow.cluster.messages.sample_task import pack_task
 from torch_dpflow.cluster.messages.shard import FAILED, POISON_LIMIT, POISONED, SAMPLE, WORKERLESS
 from torch_dpflow.cluster.messages.worker import GREETING, SHARD_ID_BYTES
-from torch_dpflow.cluster.shard.detached_parcel import DetachedParcel, detach, text_parcel
+from torch_dpflow.cluster.shard.detached_payload import DetachedPayload, detach, text_payload
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.ipc.memory.arena import ArenaReader
 from torch_dpflow.ipc.memory.arena_peers import ArenaPeers
@@ -83,7 +83,7 @@ class ShardWorkers:
         listener: where workers connect; the caller receives, and passes messages of workers to `on_message`.
         content: the digest of what they load; workers fetch it themselves.
         workers: how many there are to be.
-        loaded: called by `flush` with the number and the parcel of each finished load.
+        loaded: called by `flush` with the number and the payload of each finished load.
         end: called with the number and incarnation of a worker that is to be killed.
         task_timeout_s: as of `FlowSpec`.
         clock: seconds; should stand still while this process is suspended, which is not the workers' fault.
@@ -94,7 +94,7 @@ class ShardWorkers:
         listener: Listener,
         content: str,
         workers: int,
-        loaded: Callable[[list[tuple[int, DetachedParcel]]], None],
+        loaded: Callable[[list[tuple[int, DetachedPayload]]], None],
         *,
         end: Callable[[int, int], None],
         task_timeout_s: float | None,
@@ -125,7 +125,7 @@ class ShardWorkers:
         self._clock = clock
         self._loaded = loaded
         self._workers: dict[int, _FlowWorker] = {}
-        self._arrived: list[tuple[int, DetachedParcel]] = []
+        self._arrived: list[tuple[int, DetachedPayload]] = []
         #: Loads of which only the per-draw stages run, and how many have finished: they decode nothing.
         self._draws: set[int] = set()
         self._draws_done = 0
@@ -202,9 +202,9 @@ class ShardWorkers:
     def load(self, loads: Sequence[Load]) -> None:
         """Queue these loads, in this order."""
         if self._failure and not self._may_load():
-            self._arrived += [(one.load, text_parcel(WORKERLESS, self._failure)) for one in loads]
+            self._arrived += [(one.load, text_payload(WORKERLESS, self._failure)) for one in loads]
             return
-        tasks = [(one.load, pack_task(one.key, one.draw, one.input and one.input.parcel)) for one in loads]
+        tasks = [(one.load, pack_task(one.key, one.draw, one.input and one.input.payload)) for one in loads]
         self._draws.update(one.load for one in loads if one.input is not None)
         self._shard.submit(tasks)
 
@@ -327,7 +327,7 @@ class ShardWorkers:
     def _abandon(self, text: str) -> None:
         for task in self._shard.abandon():
             self._draws.discard(task)
-            self._arrived.append((task, text_parcel(WORKERLESS, text)))
+            self._arrived.append((task, text_payload(WORKERLESS, text)))
 
     def _remove(self, number: int) -> None:
         self._workers.pop(number, None)
@@ -364,17 +364,17 @@ class ShardWorkers:
     def begun(self, worker: int, frame: memoryview) -> None:
         raise MessageError(f"worker {worker} of a flow has no stream of its own")
 
-    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> DetachedParcel:
+    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> DetachedPayload:
         known = self._workers.get(worker)
         kind = SAMPLE if finished.kind == SAMPLE else FAILED
         try:
-            return detach(kind, finished.parcel, frames, None if known is None else known.reader)
+            return detach(kind, finished.payload, frames, None if known is None else known.reader)
         except DescriptorLimitError as error:
             failure = ExceptionWrapper((type(error), error, None), "in a shard")
             table, own = encode_sample(failure, arena=None)
             return detach(FAILED, table, [memoryview(frame) for frame in own], None)
 
-    def delivered(self, task: int, worker: int, finished: Finished, opened: DetachedParcel) -> None:
+    def delivered(self, task: int, worker: int, finished: Finished, opened: DetachedPayload) -> None:
         if task in self._draws:
             self._draws.discard(task)
             self._draws_done += 1
@@ -392,7 +392,7 @@ class ShardWorkers:
         if self._last_end:
             text += f"; the last worker that ended {self._last_end}"
         # Of other workers only the node learns how a process ended; it logs that.
-        self._arrived.append((task, text_parcel(POISONED, f"{text}; the cluster's log says how each ended")))
+        self._arrived.append((task, text_payload(POISONED, f"{text}; the cluster's log says how each ended")))
 
     def starved(self) -> None:
         """Ignored: jobs ask for samples."""

@@ -27,7 +27,7 @@ from torch_dpflow.ipc.memory.conversions import Memory
 from torch_dpflow.ipc.memory.forks import FORKS
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.memory.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 
 __all__ = ["MAX_SEGMENTS", "Arena", "ArenaReader", "Block", "BlockRef", "ProbeRef"]
 

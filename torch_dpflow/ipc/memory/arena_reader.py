@@ -15,7 +15,7 @@ from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.conversions import Memory
 from torch_dpflow.ipc.memory.forks import FORKS, Forks
 from torch_dpflow.ipc.memory.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 
 #: Most segments that are mapped for one writer, which is not trusted to keep to its own limit.
 _MAX_MAPPED = 1024

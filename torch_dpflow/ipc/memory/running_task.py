@@ -10,7 +10,7 @@ import struct
 
 from torch_dpflow.errors import DescriptorLimitError, TransportError
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef
 
 #: The task's number plus one; 0: none.
 _WORD = struct.Struct("<Q")

@@ -16,8 +16,7 @@ import msgspec
 from torch_dpflow._core.depth import check_msgpack
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef, PayloadTable, ProbeRef
 
 #: Raised by every change that an older release would misread.
 PROTOCOL_VERSION = 3
@@ -198,12 +197,12 @@ class Window(_Header, tag=33):
 
 
 class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One result. Part of `Exchange`; the frames of its parcel follow the header, then that of its stream's state."""
+    """One result. Part of `Exchange`; the frames of its payload follow the header, then that of its stream's state."""
 
     task: Count
     #: BATCH, FAILURE or END.
     kind: Annotated[int, msgspec.Meta(ge=BATCH, le=END)]
-    parcel: ParcelTable
+    payload: PayloadTable
     #: Whether its last frame is the state of the worker's own stream.
     has_stream: bool
 

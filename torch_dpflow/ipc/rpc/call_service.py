@@ -11,7 +11,7 @@ import msgspec
 from torch_dpflow.errors import ErrorKind, MessageError, UsageError
 from torch_dpflow.ipc.messages import headers as messages
 from torch_dpflow.ipc.messages.headers import body_decoder, decode_body, encode_body
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.rpc.describing import describe, kind_of
 from torch_dpflow.ipc.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
 from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict

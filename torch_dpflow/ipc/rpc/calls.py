@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 
 
 @dataclass(slots=True, eq=False)

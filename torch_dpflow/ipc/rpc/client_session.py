@@ -25,7 +25,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.ipc.messages import headers as messages
 from torch_dpflow.ipc.messages.headers import Header, decode, decode_body, encode
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.rpc.calls import CallTable, OpenCall
 from torch_dpflow.ipc.rpc.payload import Carrier
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import snappy
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 
 #: Shorter frames are not compressed, bytes: they fit into a few packets anyhow.
 SMALLEST_FRAME = 4 * 1024

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 
 
 class Result(NamedTuple):

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.alignment import aligned
 from torch_dpflow.ipc.messages.headers import Packing, PayloadOffer, body_decoder, decode_body, encode_body
-from torch_dpflow.ipc.messages.parcel_table import Frame
-from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES, BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.payload_table import SHARED_BYTES, BlockRef, Frame, ProbeRef, aligned
 from torch_dpflow.ipc.rpc import compression
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch_dpflow.ipc.messages.headers import Header, Reply, encode
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.rpc.payload import Carrier
 
 #: Sends a message to a client; False where it is gone or its queue is full. That may be ignored: the client inquires.

@@ -1,11 +1,11 @@
-"""Encodes and decodes parcels, without copies: one parcel is one sample or batch.
+"""Encodes and decodes payloads, without copies: one payload is one sample or batch.
 
-A parcel is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
+A payload is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
 objects. A large buffer is in a block of shared memory where there is an arena, and in a frame of its own where there is
 none. Small buffers are coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block,
 as are all big bytes objects. The table says where each is. Services forward (table, frames) without decoding them.
 
-Only workers and jobs decode parcels, and only from authenticated peers: a pickle can run code.
+Only workers and jobs decode payloads, and only from authenticated peers: a pickle can run code.
 """
 
 from __future__ import annotations
@@ -29,24 +29,31 @@ from torch_dpflow.ipc.memory.conversions import (
     storage_over,
     tensor_over,
 )
-from torch_dpflow.ipc.messages.alignment import ALIGNMENT, WORD, aligned
-from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES, BlockRef
+from torch_dpflow.ipc.messages.payload_table import (
+    ALIGNMENT,
+    SHARED_BYTES,
+    WORD,
+    BlockRef,
+    BufferSpan,
+    Frame,
+    PayloadTable,
+    aligned,
+)
 from torch_dpflow.ipc.serialization.explain import explain
-from torch_dpflow.ipc.serialization.pickling import MemoryRange, ParcelPickler
+from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler
 
 #: From this size on a buffer has a block or a frame of its own, bytes. Measured: to coalesce a smaller one costs no
 #: more than a block, and less than a frame.
 LARGE_BYTES = 1 << 16
 #: From this size on `contiguous` applies to a tensor, bytes; smaller ones are collated quickly in any layout.
 ORDERED_BYTES = 1 << 15
-#: Most buffers of a parcel with a frame of their own: a message has a limit.
+#: Most buffers of a payload with a frame of their own: a message has a limit.
 MAX_LARGE_FRAMES = 1000
 
 
 def encode(
     obj: Any, *, arena: Arena | None = None, contiguous: bool = False
-) -> tuple[ParcelTable, list[Frame]]:
+) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 
     With `arena`, large buffers go into its blocks while it lends any; a buffer in an unpublished block is published
@@ -58,7 +65,7 @@ def encode(
     Raises:
         NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
     """
-    pickler = ParcelPickler(laid_out=partial(_laid_out, arena) if contiguous else None)
+    pickler = PayloadPickler(laid_out=partial(_laid_out, arena) if contiguous else None)
     try:
         pickler.dump(obj)
     except Exception as error:
@@ -66,14 +73,14 @@ def encode(
     return _Packing(arena).pack(pickler.chunks, pickler.sources)
 
 
-def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader | None = None) -> Any:
-    """Decode a parcel. The object's tensors and arrays are writable.
+def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader | None = None) -> Any:
+    """Decode a payload. The object's tensors and arrays are writable.
 
     A writable, aligned frame becomes the memory of the object; the caller must not use it afterwards. A block of shared
-    memory can be opened once, so a parcel that has any can be decoded once.
+    memory can be opened once, so a payload that has any can be decoded once.
 
     Args:
-        reader: of the arena that the parcel was encoded with, if any.
+        reader: of the arena that the payload was encoded with, if any.
 
     Raises:
         MessageError: the table does not fit the frames, or the head cannot be unpickled.
@@ -91,14 +98,14 @@ def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader |
 
 
 def decode_heads(
-    parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]],
+    payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Each parcel's head, still pickled, and its buffer; None unless each has one buffer in a frame of its own.
+    """Each payload's head, still pickled, and its buffer; None unless each has one buffer in a frame of its own.
 
     As in `decode`, the frame can become an object's memory.
     """
     found: list[tuple[bytes, memoryview]] = []
-    for table, frames in parcels:
+    for table, frames in payloads:
         buffers = _whole_frames(table, frames)
         if buffers is None or len(buffers) != 1:
             return None
@@ -106,8 +113,8 @@ def decode_heads(
     return found
 
 
-def discard(table: ParcelTable, *, reader: ArenaReader | None = None) -> None:
-    """Release the shared memory of a parcel that will not be decoded."""
+def discard(table: PayloadTable, *, reader: ArenaReader | None = None) -> None:
+    """Release the shared memory of a payload that will not be decoded."""
     if reader is None:
         return
     for block in table.blocks:
@@ -128,7 +135,7 @@ def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Packing:
-    """Finds a place for every piece of one parcel."""
+    """Finds a place for every piece of one payload."""
 
     def __init__(self, arena: Arena | None) -> None:
         self._arena = arena
@@ -141,7 +148,7 @@ class _Packing:
         self._small: list[tuple[MemoryRange, int]] = []
         self._region = 0
 
-    def pack(self, chunks: list[bytes], sources: list[MemoryRange]) -> tuple[ParcelTable, list[Frame]]:
+    def pack(self, chunks: list[bytes], sources: list[MemoryRange]) -> tuple[PayloadTable, list[Frame]]:
         if self._arena is not None:
             self._share_bytes_objects(self._arena, sources)
         places = [self._places.get(source[:2]) or self._place(source) for source in sources]
@@ -157,7 +164,7 @@ class _Packing:
             # Until here a small buffer's offset is relative to the region, whose own offset is known only now.
             places = [BufferSpan(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
         frames: list[Frame] = [first, *self._frames]
-        return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
+        return PayloadTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
 
     def _share_bytes_objects(self, arena: Arena, sources: list[MemoryRange]) -> None:
         """Put all bytes objects into one block: decoding copies them, so none keeps it in use."""
@@ -225,10 +232,10 @@ def _load(head: memoryview, buffers: list[memoryview]) -> Any:
     try:
         return pickle.loads(head, buffers=buffers)
     except Exception as error:
-        raise MessageError(f"the head of a parcel cannot be opened: {error!r}") from error
+        raise MessageError(f"the head of a payload cannot be opened: {error!r}") from error
 
 
-def _whole_frames(table: ParcelTable, frames: Sequence[Frame]) -> list[memoryview] | None:
+def _whole_frames(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryview] | None:
     """The buffers, where each is a frame that can become the object's memory, as is common; else None.
 
     Three times as fast as `_Unpacking`, which reports what is wrong where anything is.
@@ -249,12 +256,12 @@ def _whole_frames(table: ParcelTable, frames: Sequence[Frame]) -> list[memoryvie
 
 
 class _Unpacking:
-    """Finds the memory of every piece of one parcel.
+    """Finds the memory of every piece of one payload.
 
     Checks all that the table says, and allocates no more than the frames hold: one copy of each.
     """
 
-    def __init__(self, table: ParcelTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
+    def __init__(self, table: PayloadTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
         self._table = table
         self._reader = reader
         self._frames = [memoryview(frame).cast("B") for frame in frames]
@@ -264,7 +271,7 @@ class _Unpacking:
     def unpack(self) -> Any:
         table = self._table
         if table.frames != len(self._frames):
-            raise MessageError(f"parcel of {table.frames} frames came with {len(self._frames)}")
+            raise MessageError(f"payload of {table.frames} frames came with {len(self._frames)}")
         head = self._piece(table.head) if table.head.part else self._head_in_frame(table.head)
         buffers = [self._piece(place) for place in table.buffers]
         return _load(head, buffers)
@@ -291,7 +298,7 @@ class _Unpacking:
         if part < 0:
             return self._open_block(-1 - part), 0
         if part >= len(self._frames):
-            raise MessageError(f"part {part} of a parcel that has {len(self._frames)} frames")
+            raise MessageError(f"part {part} of a payload that has {len(self._frames)} frames")
         frame, start = self._frames[part], 0
         if part == 0:  # do not copy the head and its padding
             head = self._table.head
@@ -303,7 +310,7 @@ class _Unpacking:
 
     def _open_block(self, number: int) -> memoryview:
         if number >= len(self._table.blocks):
-            raise MessageError(f"block {number} of a parcel that has {len(self._table.blocks)}")
+            raise MessageError(f"block {number} of a payload that has {len(self._table.blocks)}")
         if self._reader is None:
-            raise MessageError("a parcel is in a worker's shared memory; decoding it needs the ArenaReader")
+            raise MessageError("a payload is in a worker's shared memory; decoding it needs the ArenaReader")
         return self._reader.view(self._table.blocks[number]).data

@@ -11,7 +11,7 @@ import torch
 
 from torch_dpflow._core.attributes import working
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.ipc.serialization.pickling import ParcelPickler
+from torch_dpflow.ipc.serialization.pickling import PayloadPickler
 
 #: Most objects that are pickled on trial in the search for the culprit.
 _MOST_TRIALS = 10_000
@@ -20,7 +20,7 @@ _DEEPEST = 50
 
 def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableError:
     """The error for `obj`, which the message calls `name` and whose pickling raised `error`."""
-    path, culprit, reason = _find_culprit(obj, error, name, lambda part: ParcelPickler().dump(part))
+    path, culprit, reason = _find_culprit(obj, error, name, lambda part: PayloadPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
 
 

@@ -1,7 +1,7 @@
 """Encodes a worker's sample, the common ones without pickle: a tensor, or a tuple of one and plain numbers.
 
 A worker encodes a sample just after the sample's own code has filled the processor's caches. So the amount of code
-counts, and not how fast it runs when repeated: the way through `ParcelPickler` takes 27 µs in a loop and 180 µs in a
+counts, and not how fast it runs when repeated: the way through `PayloadPickler` takes 27 µs in a loop and 180 µs in a
 worker that decodes images.
 """
 
@@ -19,11 +19,9 @@ import torch
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.memory.conversions import address_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.alignment import ALIGNMENT
-from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.ipc.messages.shared_blocks import SHARED_BYTES
+from torch_dpflow.ipc.messages.payload_table import ALIGNMENT, SHARED_BYTES, BufferSpan, Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
-from torch_dpflow.ipc.serialization.pickling import ParcelPickler, is_plain
+from torch_dpflow.ipc.serialization.pickling import PayloadPickler, is_plain
 from torch_dpflow.log import TRANSPORT
 
 #: Most items of a tuple for the fast path.
@@ -36,8 +34,8 @@ _ROW_BYTES = 16
 
 def encode_sample(
     sample: Any, *, arena: Arena | None = None, keep_layout: bool = False
-) -> tuple[ParcelTable, list[Frame]]:
-    """Encode a sample for `decode`. As `parcel.encode` with `contiguous`, whose errors it raises.
+) -> tuple[PayloadTable, list[Frame]]:
+    """Encode a sample for `decode`. As `payload.encode` with `contiguous`, whose errors it raises.
 
     keep_layout: without `contiguous`; who collates wants images pixel by pixel, as they were decoded.
     """
@@ -75,8 +73,8 @@ def _is_in_pixels(tensor: torch.Tensor) -> bool:
 
 def _encode_tensor(
     tensor: torch.Tensor, numbers: tuple[Any, ...] | None, arena: Arena | None, keep_layout: bool = False
-) -> tuple[ParcelTable, list[Frame]] | None:
-    """The parcel; None where the sample is of another kind, or where there is no shared memory for it.
+) -> tuple[PayloadTable, list[Frame]] | None:
+    """The payload; None where the sample is of another kind, or where there is no shared memory for it.
 
     numbers: the other items of the tuple; None: the sample is the tensor.
     """
@@ -104,16 +102,16 @@ def _encode_tensor(
     else:
         _lay_out(tensor, block)
     place = BufferSpan(-1, 0, nbytes)
-    return ParcelTable(1, (arena.publish(block),), BufferSpan(0, 0, len(head)), (place,)), [head]
+    return PayloadTable(1, (arena.publish(block),), BufferSpan(0, 0, len(head)), (place,)), [head]
 
 
-def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[ParcelTable, list[Frame]]:
+def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[PayloadTable, list[Frame]]:
     """A small tensor in the frame of its head."""
     start = len(head) + -len(head) % ALIGNMENT
     frame = np.zeros(start + nbytes, np.uint8)
     frame.data[: len(head)] = head
     ctypes.memmove(address_of(frame) + start, tensor.data_ptr(), nbytes)
-    return ParcelTable(1, (), BufferSpan(0, 0, len(head)), (BufferSpan(0, start, nbytes),)), [frame.data]
+    return PayloadTable(1, (), BufferSpan(0, 0, len(head)), (BufferSpan(0, start, nbytes),)), [frame.data]
 
 
 def _lay_out(tensor: torch.Tensor, block: Block) -> None:
@@ -125,12 +123,12 @@ def _lay_out(tensor: torch.Tensor, block: Block) -> None:
 
 @lru_cache(maxsize=512)
 def _instructions(dtype: torch.dtype, shape: torch.Size, in_pixels: bool = False) -> bytes:
-    """The pickle that makes a tensor of the parcel's first buffer, without its begin and end.
+    """The pickle that makes a tensor of the payload's first buffer, without its begin and end.
 
     in_pixels: an image whose pixels lie one after the other; else it is contiguous.
     """
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    pickler = ParcelPickler()
+    pickler = PayloadPickler()
     pickler.dump(tensor.permute(1, 2, 0).contiguous().permute(2, 0, 1) if in_pixels else tensor)
     head = b"".join(pickler.chunks)[2:-1]
     return head[9:] if head.startswith(pickle.FRAME) else head

@@ -20,7 +20,7 @@ from torch.storage import TypedStorage
 
 from torch_dpflow._core.torch_private import typed_storage, untyped_storage
 from torch_dpflow.ipc.memory.conversions import Memory, address_of, memory_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.alignment import WORD
+from torch_dpflow.ipc.messages.payload_table import WORD
 from torch_dpflow.log import TRANSPORT
 
 #: A view is sent without the rest of its storage where it takes up less than this share, and saves at least these
@@ -36,7 +36,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class MemoryRange(NamedTuple):
-    """Memory that a parcel refers to."""
+    """Memory that a payload refers to."""
 
     #: The address; or a bytes object's id, which is as unique and cheaper to get.
     key: int
@@ -122,7 +122,7 @@ def _bytes_header(size: int) -> bytes:
     return pickle.BINBYTES8 + size.to_bytes(8, "little")
 
 
-class ParcelPickler(pickle.Pickler):
+class PayloadPickler(pickle.Pickler):
     """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
 
     Args:
@@ -193,7 +193,7 @@ def _take_buffer(sources: list[MemoryRange], buffer: pickle.PickleBuffer) -> Non
 
 
 def rebuild_storage(memory: memoryview) -> torch.UntypedStorage:
-    """A storage over a parcel's memory."""
+    """A storage over a payload's memory."""
     return storage_over(np.frombuffer(memory, np.uint8))
 
 
@@ -215,7 +215,7 @@ def rebuild_tensor(
 
 
 def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
-    """An array over a parcel's memory."""
+    """An array over a payload's memory."""
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, order=order)
     return array
 
@@ -255,12 +255,12 @@ def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) ->
     return _Span(memory_of(storage, start, nbytes)), 0
 
 
-_REDUCERS: dict[type, Callable[[ParcelPickler, Any], Any]] = {
-    torch.Tensor: ParcelPickler._reduce_tensor,
-    torch.UntypedStorage: ParcelPickler._reduce_storage,
-    TypedStorage: ParcelPickler._reduce_typed_storage,
-    _Span: ParcelPickler._reduce_span,
-    np.ndarray: ParcelPickler._reduce_array,
+_REDUCERS: dict[type, Callable[[PayloadPickler, Any], Any]] = {
+    torch.Tensor: PayloadPickler._reduce_tensor,
+    torch.UntypedStorage: PayloadPickler._reduce_storage,
+    TypedStorage: PayloadPickler._reduce_typed_storage,
+    _Span: PayloadPickler._reduce_span,
+    np.ndarray: PayloadPickler._reduce_array,
 }
 
 
@@ -268,7 +268,7 @@ def _takes_bytes_apart() -> bool:
     """Self-test: whether this Python writes big bytes objects as `_Stream` expects, and they can be decoded."""
     big = bytes(_APART_BYTES)
     given = [big, "text", pickle.FRAME + bytes(8) + big, big]
-    pickler = ParcelPickler()
+    pickler = PayloadPickler()
     try:
         pickler.dump(given)
         buffers = [source.view() for source in pickler.sources]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch_dpflow._core.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions, is_loopback
 
 __all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "is_loopback", "listen"]

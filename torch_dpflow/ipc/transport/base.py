@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import MessageError, OptionError
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 
 if TYPE_CHECKING:
     from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys, ServerKeys

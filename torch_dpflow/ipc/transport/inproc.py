@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from torch_dpflow.errors import PeerLostError, StateError, TransportError
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.transport.base import TransportOptions, check_frames, check_identity
 
 #: How often a listener polls its watched descriptors, seconds.

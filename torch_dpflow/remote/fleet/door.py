@@ -6,7 +6,7 @@ import errno
 from contextlib import suppress
 
 from torch_dpflow.errors import TransportError
-from torch_dpflow.ipc.messages.order import Order, encode_order
+from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.keys import DoorKeys
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener, draw_key_pair
@@ -47,8 +47,8 @@ class Door:
         """A member's order, whose key is good from now on, and for so long unless the member calls."""
         public, secret = draw_key_pair()
         self._keys.expect(member.user, public, within_s)
-        return encode_order(
-            Order(
+        return encode_launch_spec(
+            LaunchSpec(
                 name=member.name,
                 role=member.kind.role,
                 number=member.number,

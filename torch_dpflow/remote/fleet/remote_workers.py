@@ -28,7 +28,7 @@ from torch_dpflow.ipc.messages.headers import (
     encode,
     version_of,
 )
-from torch_dpflow.ipc.messages.member_view import MemberView
+from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.remote.fleet.door import Door
@@ -180,11 +180,13 @@ class RemoteWorkers:
         """The same with the details, for people."""
         return self._shortage.reason
 
-    def views(self) -> list[MemberView]:
+    def views(self) -> list[RemoteWorkerView]:
         """All that were asked for and are not gone, for people."""
         now, where = self._clock(), {name: member.where for name, member in self._members.items()}
         rows = ((one, where.get(one.name, "")) for one in self._fleet.members)
-        return [MemberView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows]
+        return [
+            RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows
+        ]
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
         """Nobody: ends are told by `Shell.lose`."""

@@ -15,7 +15,7 @@ import threading
 from importlib import import_module
 from typing import IO, Any
 
-from torch_dpflow.remote.launchers.subprocesses import take_order
+from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
 from torch_dpflow.workers.orphan import exit_with
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS
 
@@ -79,7 +79,7 @@ def _current_actor() -> Any:
 def main(module: str, parent: int) -> Any:
     """Run the member whose order is on standard input; what its `run` returns."""
     exit_with(parent, by_kernel=True)
-    return import_module(module).run(take_order())
+    return import_module(module).run(take_launch_spec())
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class _Child:
     end: End | None = None
 
 
-def take_order(file: str = "") -> bytes:
+def take_launch_spec(file: str = "") -> bytes:
     """The order of this process: from a file, else from the environment or standard input, where nobody finds it later.
 
     Raises OSError if the file cannot be read.
@@ -62,7 +62,7 @@ def _erase(name: str) -> None:
 
 
 class SubprocessAdapter:
-    """Starts `python -m module`, which takes its order by `take_order` and ends by itself when nobody answers it.
+    """Starts `python -m module`, which takes its order by `take_launch_spec` and ends by itself when nobody answers it.
 
     A member leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
     only this user may read.

@@ -22,7 +22,7 @@ def warm() -> None:
 
     import torch_dpflow.remote.worker.remote_batches  # noqa: F401
     from torch_dpflow.errors import MessageError
-    from torch_dpflow.ipc.messages.order import ORDER_VERSION, decode_order
+    from torch_dpflow.ipc.messages.launch_spec import LAUNCH_SPEC_VERSION, decode_launch_spec
     from torch_dpflow.remote.shipping.fit import versions_here
     from torch_dpflow.remote.worker.program import SAMPLES
 
@@ -30,7 +30,7 @@ def warm() -> None:
     versions_here()
     # What the first call of each looks up stays: types of an order, the sources of the lines that a seed is set by.
     with suppress(MessageError):
-        decode_order(b'{"version": %d}' % ORDER_VERSION)
+        decode_launch_spec(b'{"version": %d}' % LAUNCH_SPEC_VERSION)
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()  # else each fork's collector writes to, and so copies, the pages of all that was imported

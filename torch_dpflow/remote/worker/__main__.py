@@ -6,11 +6,11 @@ The names of this module are `__main__`'s, where the user's script has its own, 
 import os
 import sys
 
-from torch_dpflow.remote.launchers.subprocesses import take_order
+from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
 from torch_dpflow.remote.worker import run
 
 if __name__ == "__main__":
-    code = run(take_order(*sys.argv[1:2]))
+    code = run(take_launch_spec(*sys.argv[1:2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(

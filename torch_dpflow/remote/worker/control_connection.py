@@ -36,7 +36,7 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
-from torch_dpflow.ipc.messages.order import Order
+from torch_dpflow.ipc.messages.launch_spec import LaunchSpec
 from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, connect
 from torch_dpflow.ipc.transport.keys import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
@@ -90,7 +90,7 @@ class ControlConnection(threading.Thread):
         versions: what is installed here.
     """
 
-    def __init__(self, order: Order, versions: dict[str, str]) -> None:
+    def __init__(self, order: LaunchSpec, versions: dict[str, str]) -> None:
         super().__init__(name="dpflow-control", daemon=True)
         self._order = order
         self._versions = versions

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from torch_dpflow._core.directory import PrivateDirectory
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.order import Order, decode_order
+from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
 from torch_dpflow.ipc.transport import is_loopback
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.fit import missing_modules, required_modules, versions_here
@@ -27,7 +27,7 @@ def run(order: bytes) -> int:
     Raises:
         MessageError: it is no order.
     """
-    told = decode_order(order)
+    told = decode_launch_spec(order)
     if told.role == "node":
         raise MessageError(f"the order is for a {told.role}; this release can be a worker")
     control = ControlConnection(told, versions_here())
@@ -50,7 +50,7 @@ def run(order: bytes) -> int:
     return 0
 
 
-def _work(order: Order, control: ControlConnection) -> None:
+def _work(order: LaunchSpec, control: ControlConnection) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable()
     welcome, contents = control.contents()

@@ -20,7 +20,7 @@ import zmq
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
-from torch_dpflow.ipc.messages.parcel_table import Frame
+from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.transport.base import TransportOptions, check_frames, check_identity, is_loopback
 from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys, ServerKeys
 from torch_dpflow.ipc.transport.zeromq import contexts

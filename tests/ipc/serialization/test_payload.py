@@ -1,4 +1,4 @@
-"""Parcels: every kind of object that a batch is made of, there and back."""
+"""Payloads: every kind of object that a batch is made of, there and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 Carry = Callable[[Any], Any]
@@ -65,7 +65,7 @@ def carry_inline(obj: Any) -> Any:
     """Over a wire: the table as msgpack, the frames as bytes of their own."""
     table, frames = encode(obj)
     assert len(frames) == table.frames
-    table = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=ParcelTable)
+    table = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=PayloadTable)
     return decode(table, [bytes(frame) for frame in frames])
 
 
@@ -73,7 +73,7 @@ def carry_shared(obj: Any) -> Any:
     arena = Arena(budget_bytes=1 << 28)
     reader = ArenaReader(os.getpid())
     table, frames = encode(obj, arena=arena)
-    table = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=ParcelTable)
+    table = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=PayloadTable)
     return decode(table, [bytearray(frame) for frame in frames], reader=reader)
 
 

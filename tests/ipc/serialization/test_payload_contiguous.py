@@ -1,4 +1,4 @@
-"""Parcels whose tensors are laid out in the order of their elements, for jobs that put them together."""
+"""Payloads whose tensors are laid out in the order of their elements, for jobs that put them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parcel that a service keeps: whole, unopened, and free of its worker's shared memory."""
+"""A payload that a service keeps: whole, unopened, and free of its worker's shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_dpflow.cluster.messages.shard import SAMPLE
-from torch_dpflow.cluster.shard.detached_parcel import detach, text_parcel
+from torch_dpflow.cluster.shard.detached_payload import detach, text_payload
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
 from torch_dpflow.ipc.serialization.codec import decode, encode
@@ -20,12 +20,12 @@ def test_what_lay_in_shared_memory_is_copied_and_given_back(width: int) -> None:
     sample = {"image": torch.arange(float(width)), "label": 3, "mask": torch.ones(width, dtype=torch.bool)}
     table, frames = encode(sample, arena=arena)
     views = [memoryview(bytearray(frame)) for frame in frames]
-    parcel = detach(SAMPLE, table, views, reader)
-    assert parcel.table.blocks == ()
-    assert parcel.table.frames == len(parcel.frames)
+    payload = detach(SAMPLE, table, views, reader)
+    assert payload.table.blocks == ()
+    assert payload.table.frames == len(payload.frames)
     for _ in range(2):
-        copies = [memoryview(bytearray(frame)) for frame in parcel.frames]
-        back = decode(parcel.table, copies)
+        copies = [memoryview(bytearray(frame)) for frame in payload.frames]
+        back = decode(payload.table, copies)
         assert torch.equal(back["image"], sample["image"])
         assert torch.equal(back["mask"], sample["mask"])
     held = arena.allocated_bytes
@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_refused() -> None:
     arena.close()
 
 
-def test_a_text_is_a_parcel_too() -> None:
-    parcel = text_parcel(SAMPLE, "what happened")
-    assert parcel.header(7).ticket == 7
-    assert parcel.nbytes == len("what happened")
+def test_a_text_is_a_payload_too() -> None:
+    payload = text_payload(SAMPLE, "what happened")
+    assert payload.header(7).ticket == 7
+    assert payload.nbytes == len("what happened")

@@ -1,4 +1,4 @@
-"""Seeds for the fuzz test of parcels: `python -m tests.ipc.serialization.parcel_corpus` writes them anew.
+"""Seeds for the fuzz test of payloads: `python -m tests.ipc.serialization.payload_corpus` writes them anew.
 
 A seed is msgpack: the table as its own msgpack bytes, and the frames. The names of malformed ones begin
 with "bad-". Heads name the functions that rebuild their objects, so renaming those takes new seeds.
@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from torch_dpflow.ipc.messages.parcel_table import BufferSpan, ParcelTable
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef, BufferSpan, PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, encode
 
 FOLDER = Path(__file__).parent / "corpus"
@@ -49,47 +48,47 @@ def _objects() -> dict[str, Any]:
     }
 
 
-def _with_a_frame_of_its_own() -> tuple[ParcelTable, list[bytes]]:
-    """A parcel with one coalesced buffer and one in its own frame, as if 64 bytes were big."""
+def _with_a_frame_of_its_own() -> tuple[PayloadTable, list[bytes]]:
+    """A payload with one coalesced buffer and one in its own frame, as if 64 bytes were big."""
     table, frames = encode((torch.arange(12.0), torch.zeros(16)))
     first = bytes(frames[0])
     small, big = table.buffers
     content = [first[: big.offset], first[big.offset : big.offset + big.size]]
-    return ParcelTable(2, (), table.head, (small, BufferSpan(1, 0, big.size))), content
+    return PayloadTable(2, (), table.head, (small, BufferSpan(1, 0, big.size))), content
 
 
-def _with_big_bytes() -> tuple[ParcelTable, list[bytes]]:
-    """A parcel with a bytes object out of band, as if 100 bytes were big."""
+def _with_big_bytes() -> tuple[PayloadTable, list[bytes]]:
+    """A payload with a bytes object out of band, as if 100 bytes were big."""
     table, frames = encode([bytes(LARGE_BYTES), 5])
-    return ParcelTable(2, (), table.head, (BufferSpan(1, 0, 100),)), [bytes(frames[0]), bytes(range(100))]
+    return PayloadTable(2, (), table.head, (BufferSpan(1, 0, 100),)), [bytes(frames[0]), bytes(range(100))]
 
 
-def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
+def _malformed() -> Iterator[tuple[str, PayloadTable, list[bytes]]]:
     table, content = _with_a_frame_of_its_own()
     head, (small, own) = table.head, table.buffers
     blocks = (BlockRef(1, 3, 4032, 64, 1, 0),)
-    yield "no-frames", ParcelTable(0, (), head, (small, own)), []
+    yield "no-frames", PayloadTable(0, (), head, (small, own)), []
     yield "too-few-frames", table, content[:1]
     yield "too-many-frames", table, [*content, b""]
     yield "empty-frames", table, [b"", b""]
     yield "head-cut", table, [content[0][: head.size // 2], content[1]]
-    yield "head-elsewhere", ParcelTable(2, (), BufferSpan(1, 0, 10), (small, own)), content
-    yield "head-beyond", ParcelTable(2, (), BufferSpan(0, 0, 1 << 40), (small, own)), content
-    yield "head-negative", ParcelTable(2, (), BufferSpan(0, 0, -1), (small, own)), content
-    yield "no-buffers", ParcelTable(2, (), head, ()), content
-    yield "one-buffer", ParcelTable(2, (), head, (own,)), content
-    yield "short-buffer", ParcelTable(2, (), head, (BufferSpan(0, small.offset, 40), own)), content
-    yield "huge-buffer", ParcelTable(2, (), head, (BufferSpan(0, small.offset, 1 << 62), own)), content
-    yield "inside-head", ParcelTable(2, (), head, (BufferSpan(0, 0, 48), own)), content
-    yield "unaligned", ParcelTable(2, (), head, (BufferSpan(0, small.offset + 1, 48), own)), content
-    yield "part-of-a-frame", ParcelTable(2, (), head, (small, BufferSpan(1, 32, 32))), content
-    yield "no-such-frame", ParcelTable(2, (), head, (small, BufferSpan(7, 0, 64))), content
-    yield "no-such-block", ParcelTable(2, blocks, head, (small, BufferSpan(-2, 0, 64))), content
-    yield "block-without-reader", ParcelTable(2, blocks, head, (small, BufferSpan(-1, 0, 64))), content
-    yield "head-in-block", ParcelTable(2, blocks, BufferSpan(-1, 0, 64), (small, own)), content
+    yield "head-elsewhere", PayloadTable(2, (), BufferSpan(1, 0, 10), (small, own)), content
+    yield "head-beyond", PayloadTable(2, (), BufferSpan(0, 0, 1 << 40), (small, own)), content
+    yield "head-negative", PayloadTable(2, (), BufferSpan(0, 0, -1), (small, own)), content
+    yield "no-buffers", PayloadTable(2, (), head, ()), content
+    yield "one-buffer", PayloadTable(2, (), head, (own,)), content
+    yield "short-buffer", PayloadTable(2, (), head, (BufferSpan(0, small.offset, 40), own)), content
+    yield "huge-buffer", PayloadTable(2, (), head, (BufferSpan(0, small.offset, 1 << 62), own)), content
+    yield "inside-head", PayloadTable(2, (), head, (BufferSpan(0, 0, 48), own)), content
+    yield "unaligned", PayloadTable(2, (), head, (BufferSpan(0, small.offset + 1, 48), own)), content
+    yield "part-of-a-frame", PayloadTable(2, (), head, (small, BufferSpan(1, 32, 32))), content
+    yield "no-such-frame", PayloadTable(2, (), head, (small, BufferSpan(7, 0, 64))), content
+    yield "no-such-block", PayloadTable(2, blocks, head, (small, BufferSpan(-2, 0, 64))), content
+    yield "block-without-reader", PayloadTable(2, blocks, head, (small, BufferSpan(-1, 0, 64))), content
+    yield "head-in-block", PayloadTable(2, blocks, BufferSpan(-1, 0, 64), (small, own)), content
 
 
-def _write(name: str, table: ParcelTable, frames: list[bytes]) -> None:
+def _write(name: str, table: PayloadTable, frames: list[bytes]) -> None:
     seed = Seed(msgspec.msgpack.encode(table), frames)
     (FOLDER / f"{name}.msgpack").write_bytes(msgspec.msgpack.encode(seed))
 

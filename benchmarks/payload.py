@@ -1,6 +1,6 @@
-"""How a batch crosses from a worker to the training process: our parcels against torch's queue.
+"""How a batch crosses from a worker to the training process: our payloads against torch's queue.
 
-    python -m benchmarks.parcel [--json] [--rounds 5] [--quick]
+    python -m benchmarks.payload [--json] [--rounds 5] [--quick]
 
 One worker process collates a batch and sends it, at most two ahead, as in torch's loader; the training
 process copies it into a buffer of its own, as a copy to a device would. torch's side is its multiprocessing
@@ -32,7 +32,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import connect, listen
 from torch_dpflow.workers import collate
@@ -170,8 +170,8 @@ def _dpflow_work(samples: list[Any], address: str) -> None:
 
 
 def run_dpflow(workload: Workload) -> Figures:
-    """Parcels in an arena, over the loader's own transport."""
-    tables = msgspec.msgpack.Decoder(ParcelTable)
+    """Payloads in an arena, over the loader's own transport."""
+    tables = msgspec.msgpack.Decoder(PayloadTable)
     with tempfile.TemporaryDirectory() as directory:
         address = f"ipc://{directory}/socket"
         with _process(_dpflow_work, workload.samples, address) as pipe:
@@ -212,8 +212,8 @@ def pickle_pair(times: int) -> Figures:
     }
 
 
-def parcel_pair(times: int) -> Figures:
-    """The same pair as a parcel."""
+def payload_pair(times: int) -> Figures:
+    """The same pair as a payload."""
     pair = _pair()
     table, frames = encode(pair)
     return {
@@ -225,7 +225,7 @@ def parcel_pair(times: int) -> Figures:
 def _sides(name: str, *, quick: bool) -> tuple[dict[str, Callable[[], Figures]], dict[str, object]]:
     if name == CODEC:
         times = 200 if quick else 5000
-        sides = {"pickle": partial(pickle_pair, times), "dpflow": partial(parcel_pair, times)}
+        sides = {"pickle": partial(pickle_pair, times), "dpflow": partial(payload_pair, times)}
         return sides, {"times": times}
     workload = WORKLOADS[name]
     if quick:
@@ -246,7 +246,7 @@ def main() -> None:
     comparisons = []
     for name in arguments.workload or [*WORKLOADS, CODEC]:
         sides, parameters = _sides(name, quick=arguments.quick)
-        comparisons.append(alternate("parcel", name, sides, rounds=arguments.rounds, parameters=parameters))
+        comparisons.append(alternate("payload", name, sides, rounds=arguments.rounds, parameters=parameters))
     publish(comparisons, METRICS, arguments)
 
 

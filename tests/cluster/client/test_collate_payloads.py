@@ -1,4 +1,4 @@
-"""A batch made of parcels that are not opened one by one is the batch that torch's default collate makes."""
+"""A batch made of payloads that are not opened one by one is the batch that torch's default collate makes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from torch_dpflow._core.channels_last import collate_channels_last
-from torch_dpflow.cluster.client.collate import collate_parcels, collate_samples
+from torch_dpflow.cluster.client.collate import collate_payloads, collate_samples
 from torch_dpflow.cluster.messages.shard import SAMPLE
-from torch_dpflow.cluster.shard.detached_parcel import detach
+from torch_dpflow.cluster.shard.detached_payload import detach
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.messages.parcel_table import Frame, ParcelTable
+from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 
@@ -40,9 +40,9 @@ def in_pixels(value: int) -> torch.Tensor:
     return image(value).permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def parcels_of(
+def payloads_of(
     samples: list[Any], *, in_a_row: bool, keep_layout: bool = False
-) -> list[tuple[ParcelTable, list[Frame]]]:
+) -> list[tuple[PayloadTable, list[Frame]]]:
     """As workers pack them, and a shard hands them over."""
     arena, reader = Arena(budget_bytes=1 << 26), ArenaReader(os.getpid())
     settled = []
@@ -52,7 +52,7 @@ def parcels_of(
     arena.close()
     reader.close()
     room = memoryview(bytearray(sum(one.nbytes for one in settled)))
-    parcels: list[tuple[ParcelTable, list[Frame]]] = []
+    payloads: list[tuple[PayloadTable, list[Frame]]] = []
     begin = 0
     for one in settled:
         frames: list[Frame] = []
@@ -64,12 +64,12 @@ def parcels_of(
                 frames.append(place)
             else:
                 frames.append(memoryview(bytearray(frame)))
-        parcels.append((one.table, frames))
-    return parcels
+        payloads.append((one.table, frames))
+    return payloads
 
 
 def opened(samples: list[Any]) -> Any:
-    return collate_samples([decode(*parcel) for parcel in parcels_of(samples, in_a_row=False)])
+    return collate_samples([decode(*payload) for payload in payloads_of(samples, in_a_row=False)])
 
 
 @pytest.mark.parametrize("in_a_row", [True, False])
@@ -79,7 +79,7 @@ def test_what_is_alike_is_put_together_as_torch_does(
     in_a_row: bool, numbers: list[tuple[Any, ...]], dtype: torch.dtype, beside: int
 ) -> None:
     samples = [(image(place, dtype), *row[:beside]) for place, row in enumerate(numbers)]
-    made = collate_parcels(parcels_of(samples, in_a_row=in_a_row))
+    made = collate_payloads(payloads_of(samples, in_a_row=in_a_row))
     expected = default_collate(samples)
     assert type(made) is list
     for ours, theirs in zip(made, expected, strict=True):
@@ -90,7 +90,7 @@ def test_what_is_alike_is_put_together_as_torch_does(
 @pytest.mark.parametrize("in_a_row", [True, False])
 def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
     samples = [in_pixels(value) for value in range(4)]
-    made = collate_parcels(parcels_of(samples, in_a_row=in_a_row))
+    made = collate_payloads(payloads_of(samples, in_a_row=in_a_row))
     assert made is not None
     assert torch.equal(made, default_collate(samples))
     assert made.is_contiguous()
@@ -105,12 +105,12 @@ def test_images_whose_pixels_stay_where_they_are(in_a_row: bool, beside: int | N
     samples: list[Any] = [in_pixels(value) for value in range(4)]
     if beside is not None:
         samples = [(one, beside + place) for place, one in enumerate(samples)]
-    parcels = parcels_of(samples, in_a_row=in_a_row, keep_layout=True)
-    assert collate_parcels(parcels) is None, "the default collate makes planes"
+    payloads = payloads_of(samples, in_a_row=in_a_row, keep_layout=True)
+    assert collate_payloads(payloads) is None, "the default collate makes planes"
     assert torch.equal(
         *(one if beside is None else one[0] for one in (opened(samples), default_collate(samples)))
     )
-    made, expected = collate_parcels(parcels, keep_layout=True), collate_channels_last(samples)
+    made, expected = collate_payloads(payloads, keep_layout=True), collate_channels_last(samples)
     if beside is not None:
         assert torch.equal(made[1], expected[1])
         made, expected = made[0], expected[0]
@@ -122,15 +122,15 @@ def test_images_whose_pixels_stay_where_they_are(in_a_row: bool, beside: int | N
 
 def test_planes_stay_planes_where_a_layout_is_kept() -> None:
     samples = [image(value) for value in range(3)]
-    made = collate_parcels(parcels_of(samples, in_a_row=True, keep_layout=True), keep_layout=True)
+    made = collate_payloads(payloads_of(samples, in_a_row=True, keep_layout=True), keep_layout=True)
     assert made is not None
     assert made.is_contiguous()
     assert torch.equal(made, default_collate(samples))
 
 
 def test_one_layout_beside_the_other_is_left_to_where_each_is_opened() -> None:
-    parcels = parcels_of([in_pixels(1), image(2)], in_a_row=False, keep_layout=True)
-    assert collate_parcels(parcels, keep_layout=True) is None
+    payloads = payloads_of([in_pixels(1), image(2)], in_a_row=False, keep_layout=True)
+    assert collate_payloads(payloads, keep_layout=True) is None
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_one_layout_beside_the_other_is_left_to_where_each_is_opened() -> None:
     ],
 )
 def test_all_else_is_left_to_where_each_is_opened(samples: list[Any]) -> None:
-    assert collate_parcels(parcels_of(samples, in_a_row=False)) is None
+    assert collate_payloads(payloads_of(samples, in_a_row=False)) is None
 
 
 def test_kinds_that_torch_widens_come_as_torch_makes_them() -> None:
     samples = [(image(0), 1), (image(1), 2.5), (image(2), True)]
-    made = collate_parcels(parcels_of(samples, in_a_row=True))
+    made = collate_payloads(payloads_of(samples, in_a_row=True))
     assert made is not None
     assert made[1].tolist() == opened(samples)[1].tolist() == default_collate(samples)[1].tolist()
     assert made[1].dtype == default_collate(samples)[1].dtype
@@ -168,12 +168,12 @@ def test_kinds_that_torch_widens_come_as_torch_makes_them() -> None:
 
 def test_a_rule_of_the_users_for_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
-    assert collate_parcels(parcels_of([image(1), image(2)], in_a_row=True)) is None
+    assert collate_payloads(payloads_of([image(1), image(2)], in_a_row=True)) is None
 
 
 @pytest.mark.parametrize("cut", ["head", "buffer"])
 def test_frames_that_do_not_fit_are_not_believed(cut: str) -> None:
-    parcels = parcels_of([image(1), image(2)], in_a_row=False)
-    table, (head, buffer) = parcels[1]
+    payloads = payloads_of([image(1), image(2)], in_a_row=False)
+    table, (head, buffer) = payloads[1]
     short = [head[:-1], buffer] if cut == "head" else [head, buffer[:-64]]
-    assert collate_parcels([parcels[0], (table, short)]) is None
+    assert collate_payloads([payloads[0], (table, short)]) is None

@@ -1,4 +1,4 @@
-"""Big bytes objects in parcels: they leave the pickle without a copy, and what comes back is bytes."""
+"""Big bytes objects in payloads: they leave the pickle without a copy, and what comes back is bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lying(bytes):
 
 
 class Giving:
-    """Pickled as bytes made for the occasion, which nobody but the parcel keeps."""
+    """Pickled as bytes made for the occasion, which nobody but the payload keeps."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -102,7 +102,7 @@ def test_an_array_over_a_bytes_object_does_not_share_its_fate(carry: Carry) -> N
     assert carried == original
 
 
-def test_bytes_that_only_the_parcel_keeps(carry: Carry) -> None:
+def test_bytes_that_only_the_payload_keeps(carry: Carry) -> None:
     parts = [Giving(content(200_000, number)) for number in range(5)]
     assert [part.content for part in carry(parts)] == [part.content for part in parts]
 
@@ -156,7 +156,7 @@ def test_bytes_of_more_than_four_gigabytes_have_an_opcode_of_their_own() -> None
     assert pickle.loads(frames[0], buffers=[b"in its place"]) == [b"in its place", 1]
 
 
-def test_no_parcel_takes_more_frames_than_a_message_may_have() -> None:
+def test_no_payload_takes_more_frames_than_a_message_may_have() -> None:
     pieces = [content(LARGE_BYTES)] * 2 + [content(LARGE_BYTES, number) for number in range(3)]
     many = [bytes(LARGE_BYTES - 1) + bytes([number % 256]) for number in range(MAX_LARGE_FRAMES + 20)]
     table, frames = encode([pieces, many])

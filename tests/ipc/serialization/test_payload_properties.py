@@ -1,4 +1,4 @@
-"""For any object that a batch may be: what comes out of a parcel is what went in."""
+"""For any object that a batch may be: what comes out of a payload is what went in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.messages.parcel_table import ParcelTable
+from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 _settings = settings(
@@ -118,7 +118,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 def carry_inline(obj: Any) -> Any:
     table, frames = encode(obj)
-    table = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=ParcelTable)
+    table = msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=PayloadTable)
     return decode(table, [bytes(frame) for frame in frames])
 
 

@@ -1,4 +1,4 @@
-"""Where the memory of a parcel lies, and when it is given back."""
+"""Where the memory of a payload lies, and when it is given back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_without_room_in_the_arena_the_bytes_travel_in_frames() -> None:
     assert torch.equal(decode(table, frames), tensor)
 
 
-def test_a_discarded_parcel_gives_its_memory_back() -> None:
+def test_a_discarded_payload_gives_its_memory_back() -> None:
     arena = Arena(budget_bytes=1 << 26)
     reader = ArenaReader(os.getpid())
     for _ in range(20):
@@ -49,7 +49,7 @@ def test_a_discarded_parcel_gives_its_memory_back() -> None:
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["head of nulls", "no frames"])
-def test_a_parcel_that_fails_to_open_gives_its_memory_back(missing: bool) -> None:
+def test_a_payload_that_fails_to_open_gives_its_memory_back(missing: bool) -> None:
     arena = Arena(budget_bytes=1 << 26)
     reader = ArenaReader(os.getpid())
     for _ in range(20):

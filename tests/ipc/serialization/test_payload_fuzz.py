@@ -1,7 +1,7 @@
 """Hostile tables and frames: decoding answers with MessageError or with an object, and never otherwise.
 
 Heads are only ever cut short. A pickle head that a peer made up can run code, and no check of ours would
-change that; parcels are taken from authenticated peers only.
+change that; payloads are taken from authenticated peers only.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.ipc.serialization.parcel_corpus import Seed, load
+from tests.ipc.serialization.payload_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.messages.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.ipc.messages.shared_blocks import BlockRef
+from torch_dpflow.ipc.messages.payload_table import BlockRef, BufferSpan, Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, discard
 
 SEEDS = load()
 WELL_FORMED = {name: seed for name, seed in SEEDS.items() if not name.startswith("bad-")}
 MALFORMED = {name: seed for name, seed in SEEDS.items() if name.startswith("bad-")}
 
-_table = msgspec.msgpack.Decoder(ParcelTable)
+_table = msgspec.msgpack.Decoder(PayloadTable)
 _fuzz = settings(
     max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -48,13 +47,13 @@ def reader() -> ArenaReader:
     return ArenaReader(os.getpid())
 
 
-def survive(table: ParcelTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
+def survive(table: PayloadTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
     with suppress(TransportError):
         decode(table, frames, reader=reader)
     discard(table, reader=reader)
 
 
-def read_table(data: bytes) -> ParcelTable | None:
+def read_table(data: bytes) -> PayloadTable | None:
     """As the layer above does: headers that are not valid get no further."""
     try:
         return _table.decode(data)
@@ -129,7 +128,7 @@ def test_made_up_tables(
 ) -> None:
     seed = SEEDS[name]
     table = _table.decode(seed.table)
-    made_up = ParcelTable(
+    made_up = PayloadTable(
         table.frames if buffers else count,
         tuple(blocks),
         table.head if head is None else head,
@@ -163,4 +162,4 @@ def test_made_up_references(changes: dict[str, int]) -> None:
     assert block is not None
     block.memory[:] = 0  # no pickle at all
     ref = msgspec.structs.replace(arena.publish(block), **changes)
-    survive(ParcelTable(0, (ref,), BufferSpan(-1, 0, 100), (BufferSpan(-1, 64, 64),)), [], reader)
+    survive(PayloadTable(0, (ref,), BufferSpan(-1, 0, 100), (BufferSpan(-1, 64, 64),)), [], reader)

@@ -1,4 +1,4 @@
-"""A worker's samples as parcels: the short cut and the long way give the same samples."""
+"""A worker's samples as payloads: the short cut and the long way give the same samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.serialization import fast_path as sample_parcel
+from torch_dpflow.ipc.serialization import fast_path as sample_payload
 from torch_dpflow.ipc.serialization.codec import decode, discard, encode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 
@@ -114,7 +114,7 @@ def test_what_is_less_common_goes_the_long_way(sample: Any, monkeypatch: pytest.
         asked.append(obj)
         return encode(obj, **given)
 
-    monkeypatch.setattr(sample_parcel, "encode", noted)
+    monkeypatch.setattr(sample_payload, "encode", noted)
     arrived = decode(*encode_sample(sample))
     assert asked[0] is sample
     assert type(arrived) is type(sample)
@@ -155,7 +155,7 @@ def test_without_room_in_shared_memory_it_goes_as_frames() -> None:
     assert same(sample, decode(table, frames))
 
 
-def test_the_memory_of_a_parcel_that_was_opened_is_lent_again() -> None:
+def test_the_memory_of_a_payload_that_was_opened_is_lent_again() -> None:
     with shared_memory() as (arena, reader):
         held = []
         for number in range(20):
