@@ -199,7 +199,7 @@ def read_with_loss(stored: StoredDataset, is_killed: bool, is_far: bool, numbers
 def address_of(directory: Path) -> str:
     """Where other hosts reach a server."""
     with PoolConnection(directory) as connection:
-        return next(one.listen[0] for one in connection.servers() if one.directory == str(directory))
+        return next(one.listen for one in connection.servers() if one.directory == str(directory))
 
 
 @contextmanager

@@ -99,10 +99,9 @@ def pool() -> None:
 )
 @click.option(
     "--listen",
-    multiple=True,
     metavar="tcp://HOST:PORT",
-    help="Where other hosts of the cluster reach it, given once for each network card that they are to use; takes "
-    "--connection. Without it, only this user on this host.",
+    help="The address at which other hosts reach this server; requires --connection. Without it, the server answers "
+    "only this user on this host.",
 )
 @json_option
 @_address
@@ -113,7 +112,7 @@ def serve(
     ahead_memory: str | None,
     idle_s: float,
     join: str | None,
-    listen: tuple[str, ...],
+    listen: str | None,
     as_json: bool,
     address: str,
     connection: str | None,
@@ -123,10 +122,10 @@ def serve(
     raise_limit(_WISHED_DESCRIPTORS)
     ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
     memory_bytes = parse_bytes("--memory", memory)
-    doors = [find_address(one, connection, trust_network=trust_network) for one in listen]
+    place = None if listen is None else find_address(listen, connection, trust_network=trust_network)
     head = None if join is None else find_address(join, connection, trust_network=trust_network)
     server = DataServer(
-        memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=doors, join=head
+        memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=place, join=head
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -135,8 +134,8 @@ def serve(
     try:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        others = "".join(f" and at {one}" for one in server.addresses)
-        facts = {"directory": str(server.directory), "listen": list(map(str, server.addresses))}
+        others = "" if server.address is None else f" and at {server.address}"
+        facts = {"directory": str(server.directory), "listen": server.address}
         click.echo(
             to_json({**facts, "memory": memory_bytes, "pid": os.getpid()})
             if as_json

@@ -44,16 +44,12 @@ class LaneReader:
         silence_s: after how long without a byte that is due a server is left, seconds.
         window: how much may be asked for that has not come; None: what this reader measures, or 8 MiB where all servers
             are of this host.
-        waits: for a whole answer of one server, once it has begun to come; else records of others are taken meanwhile,
-            and one server that falls silent holds nothing up but what it was asked for.
 
     Raises OptionError: there are no keys.
     """
 
-    def __init__(
-        self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None, *, waits: bool = True
-    ) -> None:
-        self._pool, self._silence_s, self._waits = pool, silence_s, waits
+    def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
+        self._pool, self._silence_s = pool, silence_s
         self._guard: StreamGuard = guard_of(pool, serves=False)
         self._windows = (
             (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
@@ -64,8 +60,6 @@ class LaneReader:
         #: Servers that have failed: until when they are left alone, and what says for how long the next time.
         self._left: dict[str, tuple[float, Backoff]] = {}
         self._poll = select.poll()
-        #: Servers that have failed while the latest batch was read, or that were left alone then.
-        self.failed: set[str] = set()
         #: Sets that a server has given up.
         self.gone: set[bytes] = set()
 
@@ -83,7 +77,6 @@ class LaneReader:
         copy: False gives large ones as memoryviews that nobody can write to; their memory is used again when they are
             gone. What has a room is a view of that; where it is None, some of the room may have been written to.
         """
-        self.failed = set()
         lanes = [self._lane(owner) for owner in {*owners}]
         is_on_host = all(lane is not None and lane.is_on_host for lane in lanes)
         self._window = self._windows[is_on_host]
@@ -99,10 +92,6 @@ class LaneReader:
         except BaseException:
             self.close()  # what comes late must not be taken for what is asked for next
             raise
-
-    def has_failed(self, owner: str) -> bool:
-        """Whether a server has failed, and it is too early to try again."""
-        return owner in self._left and time.monotonic() < self._left[owner][0]
 
     def close(self) -> None:
         """Close all lanes; they are opened again where they are needed."""
@@ -168,7 +157,7 @@ class LaneReader:
         self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch
     ) -> Sequence[tuple[str, StreamLane]]:
         """Those of these lanes from which something has come."""
-        if self._waits and len(busy) == 1 and busy[0][1].asked:
+        if len(busy) == 1 and busy[0][1].asked:
             return busy  # which waits for it
         if found := [one for one in busy if one[1].has_bytes]:
             return found
@@ -194,12 +183,9 @@ class LaneReader:
             return lane
         until, backoff = self._left.get(owner) or (-math.inf, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
         if time.monotonic() < until:
-            self.failed.add(owner)
             return None
         try:
-            lane = StreamLane(
-                self._pool.at(owner), self._guard, self._silence_s, self._memory, waits=self._waits
-            )
+            lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s, self._memory)
         except DPFlowError as error:
             self._leave(owner, error, backoff)
             return None
@@ -218,7 +204,6 @@ class LaneReader:
 
     def _leave(self, owner: str, why: object, backoff: Backoff) -> None:
         self._left[owner] = time.monotonic() + backoff.pause_s(), backoff
-        self.failed.add(owner)
         DATASETS.info("samples of %s are read from storage for now: %s", owner, why)
 
     def _close(self, owner: str) -> None:

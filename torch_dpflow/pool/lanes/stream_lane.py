@@ -6,9 +6,9 @@ import io
 import socket
 import struct
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
 from torch_dpflow.errors import MessageError, PeerLostError
 from torch_dpflow.ipc.memory.headroom import Headroom
@@ -36,9 +36,6 @@ _PIECE_BYTES = 1 << 20
 _MOST_VIEWS = 1024
 #: What a server may say that records have whose length only it knows, bytes; more only as far as that is free.
 _BELIEVED_BYTES = 64 << 20
-T = TypeVar("T")
-#: Receives something; where it does not wait, each step goes on with what has come, up to the result.
-Receiving: TypeAlias = Generator[None, None, T]
 
 
 class WantedRecord(NamedTuple):
@@ -67,24 +64,15 @@ class StreamLane:
 
     silence_s: after how long without a byte that is due the server is given up, seconds.
     memory: where records are received that are not copied.
-    waits: whether `take` waits for all of an answer that has begun to come, which takes fewer calls.
 
     Raises PeerLostError: there is no server, or it does not prove that it is of the cluster.
     """
 
     def __init__(
-        self,
-        address: PoolAddress,
-        guard: StreamGuard,
-        silence_s: float,
-        memory: ReceiveMemory,
-        *,
-        waits: bool = True,
+        self, address: PoolAddress, guard: StreamGuard, silence_s: float, memory: ReceiveMemory
     ) -> None:
         self._socket = connect_stream(address, guard, LANE, silence_s)
-        self._memory, self._waits = memory, waits
-        #: The answer that has begun to come.
-        self._coming: Receiving[list[tuple[AskedRecord, bytes | memoryview | int]]] | None = None
+        self._memory = memory
         #: What was asked for and has not been answered.
         self.asked: deque[tuple[bytes, AskedRecord]] = deque()
         #: When something came last, or was asked for where nothing was; of `time.monotonic`.
@@ -121,8 +109,6 @@ class StreamLane:
     def take(self, *, copy: bool) -> list[tuple[AskedRecord, bytes | memoryview | int]]:
         """The next answer: each record, or why it does not come, as in `wire`; those that were LATER, with 0 or ABSENT.
 
-        Nothing where that has not come as a whole, and this does not wait for it.
-
         copy: False gives large records where they were received, as views that nobody can write to, as it is with those
             that have a room.
 
@@ -131,34 +117,23 @@ class StreamLane:
             MessageError: this is not what was asked for.
             OSError: the connection has failed.
         """
-        if self._coming is None:
-            self._coming = self._answer(copy=copy)
-        try:
-            next(self._coming)
-        except StopIteration as end:
-            self._coming = None
-            found: list[tuple[AskedRecord, bytes | memoryview | int]] = end.value
-            return found
-        return []
+        kind, count, identity = read_header(self._bytes(ANSWER_BYTES))
+        records, lengths = read_table(self._bytes(count * ENTRY_BYTES))
+        if kind == READY:
+            named = zip(records, lengths)
+            return [(one, state) for record, state in named for one in self.later.pop(record, ())]
+        asked = self._check(identity, records, lengths)
+        rooms = [one.wanted.room for one in asked]
+        contents = self._contents(rooms, lengths, copy=copy)
+        for _ in asked:  # only now: if the lane fails before, they were asked for and did not come
+            self.asked.popleft()
+        return list(zip(asked, contents))
 
     def close(self) -> None:
         """Close it; what was asked for does not come."""
         self._socket.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _answer(self, *, copy: bool) -> Receiving[list[tuple[AskedRecord, bytes | memoryview | int]]]:
-        kind, count, identity = read_header((yield from self._bytes(ANSWER_BYTES)))
-        records, lengths = read_table((yield from self._bytes(count * ENTRY_BYTES)))
-        if kind == READY:
-            named = zip(records, lengths)
-            return [(one, state) for record, state in named for one in self.later.pop(record, ())]
-        asked = self._check(identity, records, lengths)
-        rooms = [one.wanted.room for one in asked]
-        contents = yield from self._contents(rooms, lengths, copy=copy)
-        for _ in asked:  # only now: if the lane fails before, they were asked for and did not come
-            self.asked.popleft()
-        return list(zip(asked, contents))
 
     def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[AskedRecord]:
         """What this answers of what was asked for. Raises MessageError: it is something else."""
@@ -181,41 +156,40 @@ class StreamLane:
 
     def _contents(
         self, rooms: list[memoryview | None], lengths: list[int], *, copy: bool
-    ) -> Receiving[Sequence[bytes | memoryview | int]]:
+    ) -> Sequence[bytes | memoryview | int]:
         if rooms.count(None) == len(rooms):
             total = sum(length for length in lengths if length > 0)
             if len(lengths) < total < len(lengths) * _SMALL_BYTES:
-                return (yield from self._cut(lengths, total))
+                return self._cut(lengths, total)
             if copy:
                 contents = list[bytes | int]()
                 for length in lengths:
-                    received = (yield from self._bytes(length)) if length > 0 else b""
-                    contents.append(received if length >= 0 else length)
+                    contents.append(self._bytes(length) if length > 0 else b"" if length == 0 else length)
                 return contents
         views = [
             self._memory.lend(length) if room is None else room
             for room, length in zip(rooms, lengths)
             if length > 0
         ]
-        yield from self._fill(views)
+        self._fill(views)
         filled = iter(views)
         return [
             next(filled).toreadonly() if length > 0 else memoryview(b"") if length == 0 else length
             for length in lengths
         ]
 
-    def _cut(self, lengths: list[int], total: int) -> Receiving[list[bytes | int]]:
+    def _cut(self, lengths: list[int], total: int) -> list[bytes | int]:
         """Small records, received together."""
         joined, at, contents = self._memory.lend(total), 0, list[bytes | int]()
-        yield from self._fill([joined])
+        self._fill([joined])
         for length in lengths:
             contents.append(bytes(joined[at : at + length]) if length >= 0 else length)
             at += max(0, length)
         return contents
 
-    def _bytes(self, count: int) -> Receiving[bytes]:
+    def _bytes(self, count: int) -> bytes:
         """The next so many bytes, received where they stay."""
-        if self._waits and isinstance(self._socket, socket.socket) and count <= _PIECE_BYTES:
+        if isinstance(self._socket, socket.socket) and count <= _PIECE_BYTES:
             content = self._socket.recv(count, socket.MSG_WAITALL)
             if len(content) == count:
                 return content
@@ -226,20 +200,14 @@ class StreamLane:
         buffer = io.BytesIO(bytes(count))  # hands out its memory as it is
         with buffer.getbuffer() as view:
             view[: len(content)] = content
-            yield from self._fill([view[len(content) :]])
+            self._fill([view[len(content) :]])
         return buffer.getvalue()
 
-    def _fill(self, views: Sequence[memoryview]) -> Receiving[None]:
+    def _fill(self, views: Sequence[memoryview]) -> None:
         """Receive what comes into these, one behind the other."""
         rest = deque(views)
         while rest:
-            try:
-                came = self._receive_into(rest)
-            except BlockingIOError:
-                if self._waits:
-                    raise
-                yield
-                continue
+            came = self._receive_into(rest)
             if not came:
                 raise PeerLostError("it has closed the connection")
             while rest and came >= len(rest[0]):
@@ -255,10 +223,9 @@ class StreamLane:
             room -= len(wanted[-1])
             if not room or not isinstance(self._socket, socket.socket):
                 break
-        wait = socket.MSG_WAITALL if self._waits else socket.MSG_DONTWAIT
         if isinstance(self._socket, socket.socket):
-            return self._socket.recvmsg_into(wanted, 0, wait)[0]
-        return self._socket.recv_into(wanted[0], 0 if self._waits else wait)
+            return self._socket.recvmsg_into(wanted, 0, socket.MSG_WAITALL)[0]
+        return self._socket.recv_into(wanted[0])
 
 
 def _part(wanted: WantedRecord) -> RecordPart:

@@ -51,24 +51,20 @@ class TLSStream:
     def recv(self, count: int) -> bytes:
         return self._fed(lambda: self._tls.read(count))
 
-    def recv_into(self, view: memoryview, flags: int = 0) -> int:
-        """As of a socket; fills all of this where it may wait (no MSG_DONTWAIT) and the connection does not end."""
+    def recv_into(self, view: memoryview) -> int:
+        """Fill all of `view`, or as much as comes before the connection ends; return the number of bytes."""
         read, size, at = self._tls.read, len(view), 0
-        try:
-            while at < size:
-                if not self.has_bytes:  # `ssl` takes longer to say so than to look
-                    self._feed(flags)
-                try:
-                    came = cast(int, read(size - at, view[at:]))
-                except ssl.SSLWantReadError:
-                    self._feed(flags)
-                    continue
-                if not came:
-                    break
-                at += came
-        except BlockingIOError:
-            if not at or not flags & socket.MSG_DONTWAIT:
-                raise
+        while at < size:
+            if not self.has_bytes:  # `ssl` takes longer to say so than to look
+                self._feed()
+            try:
+                came = cast(int, read(size - at, view[at:]))
+            except ssl.SSLWantReadError:
+                self._feed()
+                continue
+            if not came:
+                break
+            at += came
         return at
 
     def settimeout(self, seconds: float | None) -> None:
@@ -88,10 +84,10 @@ class TLSStream:
             except ssl.SSLWantReadError:
                 self._feed()
 
-    def _feed(self, flags: int = 0) -> None:
+    def _feed(self) -> None:
         """Take what has come, or wait for it."""
         self._flush()
-        came = self._socket.recv_into(self._piece, 0, flags)
+        came = self._socket.recv_into(self._piece)
         if came:
             self._incoming.write(self._piece[:came])
         else:

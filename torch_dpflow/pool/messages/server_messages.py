@@ -41,8 +41,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: The name of its host, and of the boot of its kernel.
     host: str
     boot: str
-    #: tcp://HOST:PORT, where other hosts reach it, of each network card; (): nowhere.
-    listen: tuple[str, ...] = ()
+    #: tcp://HOST:PORT, where other hosts reach it; None: nowhere.
+    listen: str | None = None
     #: What it has drawn as it began, which is in its directory too; "": an older release's.
     incarnation: str = ""
     #: Bytes for samples, and those that are free.

@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.lanes.lane_reader import LaneReader
 from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.lanes.railed_reader import RailedReader
-from torch_dpflow.pool.lanes.rails import ServerRails
 from torch_dpflow.pool.lanes.regions import map_sealed
 from torch_dpflow.pool.lanes.stream_lane import WantedRecord
 from torch_dpflow.pool.messages.ahead_messages import (
@@ -40,7 +39,7 @@ AheadRecord: TypeAlias = tuple[int, int, int]
 class FarMemory:
     """What a server of another host reads ahead into, through its lanes."""
 
-    def __init__(self, lanes: RailedReader, server: ServerRails) -> None:
+    def __init__(self, lanes: LaneReader, server: str) -> None:
         self._lanes, self._server = lanes, server
 
     def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:

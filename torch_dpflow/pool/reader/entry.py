@@ -81,7 +81,7 @@ class PoolEntry:
         if server.is_near:
             return PoolAddress(directory=Path(server.directory))
         has_keys = self._address.connection is not None
-        return self._address.at(server.listen[0]) if server.listen and has_keys else None
+        return self._address.at(server.listen) if server.listen and has_keys else None
 
     def is_unloaded(self) -> bool:
         """Whether the pool does not hold the set. Raises PeerLostError: the server that was given does not answer."""

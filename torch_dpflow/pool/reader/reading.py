@@ -14,11 +14,9 @@ import numpy.typing as npt
 
 from torch_dpflow.announcing import Order
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.pool.lanes.lane_reader import Content
+from torch_dpflow.pool.lanes.lane_reader import Content, LaneReader
 from torch_dpflow.pool.lanes.pool_address import PoolAddress
 from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.lanes.railed_reader import RailedReader
-from torch_dpflow.pool.lanes.rails import ServerRails, rails_to
 from torch_dpflow.pool.lanes.regions import UNLOADED, PoolRegion
 from torch_dpflow.pool.lanes.stream_lane import WantedRecord
 from torch_dpflow.pool.messages.server_messages import ServerInfo
@@ -48,7 +46,7 @@ class SetReading:
         self._silence_s = silence_s
         self._ref, self._identity = source.ref, identity
         #: How servers on other hosts are read from, where there are keys for it.
-        self._lanes = None if address.connection is None else RailedReader(address, silence_s)
+        self._lanes = None if address.connection is None else LaneReader(address, silence_s)
         self._entry = PoolEntry(address, source, identity, silence_s)
         self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
@@ -59,9 +57,9 @@ class SetReading:
         #: Servers by name, those that are lost and whose memory is mapped too.
         self._servers: dict[str, NearServer] = {}
         #: The owner of each stripe, where it is near; or where its lanes are.
-        self._owners: list[NearServer | ServerRails | None] = []
+        self._owners: list[NearServer | str | None] = []
         #: The lanes of the server that was asked for that.
-        self._asked: ServerRails | None = None
+        self._asked: str | None = None
         #: Whether another host has not given what it should have.
         self._is_stale = False
         #: Whether somebody has unloaded it, so that this process loads it no more, and reads what others have loaded.
@@ -200,7 +198,7 @@ class SetReading:
         server = self._server_of(record)
         return server.read(record, copy=copy) if isinstance(server, NearServer) else None
 
-    def _server_of(self, record: int) -> NearServer | ServerRails | None:
+    def _server_of(self, record: int) -> NearServer | str | None:
         """Who has a record's stripe mapped as a whole, or else its owner."""
         if self._table is None:
             return None
@@ -212,7 +210,7 @@ class SetReading:
 
     def _read_afar(
         self,
-        lanes: RailedReader,
+        lanes: LaneReader,
         wanted: Sequence[WantedRecord],
         found: list[Any],
         *,
@@ -220,7 +218,7 @@ class SetReading:
     ) -> None:
         """Put what servers of other hosts hold into `found`."""
         owners = (self._server_of(one.record) for one in wanted)
-        afar = {place: owner for place, owner in enumerate(owners) if isinstance(owner, ServerRails)}
+        afar = {place: owner for place, owner in enumerate(owners) if isinstance(owner, str)}
         contents = lanes.read(self._identity, [*afar.values()], [wanted[place] for place in afar], copy=copy)
         for place, content in zip(afar, contents):
             found[place] = content
@@ -291,7 +289,7 @@ class SetReading:
 
     def _take(self, table: SetTable) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
-        asked = (self._rails(info, table) for info in table.servers if info.name == table.asked)
+        asked = (self._lane_address(info, table) for info in table.servers if info.name == table.asked)
         self._asked = next(asked, None)
         # Together, as Control-C may come between any two calls.
         self._owners, self._table = [owners[one] if one >= 0 else None for one in table.owners], table
@@ -299,7 +297,7 @@ class SetReading:
             if isinstance(server, NearServer):
                 server.refresh()
 
-    def _open(self, info: ServerInfo, table: SetTable) -> NearServer | ServerRails | None:
+    def _open(self, info: ServerInfo, table: SetTable) -> NearServer | str | None:
         """How to read from a server; None: it cannot be reached."""
         address = self._entry.address_of(info)
         if address is not None and address.directory is not None:
@@ -308,14 +306,14 @@ class SetReading:
             )
             self._servers[info.name] = server
             return server
-        return self._rails(info, table)
+        return self._lane_address(info, table)
 
-    def _rails(self, info: ServerInfo, table: SetTable) -> ServerRails | None:
+    def _lane_address(self, info: ServerInfo, table: SetTable) -> str | None:
         """Where a server's lanes are; None: this process has no keys for them, or there are none."""
         asked = self._entry.asked
-        if info.name == table.asked and asked.directory is None and str(asked) not in info.listen:
-            return ServerRails((str(asked),))  # as it was given
-        return rails_to(info.listen) if info.listen and self._lanes is not None else None
+        if info.name == table.asked and asked.directory is None:
+            return str(asked)  # as it was given
+        return info.listen if self._lanes is not None else None
 
     def _ask_servers(self, records: Sequence[int]) -> None:
         deadline = time.monotonic() + self._silence_s

@@ -10,7 +10,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch_dpflow._core.checks import check_int, check_seconds, check_type
@@ -72,7 +71,7 @@ class DataServer:
         idle_s: how long a set that no command has loaded stays when nobody reads it, seconds; the head's counts.
         ahead_bytes: memory beside that, for reading ahead what has no room; None: an eighth of `memory_bytes`, and at
             most `MOST_AHEAD`.
-        listen: where other hosts reach it, at one address or, over several network cards, at more; None: nowhere.
+        listen: where other hosts reach it; None: nowhere.
         join: where the head of a pool is, whose member it is to be; None: it is the head of a pool of its own.
 
     Raises:
@@ -87,7 +86,7 @@ class DataServer:
         *,
         idle_s: float = 600.0,
         ahead_bytes: int | None = None,
-        listen: PoolAddress | Sequence[PoolAddress] | None = None,
+        listen: PoolAddress | None = None,
         join: AddressLike | None = None,
     ) -> None:
         check_int("memory_bytes", memory_bytes, minimum=1)
@@ -106,16 +105,14 @@ class DataServer:
             raise OptionError(
                 f"join={str(head)!r} is this server itself; give the address of the pool's head"
             )
-        places = [listen] if isinstance(listen, PoolAddress | str) else listen or []
-        for one in places:
-            check_type("listen", one, PoolAddress, "a PoolAddress, as find_address makes it, or several")
+        if listen is not None:
+            check_type("listen", listen, PoolAddress, "a PoolAddress, as find_address makes it")
         if head is not None and head.directory is None:
-            _check_reach(places, head)
+            _check_reach(listen, head)
             check_keys(head)
-        self._doors = [StreamDoor(one, self._talk_afar, self._holdings) for one in places]
-        #: Where other hosts reach it, and the first of these.
-        self.addresses = tuple(one.address for one in self._doors)
-        self.address = self.addresses[0] if self.addresses else None
+        self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
+        #: Where other hosts reach it.
+        self.address = None if self._door is None else self._door.address
         incarnation = secrets.token_hex(8)
         self._listener, self._held_lock = _listen(self.directory, incarnation)
         server = ServerInfo(
@@ -123,7 +120,7 @@ class DataServer:
             host=socket.gethostname(),
             boot=boot_id(),
             memory=memory_bytes,
-            listen=self.addresses,
+            listen=self.address,
             incarnation=incarnation,
         )
         self._pool: PoolLeader | PoolMember
@@ -135,8 +132,8 @@ class DataServer:
     def serve(self) -> None:
         """Serve until `stop`."""
         threading.Thread(target=self._pool.run, name="dpflow-beat", daemon=True).start()
-        for door in self._doors:
-            threading.Thread(target=door.run, name="dpflow-door", daemon=True).start()
+        if self._door is not None:
+            threading.Thread(target=self._door.run, name="dpflow-door", daemon=True).start()
         while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -171,8 +168,8 @@ class DataServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for door in self._doors:
-            door.close()
+        if self._door is not None:
+            self._door.close()
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -296,16 +293,16 @@ class _PoolClient:
     member: tuple[str, int] | None = None
 
 
-def _check_reach(listen: Sequence[PoolAddress], head: PoolAddress) -> None:
+def _check_reach(listen: PoolAddress | None, head: PoolAddress) -> None:
     """Raises OptionError: what this server holds would be read by nobody on the head's host."""
-    if not listen:
+    if listen is None:
         raise OptionError(
             f"join={str(head)!r}: who reaches its head over a network is reached over one too; give it an address, "
             "--listen or listen="
         )
-    if all(is_loopback(str(one)) for one in listen) and not is_loopback(str(head)):
+    if is_loopback(str(listen)) and not is_loopback(str(head)):
         raise OptionError(
-            f"--listen {', '.join(map(str, listen))}: the pool at {head} and its readers cannot reach it; give an "
+            f"--listen {listen}: the pool at {head} and its readers cannot reach it; give an "
             "address of this host"
         )
 
