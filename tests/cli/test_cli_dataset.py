@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -211,6 +212,35 @@ def test_copy(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     )
     assert dataset("delete", "core/pets", "--yes").exit_code == 0
     assert "10 match their checksums" in dataset("verify", "core/pets", "--data", "--store", other).stdout
+
+
+def test_every_command_prints_json_for_programs(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    def records(*arguments: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in dataset(*arguments, "--json").stdout.splitlines()]
+
+    (imported,) = records(
+        "import", "imagefolder", "core/pets:v1", f"train={tree}/train", "--checksum", "crc32"
+    )
+    assert (imported["version"], imported["variants"]["train"]["samples"]) == ("v1", 10)
+    (appended,) = records("append", "imagefolder", "core/pets:v1", f"train={tree}/val")
+    assert (appended["version"], appended["variants"]["train"]["samples"]) == ("v2", 14)
+    (tree / "train/cat/3.jpg").write_bytes(b"yyy")
+    problem, checked = records("verify", "core/pets:v1", "--data")
+    assert [problem[name] for name in ("variant", "sample", "samples")] == ["train", 3, 1]
+    compared = {"checksums": 9, "sizes": 0, "presence": 0}
+    assert checked == {"checked": "core/pets:v1:train", "samples": 10, "compared": compared}
+    assert records("verify", "core/pets:v2") == [{"checked": "core/pets:v2:train", "samples": 14}]
+    (tree / "train/cat/3.jpg").write_bytes(b"xxx")
+    (copied,) = records("copy", "core/pets:v1", "--to", str(tmp_path / "other"))
+    assert copied == {
+        "copied": "core/pets:v1",
+        "to": f"file://{tmp_path}/other",
+        "compared": {"checksums": 0, "sizes": 0, "presence": 0},  # data outside the store stays where it is
+    }
+    Draft(DatasetStore(tmp_path / "store"), "core/pets", "v3").add("train", ImageFolderImporter(tree / "val"))
+    assert records("discard", "core/pets:v3") == [{"discarded": "core/pets:v3"}]
+    assert records("delete", "core/pets:v1", "--yes") == [{"deleted": ["core/pets:v1"], "discarded": []}]
+    assert records("prune", "--yes") == [{"dataset": "core/pets", "files_removed": 0}]
 
 
 def test_a_variant_that_is_not_named_is_in_the_way(dataset: Dataset, tree: Path, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def _life_now(flow: FlowView) -> str:
         return f"read by {counted(flow.jobs, 'job')}"
     if flow.idle_in_s is not None:
         return f"ready; its services end in {_age(flow.idle_in_s)} unless a job comes"
-    return "replaced by a higher version" if flow.replaced else flow.state
+    return "a higher version is registered; ends unless a job comes" if flow.replaced else flow.state
 
 
 def _drawn_life(flow: FlowView) -> str:

@@ -136,10 +136,9 @@ def append(
 
 
 @dataset.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for each version.")
 @store_options
 def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
-    """List all datasets with their versions, and unfinished imports.
+    """List all datasets with their versions, and unfinished imports; with --json one object for each version.
 
     Versions that cannot be read are listed last; the exit status is 1 if there are any.
     """
@@ -163,15 +162,12 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
 @dataset.command()
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @click.option("--sample", type=click.IntRange(min=0), help="Also show the metadata of this sample.")
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="The version's file as it is; with --sample the metadata of the sample.",
-)
 @store_options
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
-    """Show a version, the last one by default: variants, counts, checksums, source, and where its data is."""
+    """Show a version, the last one by default: variants, counts, checksums, source, and where its data is.
+
+    With --json, print the version's file as it is; with --sample too, the metadata of the sample.
+    """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
     version = store.load(target.id, target.version)
@@ -195,11 +191,11 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @click.option("--data", is_flag=True, help="Check every sample's object too, not only its metadata.")
 @store_options
-def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool) -> None:
+def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool, as_json: bool) -> None:
     """Check that a version is complete: the metadata of its samples, and with --data the samples themselves.
 
     With --data, samples that have checksums are read; of others, the existence and size are checked. Prints one line
-    for each problem; the exit status is 1 if there was any.
+    for each problem; the exit status is 1 if there was any. With --json, each line is an object.
     """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
@@ -212,9 +208,9 @@ def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool) -> 
         with verify_progress(name, len(stored)) as progress:
             for problem in verify(stored, data=data, progress=progress, compared=compared):
                 bad += problem.samples
-                click.echo(problem_line(name, problem))
+                click.echo(problem_line(name, problem, as_json=as_json))
         total += len(stored)
-        click.echo(checked_line(stored, compared))
+        click.echo(checked_line(stored, compared, as_json=as_json))
     if bad:
         raise click.ClickException(f"{bad} of {total} samples cannot be read as they should be")
 
@@ -227,6 +223,7 @@ def _run(
     settings: dict[str, str],
     options: dict[str, str],
     restart: bool,
+    as_json: bool,
     **how: Any,
 ) -> None:
     """Import every source and publish."""
@@ -245,6 +242,9 @@ def _run(
     except KeyboardInterrupt:
         click.echo("Interrupted. Run the same command again to continue.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
+    if as_json:
+        print_json(published)
+        return
     for name in sources:
         click.echo(f"{published.id}:{published.version}:{name}: {published.variants[name].samples} samples")
 

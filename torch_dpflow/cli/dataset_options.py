@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from torch_dpflow.cli.cluster_calls import json_option
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import OptionError
@@ -84,5 +85,5 @@ def store_option(*, required: bool) -> Callable[[Command], Command]:
 
 
 def store_options(command: Command) -> Command:
-    """The options that open a store."""
-    return store_option(required=True)(storage_option(command))
+    """The options of a command on a store: what opens the store, and --json."""
+    return json_option(store_option(required=True)(storage_option(command)))

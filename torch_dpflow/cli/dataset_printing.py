@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import click
 import msgspec
@@ -19,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from torch_dpflow.cli.cluster_calls import to_json
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
@@ -82,15 +84,20 @@ def _checksums_of(stored: StoredDataset) -> str:
     return f"checksums of {counts.total() - counts['']:,} of {counts.total():,} samples that were looked at"
 
 
-def problem_line(variant: str, problem: Problem) -> str:
-    """One line for a problem."""
+def problem_line(variant: str, problem: Problem, *, as_json: bool = False) -> str:
+    """Describe a problem on one line."""
+    if as_json:
+        return to_json({"variant": variant, **problem._asdict()})
     last = problem.sample + problem.samples - 1
     where = f"sample {problem.sample}" if problem.samples == 1 else f"samples {problem.sample} to {last}"
     return f"{variant}, {where}: {problem.what}"
 
 
-def checked_line(stored: StoredDataset, compared: Compared | None) -> str:
-    """One line that describes how far a check went; None: at the metadata alone."""
+def checked_line(stored: StoredDataset, compared: Compared | None, *, as_json: bool) -> str:
+    """Describe on one line how far a check went; `compared=None` means that it read the metadata alone."""
+    if as_json:
+        counts = {} if compared is None else {"compared": asdict(compared)}
+        return to_json({"checked": str(stored.ref), "samples": len(stored), **counts})
     if compared is not None:
         summary = _summary(compared) or "none is intact"
         return f"{stored.ref}: {len(stored)} samples checked with their data: {summary}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
 
+from torch_dpflow.cli.cluster_calls import to_json
 from torch_dpflow.cli.dataset_options import storage_options_of, store_options, version_ref
 from torch_dpflow.cli.dataset_printing import copied_lines, copy_progress
 from torch_dpflow.datasets.copying import copy
@@ -39,21 +41,21 @@ def _dataset_only(context: click.Context, parameter: click.Parameter, text: str 
 @click.command()
 @click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref)
 @store_options
-def discard(url: str, storage_options: dict[str, Any], target: DatasetRef) -> None:
+def discard(url: str, storage_options: dict[str, Any], target: DatasetRef, as_json: bool) -> None:
     """Remove what an unfinished import has written; its sources stay as they are."""
     store = DatasetStore(url, **storage_options)
     assert target.version is not None
     if target.version not in store.drafts(target.id):
         raise OptionError(f"{target} is no unfinished import of {store.url}; see dpflow dataset list")
     Draft(store, target.id, target.version).discard()
-    click.echo(f"{target}: discarded")
+    click.echo(to_json({"discarded": str(target)}) if as_json else f"{target}: discarded")
 
 
 @click.command("delete")
 @click.argument("target", metavar="NAMESPACE/NAME[:VERSION]", callback=_unvaried)
 @_confirmed
 @store_options
-def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: bool) -> None:
+def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: bool, as_json: bool) -> None:
     """Remove a version, or a dataset with all versions and unfinished imports.
 
     Data that other versions refer to stays, as does data that no import has written. This cannot be undone.
@@ -65,10 +67,15 @@ def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: 
         versions = [name for name in versions if name == target.version]
     if not versions and not drafts:
         raise store.not_found(target)
-    names = [str(DatasetRef(target.id, name)) for name in versions]
-    names += [f"the unfinished import {DatasetRef(target.id, name)}" for name in drafts]
+    published, unfinished = (
+        [str(DatasetRef(target.id, name)) for name in part] for part in (versions, drafts)
+    )
+    names = [*published, *(f"the unfinished import {name}" for name in unfinished)]
     _check_meant(yes, f"{', '.join(names)} from {store.url}")
     delete(store, target.id, target.version)
+    if as_json:
+        click.echo(to_json({"deleted": published, "discarded": unfinished}))
+        return
     for name in names:
         click.echo(f"{name}: deleted")
 
@@ -77,7 +84,9 @@ def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: 
 @click.argument("target", metavar="[NAMESPACE/NAME]", required=False, callback=_dataset_only)
 @_confirmed
 @store_options
-def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool) -> None:
+def prune_(
+    url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool, as_json: bool
+) -> None:
     """Remove unfinished imports, and imported files that no published version refers to; of all datasets by default.
 
     An import that runs meanwhile will not be published.
@@ -88,7 +97,12 @@ def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None,
     imports = f", and the unfinished imports {', '.join(drafts)}" if drafts else ""
     _check_meant(yes, f"what no published version of {target or 'any dataset'} in {store.url} names{imports}")
     for name in ids:
-        click.echo(f"{name}: {prune(store, name)} files removed")
+        removed = prune(store, name)
+        click.echo(
+            to_json({"dataset": name, "files_removed": removed})
+            if as_json
+            else f"{name}: {removed} files removed"
+        )
 
 
 @click.command("copy")
@@ -104,7 +118,12 @@ def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None,
 )
 @store_options
 def copy_(
-    url: str, storage_options: dict[str, Any], target: DatasetRef, to: str, to_options: dict[str, Any]
+    url: str,
+    storage_options: dict[str, Any],
+    target: DatasetRef,
+    to: str,
+    to_options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """Copy a version, the last one by default, to another store, and verify the copy before it is published.
 
@@ -118,6 +137,13 @@ def copy_(
     other = DatasetStore.create(to, **to_options)
     with copy_progress() as progress:
         copied = copy(store, target.id, target.version, other, progress=progress, compared=compared)
+    if as_json:
+        click.echo(
+            to_json(
+                {"copied": f"{copied.id}:{copied.version}", "to": other.url, "compared": asdict(compared)}
+            )
+        )
+        return
     for line in copied_lines(copied, other.url, compared):
         click.echo(line)
 
