@@ -8,7 +8,7 @@ pool, 100 Mbit/s, 64 KiB of buffer at the switch, batches of 64 records of 16 kB
 Simulated time (`--simulate`, `benchmarks.incast_network`): the same line with 0.2 ms there and back, 1 to 128 servers,
 three sizes of records. No figure depends on the machine there; a round is another order of the records.
 
-Algorithm 1 is repaired (`torch_dpflow.pool.planning.window` says of what) and told the line's rate and
+Algorithm 1 is repaired (`torch_dpflow.pool.planning.request_window` says of what) and told the line's rate and
 latency; our window is told nothing. The paper states no figures.
 """
 
@@ -35,11 +35,10 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.planning.lane_queues import LaneQueues
+from torch_dpflow.pool.planning.layout import FileSet, identity
 from torch_dpflow.pool.planning.placement import place
-from torch_dpflow.pool.planning.sets import FileSet, identity
-from torch_dpflow.pool.planning.window import BatchWindow, MeasuredWindow
-from torch_dpflow.pool.sources.set_names import identity_of
+from torch_dpflow.pool.planning.request_window import BatchWindow, LaneQueues, MeasuredWindow
+from torch_dpflow.pool.sources import identity_of
 
 BATCH = 64
 SERVERS = (1, 2, 4, 8, 16, 32, 64, 128)

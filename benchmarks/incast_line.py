@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.incast_network import PAYLOAD_BYTES, Line
 from benchmarks.pool_sides import process
 from benchmarks.staged_window import StagedWindow, Unbounded
-from torch_dpflow.pool.lanes.lane_reader import LaneReader
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.stream_lane import WantedRecord
-from torch_dpflow.pool.planning.window import BatchWindow, MeasuredWindow
+from torch_dpflow.pool.planning.request_window import BatchWindow, MeasuredWindow
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.data_reader import LaneReader
 
 SERVERS, BATCH, RECORD_BYTES, RECORDS, PORT = 32, 64, 16_000, 512, 7400
 ADDRESSES = [f"tcp://10.99.0.{number + 1}:{PORT}" for number in range(SERVERS)]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.pool.planning.known_order import KnownOrder
+from torch_dpflow.pool.planning.read_ahead import KnownOrder
 
 Keys = npt.NDArray[np.integer[Any]]
 #: The node of each key, from 0.

@@ -41,9 +41,9 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.server_messages import ServerInfo
+from torch_dpflow.pool.server_messages import ServerInfo
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 BATCH, PER_STRIPE = 64, 20
 METRICS = [

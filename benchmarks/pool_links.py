@@ -27,10 +27,10 @@ from tests.support.hosts import FOLDER, Host, Hosts, missing
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.lanes.lane_reader import LaneReader
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.stream_lane import WantedRecord
-from torch_dpflow.pool.sources.set_names import identity_of
+from torch_dpflow.pool.sources import identity_of
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.data_reader import LaneReader
 
 BITS_PER_S = 100e6
 SERVERS = (1, 2, 4, 8)

@@ -32,7 +32,7 @@ from benchmarks.report import Comparison, Figures, Metric, add_arguments, altern
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.pool import DataClient, PooledArray
-from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.transport.address import find_address
 
 #: Shape of a row, rows, and rows of a batch.
 WORKLOADS = {"rows of 3 kB": ((3, 32, 32), 65_536, 256), "rows of 150 kB": ((3, 224, 224), 4096, 64)}

@@ -30,11 +30,11 @@ from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.rpc import Result, RpcClient, RpcServer
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import listen
-from torch_dpflow.pool.lanes.lane_reader import LaneReader
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.lanes.stream_lane import WantedRecord
-from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.control_connection import PoolConnection
+from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.data_reader import LaneReader
 
 RECORD_BYTES, SERVERS = 110_000, 4
 #: What a server that prints other lines too says before its address.

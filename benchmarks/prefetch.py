@@ -27,8 +27,8 @@ from benchmarks.node_lists import NodeLists, by_modulo
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, publish
 from benchmarks.sliding_space import SlidingSpace
 from torch_dpflow.cluster.cache.objects import Arrival, Load, Serve
+from torch_dpflow.pool.planning.block_allocator import BlockSpace
 from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
-from torch_dpflow.pool.planning.spaces import BlockSpace
 
 SAMPLE_BYTES = 110_000
 #: Seconds that the reader computes for each sample, that a request takes to a node and back, that a sample takes there.

@@ -55,9 +55,9 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.lanes.pool_address import PoolAddress
-from torch_dpflow.pool.reader.reading import SetReading
-from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.transport.address import PoolAddress
 
 BATCH = 256
 LATENCY_S = 0.010

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from torch_dpflow._core.checks import check_int, check_number
-from torch_dpflow.pool.planning.window import BatchWindow
+from torch_dpflow.pool.planning.request_window import BatchWindow
 
 
 class Unbounded(BatchWindow):

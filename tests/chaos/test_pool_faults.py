@@ -21,8 +21,8 @@ from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.pool import DataServer
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.sources.set_names import identity_of
+from torch_dpflow.pool.sources import identity_of
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 COUNT, SERVERS, JOBS = 400, 4, 4
 REF = "core/numbers:v1:train"

@@ -15,7 +15,7 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import UsageError
-from torch_dpflow.pool.messages.ahead_messages import (
+from torch_dpflow.pool.messages import (
     LEFT,
     LONGEST_ORDER,
     AheadPlaces,
@@ -23,7 +23,7 @@ from torch_dpflow.pool.messages.ahead_messages import (
 )
 from torch_dpflow.pool.server import ahead
 from torch_dpflow.pool.server.ahead import AheadReading
-from torch_dpflow.pool.sources.set_names import record_set
+from torch_dpflow.pool.sources import record_set
 
 COUNT = 40
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, PoolFullError, UsageError
-from torch_dpflow.pool.planning.keeper_machine import Drop, Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.pool.planning.allocator import Drop, Fill, KeeperInstruction, KeeperMachine
 from torch_dpflow.pool.planning.placement import NOBODY, place
 
 LEASE_S, IDLE_S = 3.0, 10.0

@@ -21,10 +21,15 @@ from torch_dpflow import PooledDataset
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.errors import MessageError
+from torch_dpflow.pool.server import listener
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.lanes.guards import HELLO_BYTES, connect_stream, guard_of, receive_exactly
-from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
-from torch_dpflow.pool.lanes.wire import (
+from torch_dpflow.pool.messages import MOST_RECORDS
+from torch_dpflow.pool.server.data_sender import LaneServer
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.sources import identity_of
+from torch_dpflow.pool.transport.address import PoolAddress, find_address
+from torch_dpflow.pool.transport.authentication import HELLO_BYTES, connect_stream, guard_of, receive_exactly
+from torch_dpflow.pool.transport.data_frames import (
     ANSWER_BYTES,
     CONTROL,
     ENTRY_BYTES,
@@ -37,11 +42,6 @@ from torch_dpflow.pool.lanes.wire import (
     read_table,
     take_request,
 )
-from torch_dpflow.pool.messages.protocol import MOST_RECORDS
-from torch_dpflow.pool.server import door
-from torch_dpflow.pool.server.holdings import Holdings
-from torch_dpflow.pool.server.lane_server import LaneServer
-from torch_dpflow.pool.sources.set_names import identity_of
 
 COUNT = 40
 #: What a server's memory may vary by while strangers come and go, bytes.
@@ -175,22 +175,22 @@ def is_open(stranger: socket.socket) -> bool:
 
 @pytest.mark.parametrize("say", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"])
 def test_a_reader_waits_for_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: bytes) -> None:
-    monkeypatch.setattr(door, "STRANGER_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(listener, "STRANGER_S", 2 * PATIENCE_S)
     with strangers_at(tmp_path, 200, say) as (address, strangers):
         connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S).close()
         assert all(map(is_open, strangers))
 
 
 def test_the_oldest_strangers_make_room_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGER_S", 2 * PATIENCE_S)
-    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(listener, "STRANGER_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(listener, "MOST_STRANGERS", 8)
     with strangers_at(tmp_path, 20, b"") as (address, strangers):
         connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S).close()
         assert [is_open(one) for one in strangers] == [False] * 13 + [True] * 7
 
 
 def test_strangers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGER_S", 0.1)
+    monkeypatch.setattr(listener, "STRANGER_S", 0.1)
     with strangers_at(tmp_path, 20, b"") as (_, strangers):
         for one in strangers:
             assert one.recv(10) == b""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.lanes import LaneContract
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
-from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.pool.transport.address import PoolAddress, find_address
 
 _KEYS = generate_keys("", certificates=True)
 

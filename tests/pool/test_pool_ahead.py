@@ -31,11 +31,10 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.flows.staged import StagedDataset
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.wire import CONTROL, hello
-from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder
-from torch_dpflow.pool.messages.protocol import encode
-from torch_dpflow.pool.sources.set_names import identity_of
+from torch_dpflow.pool.messages import AnnounceOrder, encode
+from torch_dpflow.pool.sources import identity_of
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.data_frames import CONTROL, hello
 
 COUNT = 120
 CONTENTS = [np.random.default_rng(number).bytes(1000 - number % 7) for number in range(COUNT)]
@@ -166,9 +165,9 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
     address = pool.address if is_far else pool.directory
     order = f"identity={identity_of(stored)!r}, order=name, first=0, total=total, spread=8, records=bytes(8)"
     job = (
-        "from torch_dpflow.pool.lanes.pool_connection import PoolConnection\n"
-        "from torch_dpflow.pool.lanes.pool_address import find_address\n"
-        "from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder\n"
+        "from torch_dpflow.pool.transport.control_connection import PoolConnection\n"
+        "from torch_dpflow.pool.transport.address import find_address\n"
+        "from torch_dpflow.pool.messages import AnnounceOrder\n"
         f"connection = PoolConnection(find_address({str(address)!r}, {str(keys)!r}))\n"
         f"for name, total in (('whole', 2), ('in part', 3)): connection.ask(AnnounceOrder({order}))\n"
         "print('announced', flush=True)\n"

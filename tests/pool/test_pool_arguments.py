@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.messages.server_messages import boot_id
+from torch_dpflow.pool.server_messages import boot_id
+from torch_dpflow.pool.transport.address import find_address
 
 
 @pytest.mark.parametrize(

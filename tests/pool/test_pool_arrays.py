@@ -33,9 +33,9 @@ from torch_dpflow.errors import (
     TruncatedObjectError,
 )
 from torch_dpflow.pool import ArraySource, DataClient, PooledArray, open_array
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.planning.sets import ArraySet
-from torch_dpflow.pool.sources.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_set
+from torch_dpflow.pool.planning.layout import ArraySet
+from torch_dpflow.pool.transport.address import find_address
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
 

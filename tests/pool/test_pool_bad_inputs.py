@@ -34,12 +34,10 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 from torch_dpflow.pool import DataClient, PooledArray, open_array
-from torch_dpflow.pool.lanes.framing import PacketChannel, StreamChannel
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import REQUESTS, OpenSet, PreloadSet, PushStripe, WantRecords
-from torch_dpflow.pool.messages.server_messages import AskTable, TablePart
-from torch_dpflow.pool.messages.set_source import SetSource
-from torch_dpflow.pool.sources.set_names import identity_of
+from torch_dpflow.pool.messages import REQUESTS, OpenSet, PreloadSet, PushStripe, SetSource, WantRecords
+from torch_dpflow.pool.server_messages import AskTable, TablePart
+from torch_dpflow.pool.sources import identity_of
+from torch_dpflow.pool.transport.control_connection import PacketChannel, PoolConnection, StreamChannel
 
 COUNT = 40
 

@@ -17,7 +17,7 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.errors import ObjectMissingError, OptionError
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.messages.protocol import SetList
+from torch_dpflow.pool.messages import SetList
 
 CLASSES, FILES = 3, 5
 

@@ -25,7 +25,7 @@ from torch_dpflow.cluster.security.connection_file import (
 )
 from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.lanes.pool_address import find_address
+from torch_dpflow.pool.transport.address import find_address
 
 USES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 NOW = datetime.datetime.now(datetime.timezone.utc)

@@ -21,10 +21,10 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import ChecksumError, StorageError
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.lanes.guards import connect_stream, guard_of, receive_exactly
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.wire import LANE, WHOLE, RecordRequest
-from torch_dpflow.pool.sources.set_names import identity_of
+from torch_dpflow.pool.sources import identity_of
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.authentication import connect_stream, guard_of, receive_exactly
+from torch_dpflow.pool.transport.data_frames import LANE, WHOLE, RecordRequest
 
 COUNT, LARGE = 40, 8 << 20
 

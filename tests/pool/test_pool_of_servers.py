@@ -25,9 +25,10 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool import DataClient, DataServer, SetInfo
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.server_messages import (
+from torch_dpflow.pool.messages import SetSource
+from torch_dpflow.pool.planning.placement import ALL
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.server_messages import (
     Beat,
     DropOrder,
     Enlist,
@@ -35,10 +36,9 @@ from torch_dpflow.pool.messages.server_messages import (
     ServerInfo,
     SetPart,
 )
-from torch_dpflow.pool.messages.set_source import SetSource
-from torch_dpflow.pool.planning.residents import ALL
-from torch_dpflow.pool.server.holdings import Holdings
-from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 COUNT = 200
 #: How long readers wait for a server that is frozen, seconds: what they do not get, they read from storage.

@@ -33,23 +33,15 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.pool import DataClient, DataServer, SetInfo
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.lanes.regions import PoolRegion
-from torch_dpflow.pool.messages.protocol import (
-    ELSEWHERE,
-    HERE,
-    PreloadSet,
-    RecordStates,
-    WantRecords,
-    find_directory,
-    socket_path,
-)
-from torch_dpflow.pool.messages.set_source import SetSource
-from torch_dpflow.pool.reader.near import NearServer
+from torch_dpflow.pool.messages import ELSEWHERE, HERE, PreloadSet, RecordStates, SetSource, WantRecords
+from torch_dpflow.pool.reader.local_server import NearServer
 from torch_dpflow.pool.server import leader
-from torch_dpflow.pool.server.filling import HeldSet
-from torch_dpflow.pool.server.known_set import KnownSet
-from torch_dpflow.pool.sources.set_names import identity_of, open_source, source_of
+from torch_dpflow.pool.server.held_dataset import HeldSet
+from torch_dpflow.pool.server.leader_state import KnownSet
+from torch_dpflow.pool.sources import identity_of, open_source, source_of
+from torch_dpflow.pool.transport.address import find_directory, socket_path
+from torch_dpflow.pool.transport.control_connection import PoolConnection
+from torch_dpflow.pool.transport.segments import PoolRegion
 
 COUNT = 40
 

@@ -22,7 +22,7 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, OptionTypeError, PeerLostError
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.pool.transport.address import PoolAddress, find_address
 
 COUNT = 40
 OURS, OTHERS, OLD = (

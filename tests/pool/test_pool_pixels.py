@@ -9,7 +9,7 @@ from tests.datasets.samples_source import content
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.planning import sets as layouts
+from torch_dpflow.pool.planning import layout as layouts
 
 COUNT = 40
 

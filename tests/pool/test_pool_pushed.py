@@ -28,11 +28,11 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.pool import ArraySource, DataClient, PooledArray
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import PushStripe
-from torch_dpflow.pool.planning import sets as layouts
+from torch_dpflow.pool.array_files import array_identity
+from torch_dpflow.pool.messages import PushStripe
+from torch_dpflow.pool.planning import layout as layouts
 from torch_dpflow.pool.pushing import push, pushed_source
-from torch_dpflow.pool.sources.arrays import array_identity
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 NAME = "lab/rows:v1"
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)

@@ -17,7 +17,7 @@ from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.pool import DataClient, PooledArray
-from torch_dpflow.pool.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.pool.transport.address import PoolAddress, find_address
 
 KEYS = generate_keys("", certificates=True)
 #: Rows of 20 bytes, of 12 kB of which many are in a block, and of 240 kB, which are blocks.

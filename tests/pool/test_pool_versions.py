@@ -14,7 +14,7 @@ from torch_dpflow import PooledDataset
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import PoolFullError
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 #: Samples of both versions, in shards of four: of the first one's three, the second has two and adds two.
 FIRST, SECOND = 10, 16

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.pool.lanes.receive_memory import ReceiveMemory
+from torch_dpflow.pool.transport.data_connection import ReceiveMemory
 
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 100, 110])
 #: What a user may keep of a view, each as something that can be compared with bytes.

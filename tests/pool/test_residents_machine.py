@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.pool.planning.residents import ALL, cut_that_fits, resident, resident_set
-from torch_dpflow.pool.planning.sets import FileSet
+from torch_dpflow.pool.planning.layout import FileSet
+from torch_dpflow.pool.planning.placement import ALL, cut_that_fits, resident, resident_set
 
 
 @given(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.pool.planning.sets import ALIGNMENT, ArraySet, FileSet, identity
+from torch_dpflow.pool.planning.layout import ALIGNMENT, ArraySet, FileSet, identity
 
 NAME = identity("files", {"dataset": "a"})
 

@@ -13,13 +13,13 @@ import pytest
 
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
-from torch_dpflow.pool.lanes import lane_reader
-from torch_dpflow.pool.lanes.guards import admit_stream, guard_of
-from torch_dpflow.pool.lanes.lane_reader import LaneReader
-from torch_dpflow.pool.lanes.pool_address import find_address
-from torch_dpflow.pool.lanes.stream_lane import WantedRecord
-from torch_dpflow.pool.lanes.wire import DATA, LONGEST_RECORD, pack_answer, take_request
-from torch_dpflow.pool.planning.window import FixedWindow
+from torch_dpflow.pool.transport import data_reader
+from torch_dpflow.pool.planning.request_window import FixedWindow
+from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.authentication import admit_stream, guard_of
+from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.data_frames import DATA, LONGEST_RECORD, pack_answer, take_request
+from torch_dpflow.pool.transport.data_reader import LaneReader
 
 IDENTITY, RECORD_BYTES = bytes(16), 20_000
 
@@ -94,7 +94,7 @@ def keys(tmp_path: Path) -> Path:
 def test_a_server_lost_in_the_midst_of_a_record_leaves_the_window_free(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane_reader, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(data_reader, "_FIRST_PAUSE_S", 0.0)
     halts = iter([True, False])
     with (
         closing(HaltingServer(keys, lambda _: next(halts))) as server,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sliding_space import SlidingSpace
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.pool.planning.spaces import BlockSpace
+from torch_dpflow.pool.planning.block_allocator import BlockSpace
 
 CAPACITY = 64
 steps = st.lists(

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.errors import OptionError
-from torch_dpflow.pool.planning.lane_queues import LaneQueues
-from torch_dpflow.pool.planning.window import LEAST, MOST, BatchWindow, FixedWindow, MeasuredWindow
+from torch_dpflow.pool.planning.request_window import (
+    LEAST,
+    MOST,
+    BatchWindow,
+    FixedWindow,
+    LaneQueues,
+    MeasuredWindow,
+)
 
 
 def run(window: BatchWindow, lengths: list[int], chance: random.Random) -> None:

@@ -24,10 +24,10 @@ except ImportError as error:
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.pool import DataServer
-from torch_dpflow.pool.lanes.pool_address import PoolAddress
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.reader.reading import SetReading
-from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.transport.address import PoolAddress
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 #: Time limit for whatever a test awaits, seconds.
 PATIENCE_S = 60.0

@@ -202,7 +202,7 @@ def _warn_of_another_address(path: Path) -> None:
 
 def _pool_directory(memory: int | None) -> str | None:
     """Where the server of the pool is that the cluster runs."""
-    from torch_dpflow.pool.messages.protocol import find_directory
+    from torch_dpflow.pool.transport.address import find_directory
 
     return None if memory is None else str(find_directory())
 

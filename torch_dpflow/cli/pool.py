@@ -31,11 +31,11 @@ from torch_dpflow.cli.pool_printing import (
 )
 from torch_dpflow.cli.pool_sets import HELD, find_held, opens_set
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.pool.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
+from torch_dpflow.pool.messages import ArraySource, SetInfo
 from torch_dpflow.pool.server.data_server import DataServer
-from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.transport.address import CONNECTION_VARIABLE, PoolAddress, find_address
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.verifying import PoolComparison, samples_of, verify_pool
 
 #: What a server asks its system for: each reader of another host takes two descriptors or more, each region one.

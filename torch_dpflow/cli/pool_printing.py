@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 
 from torch_dpflow.cli.console import cell
-from torch_dpflow.pool.messages.protocol import SetInfo, SetList
-from torch_dpflow.pool.messages.server_messages import ServerInfo
+from torch_dpflow.pool.messages import SetInfo, SetList
+from torch_dpflow.pool.server_messages import ServerInfo
 
 
 def set_id(info: SetInfo) -> str:

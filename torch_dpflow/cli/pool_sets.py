@@ -12,9 +12,9 @@ from torch_dpflow.cli.dataset_options import Command, storage_option, store_opti
 from torch_dpflow.cli.pool_printing import set_id
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
-from torch_dpflow.pool.sources.arrays import array_ref, open_array
+from torch_dpflow.pool.array_files import array_ref, open_array
+from torch_dpflow.pool.messages import ArraySource, SetInfo
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 #: What may stand for a set in storage, and for one that is held.
 IN_STORAGE = "NAMESPACE/NAME[:VERSION[:VARIANT]]|FILE[:PATH]"

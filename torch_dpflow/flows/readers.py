@@ -17,8 +17,8 @@ from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow, FlowSource
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
-from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.pool.pooled import PooledDataset
+from torch_dpflow.pool.dataset import PooledDataset
+from torch_dpflow.pool.transport.address import AddressLike, find_address
 
 
 class LocalDataLoadFlowReader:

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 from torch_dpflow._core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch_dpflow.pool.array import PooledArray
+    from torch_dpflow.pool.array_files import open_array
     from torch_dpflow.pool.client import DataClient
-    from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
-    from torch_dpflow.pool.pooled import PooledDataset
-    from torch_dpflow.pool.pooled_array import PooledArray
+    from torch_dpflow.pool.dataset import PooledDataset
+    from torch_dpflow.pool.messages import ArraySource, SetInfo
     from torch_dpflow.pool.server.data_server import DataServer
-    from torch_dpflow.pool.sources.arrays import open_array
 
 __all__ = ["ArraySource", "DataClient", "DataServer", "PooledArray", "PooledDataset", "SetInfo", "open_array"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "sources.arrays": ["open_array"],
+        "array_files": ["open_array"],
         "client": ["DataClient"],
-        "pooled": ["PooledDataset"],
-        "pooled_array": ["PooledArray"],
-        "messages.protocol": ["ArraySource", "SetInfo"],
+        "dataset": ["PooledDataset"],
+        "array": ["PooledArray"],
+        "messages": ["ArraySource", "SetInfo"],
         "server.data_server": ["DataServer"],
     },
 )

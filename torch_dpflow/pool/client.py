@@ -14,18 +14,22 @@ from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader, check_storage_options
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import OptionError, StorageError, UsageError
-from torch_dpflow.pool.lanes.guards import check_keys
-from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import ArraySource, SetInfo
-from torch_dpflow.pool.pixels import Transform, check_part, push_decoded
-from torch_dpflow.pool.pool_samples import PoolSamples
-from torch_dpflow.pool.pooled import PooledDataset
-from torch_dpflow.pool.pooled_array import PooledArray, Rows
-from torch_dpflow.pool.pushing import appended_source, push, pushed_source
-from torch_dpflow.pool.sources.arrays import array_set
-from torch_dpflow.pool.sources.record_paths import RecordPaths
-from torch_dpflow.pool.sources.set_names import identity_of, source_of
+from torch_dpflow.pool.array import PooledArray, Rows
+from torch_dpflow.pool.array_files import array_set
+from torch_dpflow.pool.dataset import PooledDataset, PoolSamples
+from torch_dpflow.pool.messages import ArraySource, SetInfo
+from torch_dpflow.pool.pushing import (
+    Transform,
+    appended_source,
+    check_part,
+    push,
+    push_decoded,
+    pushed_source,
+)
+from torch_dpflow.pool.sources import RecordPaths, identity_of, source_of
+from torch_dpflow.pool.transport.address import AddressLike, find_address
+from torch_dpflow.pool.transport.authentication import check_keys
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 
 class DataClient:

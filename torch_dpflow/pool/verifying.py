@@ -10,12 +10,12 @@ from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Problem
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
-from torch_dpflow.pool.lanes.pool_address import AddressLike, find_address
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.messages.protocol import ArraySource
-from torch_dpflow.pool.reader.reading import SetReading
-from torch_dpflow.pool.sources.arrays import ArrayReader, array_set
-from torch_dpflow.pool.sources.set_names import RecordReader, identity_of, source_of
+from torch_dpflow.pool.array_files import ArrayReader, array_set
+from torch_dpflow.pool.messages import ArraySource
+from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.sources import RecordReader, identity_of, source_of
+from torch_dpflow.pool.transport.address import AddressLike, find_address
+from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 #: Samples that are read at the same time; or rows, of so many bytes unless one has more.
 _AT_ONCE, _AT_ONCE_BYTES = 256, 64 << 20

@@ -20,7 +20,7 @@ ROLES = {
     "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
     "keeper": "torch_dpflow.cluster.services.keeper:run",
     "page": "torch_dpflow.cluster.services.page:run",
-    "pool": "torch_dpflow.pool.service:run",
+    "pool": "torch_dpflow.pool.server.data_server:run_service",
     "router": "torch_dpflow.cluster.services.router:run",
     "shard": "torch_dpflow.cluster.shard.run:run",
     "worker": "torch_dpflow.cluster.shard.sample_worker:run",

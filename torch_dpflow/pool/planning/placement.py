@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.errors import OptionError
+from torch_dpflow.pool.planning.layout import ALIGNMENT, FileSet
 
 #: The owner of a stripe for which no server had room.
 NOBODY = -1
@@ -91,3 +92,52 @@ def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = numbers ^ (numbers >> np.uint64(31))
     return mixed
+
+
+Flags = npt.NDArray[np.bool_]
+#: The cut under which every record is resident.
+ALL = 1 << 63
+
+
+def resident(identity: bytes, records: int, cut: int) -> Flags:
+    """Whether each record of a set stays in memory: the same for all who know its identity and the cut."""
+    stays: Flags = _record_scores(identity, records) < np.uint64(cut)
+    return stays
+
+
+def cut_that_fits(records: FileSet, room: int, largest: int) -> int:
+    """The cut with as many records as fit into `room` bytes; `ALL` where all do.
+
+    largest: most bytes of a stripe, which has to fit into one server.
+    """
+    sizes = -(-records.lengths.astype(np.int64) // ALIGNMENT) * ALIGNMENT
+    scores = _record_scores(records.identity, len(sizes))
+    cut = _cut(sizes, scores, room)
+    stripes = np.add.reduceat(sizes, np.arange(0, len(sizes), records.per_stripe))
+    for stripe in np.flatnonzero(stripes > largest).tolist():
+        own = slice(stripe * records.per_stripe, (stripe + 1) * records.per_stripe)
+        cut = min(cut, _cut(sizes[own], scores[own], largest))
+    return cut
+
+
+def _cut(sizes: npt.NDArray[np.int64], scores: npt.NDArray[np.uint64], room: int) -> int:
+    """The one under which as many of these fit as can."""
+    if int(sizes.sum()) <= room:
+        return ALL
+    by_score = np.argsort(scores)
+    fit = int(np.searchsorted(np.cumsum(sizes[by_score], dtype=np.int64), room, side="right"))
+    return int(scores[by_score[fit]])
+
+
+def resident_set(records: FileSet, cut: int) -> FileSet:
+    """The set with no bytes for those that do not stay."""
+    if cut == ALL:
+        return records
+    lengths = np.where(resident(records.identity, records.records, cut), records.lengths, 0)
+    return FileSet(records.identity, lengths, records.per_stripe)
+
+
+def _record_scores(identity: bytes, records: int) -> npt.NDArray[np.uint64]:
+    seed = np.uint64(int.from_bytes(identity[:8], "little"))
+    scores: npt.NDArray[np.uint64] = mixed(np.arange(records, dtype=np.uint64) + seed) >> np.uint64(1)
+    return scores

@@ -13,13 +13,10 @@ import numpy.typing as npt
 
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.log import DATASETS
-from torch_dpflow.pool.lanes.lane_reader import LaneReader
-from torch_dpflow.pool.lanes.pool_connection import PoolConnection
-from torch_dpflow.pool.lanes.regions import map_sealed
-from torch_dpflow.pool.lanes.stream_lane import WantedRecord
-from torch_dpflow.pool.messages.ahead_messages import (
+from torch_dpflow.pool.messages import (
     COMES,
     MOST_ANNOUNCED,
+    MOST_RECORDS,
     AheadOpened,
     AheadPlaces,
     AnnounceOrder,
@@ -28,9 +25,10 @@ from torch_dpflow.pool.messages.ahead_messages import (
     WantAhead,
     memory_name,
 )
-from torch_dpflow.pool.messages.protocol import (
-    MOST_RECORDS,
-)
+from torch_dpflow.pool.transport.control_connection import PoolConnection
+from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.data_reader import LaneReader
+from torch_dpflow.pool.transport.segments import map_sealed
 
 #: A record, and where it lies: offset and length.
 AheadRecord: TypeAlias = tuple[int, int, int]

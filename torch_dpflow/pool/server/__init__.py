@@ -1,1 +1,18 @@
-"""One server of the pool: what it holds, how it fills it, and who leads."""
+"""Pool server: what it caches, how it fills its memory, and which server leads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch_dpflow.errors import PoolFullError
+
+
+def start_thread(run: Callable[[], None], name: str) -> None:
+    """Start a daemon thread. Raises PoolFullError: this process may have no more."""
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise PoolFullError(
+            f"the server of the pool: {error}; let it have more threads (ulimit -u)"
+        ) from error

@@ -12,19 +12,21 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from torch_dpflow._core.checks import check_int, check_seconds, check_type
+from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
+from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.ipc.transport.base import is_loopback
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.lanes.framing import Channel, PacketChannel, StreamChannel
-from torch_dpflow.pool.lanes.guards import check_keys
-from torch_dpflow.pool.lanes.pool_address import AddressLike, PoolAddress, find_address
-from torch_dpflow.pool.messages.ahead_messages import AnnounceOrder, OpenAhead, TookAhead, WantAhead
-from torch_dpflow.pool.messages.protocol import (
+from torch_dpflow.pool.messages import (
     REQUESTS,
+    AnnounceOrder,
     CountReads,
     ListSets,
+    OpenAhead,
     OpenSet,
     PoolAnswer,
     PoolRefusal,
@@ -33,14 +35,16 @@ from torch_dpflow.pool.messages.protocol import (
     PushStripe,
     ReadSet,
     SetOpened,
+    TookAhead,
     UnloadSet,
+    WantAhead,
     WantRecords,
-    check_private,
-    find_directory,
-    peer_uid,
-    socket_path,
 )
-from torch_dpflow.pool.messages.server_messages import (
+from torch_dpflow.pool.server.follower import PoolMember
+from torch_dpflow.pool.server.holdings import ANSWER_S, MOST_SETS, Holdings
+from torch_dpflow.pool.server.leader import PoolLeader
+from torch_dpflow.pool.server.listener import MOST_CONNECTIONS, StreamDoor
+from torch_dpflow.pool.server_messages import (
     LOCK_FILE,
     AskTable,
     Beat,
@@ -51,10 +55,17 @@ from torch_dpflow.pool.messages.server_messages import (
     SetPart,
     boot_id,
 )
-from torch_dpflow.pool.server.door import MOST_CONNECTIONS, StreamDoor
-from torch_dpflow.pool.server.holdings import ANSWER_S, MOST_SETS, Holdings
-from torch_dpflow.pool.server.leader import PoolLeader
-from torch_dpflow.pool.server.membership import PoolMember
+from torch_dpflow.pool.transport.address import (
+    AddressLike,
+    PoolAddress,
+    check_private,
+    find_address,
+    find_directory,
+    peer_uid,
+    socket_path,
+)
+from torch_dpflow.pool.transport.authentication import check_keys
+from torch_dpflow.pool.transport.control_connection import Channel, PacketChannel, StreamChannel
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30
@@ -335,3 +346,35 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
     # A signal that the kernel gives to another thread, as it may after SIGCONT, does not end `accept`.
     listener.settimeout(_LOOK_S)
     return listener, lock
+
+
+#: The time between two looks at the server, and between attempts to have its address, seconds.
+_POLL_S, _RETRY_S = 0.5, 2.0
+
+
+def run_service(service: ServiceSpec) -> None:
+    """Serve until the process ends: the role of a node's process. Its arguments are the bytes of memory, msgpack."""
+    memory_bytes = msgspec.msgpack.decode(service.arguments, type=int)
+    heartbeats = HeartbeatSender(service, str(find_directory()))
+    serving = threading.Thread(
+        target=_opened(memory_bytes, heartbeats).serve, name="dpflow-pool", daemon=True
+    )
+    serving.start()
+    while serving.is_alive():
+        heartbeats.on_iteration()
+        time.sleep(_POLL_S)
+    os._exit(1)  # another takes its place
+
+
+def _opened(memory_bytes: int, heartbeats: HeartbeatSender) -> DataServer:
+    """The server, once its address is free: another one may have it."""
+    told = False
+    while True:
+        try:
+            return DataServer(memory_bytes)
+        except OptionError as error:
+            if not told:
+                SERVICE.error("the pool cannot be served: %s", error)
+        told = True
+        heartbeats.on_iteration()
+        time.sleep(_RETRY_S)

@@ -18,8 +18,7 @@ import numpy as np
 from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.lanes.regions import IDLE, UNLOADED
-from torch_dpflow.pool.messages.protocol import (
+from torch_dpflow.pool.messages import (
     MOST_BYTES,
     CountReads,
     PoolRefusal,
@@ -27,7 +26,21 @@ from torch_dpflow.pool.messages.protocol import (
     SetInfo,
     SetList,
 )
-from torch_dpflow.pool.messages.server_messages import (
+from torch_dpflow.pool.planning.allocator import Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.pool.planning.placement import resident_set
+from torch_dpflow.pool.server import start_thread
+from torch_dpflow.pool.server.held_dataset import HeldSet
+from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.pool.server.leader_state import (
+    KnownSet,
+    Members,
+    check_pushed_set,
+    cut_in,
+    droppable,
+    find_base,
+    stripe_bytes,
+)
+from torch_dpflow.pool.server_messages import (
     MOST_STRIPES,
     Beat,
     DropOrder,
@@ -37,15 +50,8 @@ from torch_dpflow.pool.messages.server_messages import (
     SetPart,
     TablePart,
 )
-from torch_dpflow.pool.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.pool.planning.residents import resident_set
-from torch_dpflow.pool.server.filling import HeldSet
-from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.pool.server.known_set import KnownSet, check_pushed_set, cut_in, stripe_bytes
-from torch_dpflow.pool.server.members import Members
-from torch_dpflow.pool.server.set_versions import droppable, find_base
-from torch_dpflow.pool.server.threads import start_thread
-from torch_dpflow.pool.sources.set_names import open_source
+from torch_dpflow.pool.sources import open_source
+from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
 
 #: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
 LEASE_S = 5.0

@@ -1,0 +1,236 @@
+"""PooledArray: an array as a dataset of its rows, which come from the pool's memory where they are cached."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from torch_dpflow._core.checks import check_seconds, check_type
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.errors import DPFlowError, PeerLostError
+from torch_dpflow.ipc.memory.conversions import from_array
+from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_set
+from torch_dpflow.pool.messages import ArraySource
+from torch_dpflow.pool.reader.lookup import check_directory
+from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.sources import source_of
+from torch_dpflow.pool.transport.address import AddressLike, find_address
+from torch_dpflow.pool.transport.authentication import check_keys
+from torch_dpflow.pool.transport.data_connection import WantedRecord
+from torch_dpflow.pool.transport.segments import PoolRegion
+
+#: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
+Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
+_Numbers: TypeAlias = npt.NDArray[np.int64]
+#: Lends memory of so many bytes; None: it has none.
+Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
+
+
+class PooledArray(Dataset[Rows]):
+    """A map-style dataset of the rows of an array, which a server of this host reads from storage once for everybody.
+
+    As `PooledDataset`: the server begins to hold it when it is first read; where no server has a row, it is read from
+    storage. Rows are copies. Thread-safe; a forked child, or a pickle, opens its own connections.
+
+    Args:
+        source: what `open_array`, or `DataClient.push`, `append` or `array`, has returned.
+        address, connection, trust_network, silence_s: as for `PooledDataset`.
+        read_options: timeouts, retries, concurrency of storage.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        source: ArraySource,
+        address: AddressLike = "auto",
+        *,
+        connection: str | os.PathLike[str] | None = None,
+        trust_network: bool = False,
+        silence_s: float = 5.0,
+        read_options: ReadOptions | None = None,
+    ) -> None:
+        check_type("source", source, ArraySource, "what open_array has returned")
+        self.source = source
+        pool = find_address(address, connection, trust_network=trust_network)
+        check_keys(pool)
+        check_directory(pool)
+        check_seconds("silence_s", silence_s)
+        self._rows = array_set(source)
+        name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
+        self._reading = PerProcess(partial(SetReading, pool, plain, name, silence_s))
+        self._storage = PerProcess(partial(ArrayReader, source, read_options))
+        self._lend: Lend = _lends_nothing
+
+    def __len__(self) -> int:
+        return self._rows.records
+
+    def __getitem__(self, index: int) -> Rows:
+        """Row `index`; a negative one counts from the end. Raises as `read_batch`."""
+        return self.read_batch([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Rows]:
+        return [*self._read(indices, self._lend)]
+
+    def fill_batches(self, lend: Lend) -> None:
+        """Have a loader's batches read into memory that it lends: its worker is told so, and sends it as it is."""
+        self._lend = lend
+
+    def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
+        """These rows, in order, as one tensor: its shape is their number, then that of a row.
+
+        Raises:
+            IndexError: there is no such row.
+            PeerLostError: a row that was pushed from memory is in no server any more.
+            StorageError: a row is not in memory, and cannot be read; ChecksumError: the file was replaced.
+        """
+        return self._read(indices, _lends_nothing)
+
+    @property
+    def hits(self) -> int:
+        """Rows that this process has got from memory."""
+        return self._reading.get().hits
+
+    @property
+    def misses(self) -> int:
+        """Rows that this process has read from storage."""
+        return self._reading.get().misses
+
+    def close(self) -> None:
+        """Close this process's connections. The dataset may be used again."""
+        for opened in (self._reading.drop(), self._storage.drop()):
+            if opened is not None:
+                opened.close()
+
+    def _read(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]], lend: Lend) -> Rows:
+        numbers, rows = self._numbers(indices), self._rows
+        memory = lend(len(numbers) * rows.record_bytes)
+        if memory is None:
+            memory = np.empty(len(numbers) * rows.record_bytes, np.uint8)
+        out = memory.view(rows.dtype).reshape(-1, *rows.shape)
+        missing = self._copy(numbers, out)
+        self._reading.get().count(len(numbers) - len(missing), len(missing))
+        if len(missing):
+            self._load(numbers, missing, out)
+        with suppress(TypeError, ValueError):
+            return from_array(out)
+        return out
+
+    def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:
+        given = np.asarray(
+            indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices]
+        )
+        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"  # numbers beyond 64 bits
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu" and not is_large):
+            raise TypeError(f"indices are {given.dtype} of shape {given.shape}; give whole numbers in a row")
+        count = len(self)
+        for wrong in given[(given < -count) | (given >= count)][:1]:
+            raise IndexError(f"row {wrong} is out of range; {self.source.ref} has {count} rows")
+        numbers = given.astype(np.int64)
+        return np.where(numbers < 0, numbers + count, numbers)
+
+    def _copy(self, numbers: _Numbers, out: npt.NDArray[Any]) -> _Numbers:
+        """Copy the rows that are mapped; returns the positions of the others."""
+        rows = self._rows
+        blocks, block_of = np.unique(numbers // rows.per_block, return_inverse=True)
+        is_there = np.zeros(len(numbers), dtype=bool)
+        within = numbers % rows.per_block * rows.record_bytes
+        for region, begins in self._merged(self._reading.get().places(blocks)):
+            own = begins[block_of] >= 0
+            if own.any():
+                _gather(region.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
+            is_there |= own
+        if not is_there.all():
+            self._receive(numbers, is_there, out)
+        return np.flatnonzero(~is_there)
+
+    def _receive(self, numbers: _Numbers, is_there: npt.NDArray[np.bool_], out: npt.NDArray[Any]) -> None:
+        """Receive the rows that are not there from other hosts, each where it stays."""
+        rows, content = self._rows, out.reshape(-1).view(np.uint8).data
+        size = rows.record_bytes
+        runs = _runs(np.flatnonzero(~is_there), numbers, rows.per_block)
+        wanted = [
+            WantedRecord(
+                row // rows.per_block,
+                count * size,
+                row % rows.per_block * size,
+                content[at * size :][: count * size],
+            )
+            for at, row, count in runs
+        ]
+        for (at, _, count), has_come in zip(runs, self._reading.get().fetch(wanted)):
+            is_there[at : at + count] = has_come
+
+    @staticmethod
+    def _merged(places: list[tuple[PoolRegion, _Numbers]]) -> list[tuple[PoolRegion, _Numbers]]:
+        """One for each region."""
+        found: dict[int, tuple[PoolRegion, _Numbers]] = {}
+        for region, begins in places:
+            known = found.get(id(region))
+            found[id(region)] = region, begins if known is None else np.maximum(begins, known[1])
+        return [*found.values()]
+
+    def _load(self, numbers: _Numbers, missing: _Numbers, out: npt.NDArray[Any]) -> None:
+        if self.source.is_pushed:
+            self.close()  # so that the next read looks for a server at once
+            raise PeerLostError(
+                f"{len(missing)} of these rows of {self.source.ref} are in the memory of no server: it was pushed from "
+                "memory, and its server was lost, or it was unloaded, or is being pushed; push it (again)"
+            )
+        spans = [(number, number + 1) for number in numbers[missing].tolist()]
+        for at, content in zip(missing.tolist(), self._storage.get().read_rows(spans)):
+            if isinstance(content, DPFlowError):
+                raise content
+            out[at] = np.frombuffer(content, self._rows.dtype).reshape(self._rows.shape)
+
+    def __iter__(self) -> Iterator[Rows]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source.ref}, {len(self)} rows of {self._rows.dtype}{self._rows.shape})"
+
+
+def _lends_nothing(nbytes: int) -> None:
+    return None
+
+
+def _runs(positions: _Numbers, numbers: _Numbers, per_block: int) -> list[tuple[int, int, int]]:
+    """First position, first row and length of each run of rows that lie together, in a block and in the batch.
+
+    numbers: of the row at each position of the batch.
+    """
+    rows = numbers[positions]
+    goes_on = (np.diff(positions) == 1) & (np.diff(rows) == 1) & (rows[1:] % per_block != 0)
+    firsts = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    counts = np.diff(np.append(firsts, len(rows)))
+    return [*zip(positions[firsts].tolist(), rows[firsts].tolist(), counts.tolist())]
+
+
+def _gather(memory: Any, begins: _Numbers, positions: _Numbers, out: npt.NDArray[Any]) -> None:
+    """Copy rows that begin at these bytes of `memory` to these positions of `out`."""
+    size = out[:1].nbytes
+    first = int(begins[0]) % size
+    numbers, rest = np.divmod(begins - first, size)
+    if rest.any():  # rows that lie in blocks of rows larger than a cache line, with space between
+        content = memoryview(memory)
+        for at, begin in zip(positions.tolist(), begins.tolist()):
+            out[at] = np.frombuffer(content[begin : begin + size], out.dtype).reshape(out.shape[1:])
+        return
+    row = np.dtype((np.void, size))
+    table = np.frombuffer(memory, row, (len(memory) - first) // size, first)
+    if len(positions) == len(out):  # in order, all of them; "clip" because "raise" would copy once more
+        assert numbers.max() < len(table)
+        np.take(table, numbers, out=out.reshape(-1).view(row), mode="clip")
+    else:
+        out.reshape(-1).view(row)[positions] = table[numbers]

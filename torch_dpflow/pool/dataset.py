@@ -1,0 +1,151 @@
+"""PooledDataset: a stored dataset whose samples come from the pool's memory where they are cached."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch_dpflow._core.checks import check_flag, check_seconds, check_type
+from torch_dpflow.announcing import Order
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.pool.reader.lookup import check_directory
+from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.transport.address import AddressLike, PoolAddress, find_address
+from torch_dpflow.pool.transport.authentication import check_keys
+
+
+class PoolSamples:
+    """For `DatasetReader(stored, through=...)`. Thread-safe; each process has connections of its own.
+
+    copy: see `PooledDataset`.
+
+    Raises OptionTypeError: an option of the storage is not text, a number or a list of such.
+    """
+
+    def __init__(
+        self,
+        stored: StoredDataset,
+        address: PoolAddress,
+        silence_s: float,
+        storage_options: Mapping[str, Any] | None,
+        *,
+        copy: bool = True,
+    ) -> None:
+        self._copy = copy
+        source, self._identity = source_of(stored, storage_options), identity_of(stored)
+        self._reading = PerProcess(partial(SetReading, address, source, self._identity, silence_s))
+        #: The name of the order that was announced, and the process that has announced it.
+        self._order: str | None = None
+        self._announcer = 0
+
+    def is_of(self, stored: StoredDataset) -> bool:
+        """Whether they are samples of this dataset."""
+        return identity_of(stored) == self._identity
+
+    @property
+    def hits(self) -> int:
+        """Samples that this process has got from memory."""
+        return self._reading.get().hits
+
+    @property
+    def misses(self) -> int:
+        """Samples that were not there for this process."""
+        return self._reading.get().misses
+
+    def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
+        """Each sample that is in memory, or read ahead, a copy unless that was not wanted; None for the others."""
+        return self._reading.get().read(numbers, lengths, self._order, copy=self._copy)
+
+    def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
+        """Have the server read ahead what it has no room for."""
+        if self._announcer != os.getpid():
+            # Ranks that are forked from one process read each in an order of its own.
+            self._announcer, self._order = os.getpid(), secrets.token_hex(8)
+        assert self._order is not None
+        self._reading.get().announce(self._order, order, spread, extends)
+
+    def close(self) -> None:
+        """End this process's connections. It may be used again."""
+        reading = self._reading.drop()
+        if reading is not None:
+            reading.close()
+
+
+class PooledDataset(DatasetReader):
+    """As `DatasetReader`, with the same samples, which a server of this host reads from storage once for everybody.
+
+    The server begins to hold the dataset when it is first read, and gives it up some time after the last process that
+    reads it has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. Where there is no server,
+    where it has no room, and where it dies, samples are read from storage as by a DatasetReader.
+
+    Args:
+        stored: a variant from `DatasetStore.open`.
+        address: the directory of the pool's socket, or tcp://HOST:PORT of a server on another host; "auto" for what
+            `DPFLOW_POOL` names, or else this user's on this host.
+        connection: the file with the keys of another host's server; None: what `DPFLOW_POOL_CONNECTION` names.
+        trust_network: samples come from another host as they are, without TLS, as its server has been told too.
+        silence_s: after how long without an answer of the server, or a sample that it is to read, samples are read
+            from storage, seconds.
+        copy: False gives the memory of the pool itself where it is on this host, and large samples of other hosts where
+            they were received: a `memoryview`, which nobody can write to and which stays while somebody has it, for
+            decoders that take one, as `torch_dpflow.vision` does. Other samples are bytes.
+        storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        stored: StoredDataset,
+        address: AddressLike = "auto",
+        *,
+        connection: str | os.PathLike[str] | None = None,
+        trust_network: bool = False,
+        silence_s: float = 5.0,
+        copy: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        read_options: ReadOptions | None = None,
+        metadata_cache: int = 64 << 20,
+        check: bool | None = None,
+        on_error: OnError = "raise",
+    ) -> None:
+        pool = find_address(address, connection, trust_network=trust_network)
+        check_keys(pool)
+        check_directory(pool)
+        check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
+        check_how_to_read(storage_options, read_options, metadata_cache, check)
+        self._pool = PoolSamples(
+            stored,
+            pool,
+            check_seconds("silence_s", silence_s),
+            storage_options,
+            copy=check_flag("copy", copy),
+        )
+        super().__init__(
+            stored,
+            storage_options=storage_options,
+            read_options=read_options,
+            metadata_cache=metadata_cache,
+            check=check,
+            on_error=on_error,
+            through=self._pool,
+        )
+
+    @property
+    def hits(self) -> int:
+        """Samples that this process has got from memory."""
+        return self._pool.hits
+
+    @property
+    def misses(self) -> int:
+        """Samples that this process has read from storage."""
+        return self._pool.misses

@@ -1,1 +1,0 @@
-"""How bytes of the pool get from one process to another: mapped memory, and streams with their proofs."""

@@ -1,1 +1,0 @@
-"""What servers of the pool, their clients and their readers say to each other."""

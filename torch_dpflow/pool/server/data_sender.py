@@ -1,0 +1,326 @@
+"""The server's side of stream lanes: one thread answers all of them, straight from the memory of regions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from torch_dpflow.errors import DPFlowError, MessageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages import IN_STORAGE, MOST_RECORDS, PENDING
+from torch_dpflow.pool.planning.send_turns import SendTurns
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.transport.data_frames import (
+    ABSENT,
+    DATA,
+    GONE,
+    LATER,
+    READY,
+    WHOLE,
+    RecordRequest,
+    pack_answer,
+    take_request,
+)
+
+#: Bytes that a lane sends before it is another's turn.
+TURN_BYTES = 1 << 20
+#: Records of a lane that are asked for and not answered, above which nothing is read from it; or LATER and not READY.
+MOST_ASKED = 4 * MOST_RECORDS
+#: What is read from a lane at a time.
+_READ_BYTES = 64 << 10
+#: Most pieces of memory that one call sends (IOV_MAX).
+_MOST_VIEWS = 1024
+#: What readers are told of records that are not in memory.
+_ANSWERS = {PENDING: LATER, IN_STORAGE: ABSENT}
+#: How long the thread sleeps where lanes wait for others that have stalled, seconds.
+_HELD_UP_S = 0.1
+
+
+class _Lane:
+    """One connection, as the thread of lanes sees it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.is_tls = isinstance(connection, ssl.SSLSocket)
+        self.incoming = bytearray()
+        self.requests: deque[RecordRequest] = deque()
+        #: Records of the first request that are answered, and of all that are not.
+        self.position = self.asked = 0
+        #: What is there now, or never will be: set, record, 0 or `ABSENT`.
+        self.ready: deque[tuple[bytes, int, int]] = deque()
+        self.watched: set[tuple[bytes, int]] = set()
+        self.outgoing: deque[memoryview] = deque()
+        #: Bytes left of the turn.
+        self.turn = 0
+        self.events = select.EPOLLIN
+        self.is_open = True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.outgoing or self.ready or self.requests)
+
+    def send(self) -> bool:
+        """Send what the turn allows; whether the connection has taken all of that. Raises OSError."""
+        try:
+            while self.outgoing and self.turn > 0:
+                if self.is_tls:
+                    self._send_sealed(self.outgoing[0])
+                else:
+                    sent = self.socket.sendmsg(self._next_views())
+                    self.turn -= sent
+                    self._advance(sent)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return False
+        return True
+
+    def _send_sealed(self, view: memoryview) -> None:
+        """Send all of this, if the turn allows: each call takes 16 KiB, the most that TLS seals at once."""
+        at = 0
+        try:
+            while at < len(view) and at < self.turn:
+                at += self.socket.send(view[at:])
+        finally:
+            self.turn -= at
+            self._advance(at)
+
+    def _next_views(self) -> list[memoryview]:
+        """What is sent next, of no more bytes than the turn has."""
+        views, room = list[memoryview](), self.turn
+        for view in self.outgoing:
+            views.append(view if len(view) <= room else view[:room])
+            room -= len(view)
+            if room <= 0 or len(views) == _MOST_VIEWS:
+                break
+        return views
+
+    def _advance(self, sent: int) -> None:
+        while sent:
+            first = self.outgoing.popleft()
+            if len(first) > sent:
+                self.outgoing.appendleft(first[sent:])
+                return
+            sent -= len(first)
+
+    def receive(self) -> None:
+        """Read what has come. Raises OSError, and MessageError where the connection has ended or it is no request."""
+        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            while True:
+                content = self.socket.recv(_READ_BYTES)
+                if not content:
+                    raise ConnectionResetError
+                self.incoming += content
+                while (request := take_request(self.incoming)) is not None:
+                    self.requests.append(request)
+                    self.asked += len(request.parts)
+                # TLS has read more from the socket than it has handed out, so the socket may never be ready again.
+                if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
+                    return
+
+
+class LaneServer:
+    """Answers the requests of all lanes. `run` is its thread; `adopt` and `close` may be called by any.
+
+    holdings: what this server holds.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._lanes: dict[int, _Lane] = {}
+        self._turns: SendTurns[_Lane] = SendTurns()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._lock = threading.Lock()
+        self._is_running = self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Answer what comes here from now on, and close it at the end."""
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
+            self._calls.append(partial(self._adopt, connection))
+            self._wake_up()
+
+    def close(self) -> None:
+        """End `run`, and all lanes."""
+        with self._lock:
+            self._is_closed = True
+            self._wake_up()
+            if not self._is_running:
+                self._release()
+
+    def run(self) -> None:
+        """Answer until `close`."""
+        with self._lock:
+            self._is_running = not self._is_closed
+            self._wake_up()  # lanes may have come before
+        while self._is_running and not self._is_closed:
+            may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
+            self._handle(0 if may_go_on else _HELD_UP_S if len(self._turns) else None)
+            for _ in range(len(self._turns)):
+                lane = self._turns.next(time.monotonic())
+                if lane is None:
+                    break
+                lane.turn = TURN_BYTES
+                self._go_on(lane)
+        if self._is_running:
+            self._make_calls()  # what was adopted meanwhile is closed too
+        for lane in list(self._lanes.values()):
+            self._drop(lane)
+        with self._lock:
+            self._is_running = False
+            self._release()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        with self._lock:
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._is_running:
+            os.eventfd_write(self._wake, 1)
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _release(self) -> None:
+        if not self._epoll.closed:
+            self._epoll.close()
+            os.close(self._wake)
+
+    def _adopt(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        lane = _Lane(connection)
+        self._lanes[connection.fileno()] = lane
+        self._epoll.register(connection, lane.events)
+        self._guarded(lane, self._receive)  # what came with the handshake
+
+    def _handle(self, timeout: float | None) -> None:
+        """Let events happen."""
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                self._make_calls()
+            elif (lane := self._lanes.get(fd)) is not None:
+                if events & ~select.EPOLLOUT:
+                    self._guarded(lane, self._receive)
+                if events & select.EPOLLOUT and lane.is_open:
+                    self._go_on(lane)
+
+    def _guarded(self, lane: _Lane, act: Callable[[_Lane], None]) -> None:
+        """Drop a lane that fails; others go on."""
+        try:
+            act(lane)
+        except OSError:
+            self._drop(lane)
+        except DPFlowError as error:
+            SERVICE.warning("a lane of the pool is closed: %s", error)
+            self._drop(lane)
+
+    def _receive(self, lane: _Lane) -> None:
+        lane.receive()
+        self._settle(lane)
+        if lane.has_work:
+            self._turns.add(lane)
+
+    def _go_on(self, lane: _Lane) -> None:
+        self._guarded(lane, self._send)
+
+    def _send(self, lane: _Lane) -> None:
+        """Send until the turn ends, or the connection takes no more."""
+        is_taken = True
+        while is_taken and lane.turn > 0 and (lane.outgoing or self._prepare(lane)):
+            is_taken = lane.send()
+        if is_taken:
+            self._turns.done(lane, more=lane.has_work)
+        else:
+            self._turns.sent(lane, time.monotonic())
+        self._settle(lane, blocked=not is_taken)
+
+    def _settle(self, lane: _Lane, *, blocked: bool | None = None) -> None:
+        """Have the kernel tell what is waited for."""
+        out = lane.events & select.EPOLLOUT if blocked is None else blocked * select.EPOLLOUT
+        events = out | (select.EPOLLIN if lane.asked < MOST_ASKED else 0)
+        if events != lane.events:
+            lane.events = events
+            self._epoll.modify(lane.socket, events)
+
+    def _prepare(self, lane: _Lane) -> bool:
+        """The next answer, of as many records as the turn has room for; whether there is one."""
+        if lane.ready:
+            identity = lane.ready[0][0]
+            entries = list[tuple[int, int]]()
+            while lane.ready and lane.ready[0][0] == identity and len(entries) < MOST_RECORDS:
+                _, record, state = lane.ready.popleft()
+                lane.watched.discard((identity, record))
+                entries.append((record, state))
+            lane.outgoing.append(memoryview(pack_answer(READY, identity, entries)))
+            return True
+        if not lane.requests:
+            return False
+        request = lane.requests[0]
+        self._answer(lane, request)
+        if lane.position == len(request.parts):
+            lane.requests.popleft()
+            lane.position = 0
+        return True
+
+    def _answer(self, lane: _Lane, request: RecordRequest) -> None:
+        identity, entries, contents, room = request.identity, list[tuple[int, int]](), deque[memoryview](), 0
+        held = self._holdings.on_lanes(identity)
+        watch = partial(self._watch, lane, identity)
+        for record, begin, length in request.parts[lane.position :]:
+            found = GONE if held is None else held.look(record, watch)
+            if isinstance(found, memoryview):
+                if length != WHOLE:  # one beyond its end comes shorter, which the reader refuses
+                    found = found[begin : begin + length]
+                entries.append((record, len(found)))
+                if len(found):
+                    contents.append(found)
+                room += len(found)
+            else:
+                entries.append((record, _ANSWERS.get(found, found)))
+            if room >= lane.turn:
+                break
+        lane.position += len(entries)
+        lane.asked -= len(entries)
+        lane.outgoing.append(memoryview(pack_answer(DATA, identity, entries)))
+        lane.outgoing.extend(contents)
+
+    def _watch(self, lane: _Lane, identity: bytes, record: int) -> Callable[[bool], None] | None:
+        """What to call when a record is there, or never will be; None: this is known, or there are too many."""
+        if (identity, record) in lane.watched:
+            return None
+        if len(lane.watched) >= MOST_ASKED:
+            raise MessageError(f"a reader that waits for more than {MOST_ASKED} records")
+        lane.watched.add((identity, record))
+        return lambda is_here: self._call(partial(self._tell, lane, identity, record, is_here))
+
+    def _tell(self, lane: _Lane, identity: bytes, record: int, is_here: bool) -> None:
+        if lane.is_open:
+            lane.ready.append((identity, record, 0 if is_here else ABSENT))
+            self._turns.add(lane)
+
+    def _drop(self, lane: _Lane) -> None:
+        lane.is_open = False
+        self._turns.drop(lane)
+        self._lanes.pop(lane.socket.fileno(), None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(lane.socket)
+        lane.socket.close()

@@ -1,0 +1,223 @@
+"""A server that has joined a pool: it does what the head orders, and passes on to it what clients ask."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import numpy as np
+
+from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages import (
+    CountReads,
+    ListSets,
+    PoolRequest,
+    PreloadSet,
+    SetInfo,
+    SetList,
+    UnloadSet,
+)
+from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.pool.server.leader_state import KnownSet
+from torch_dpflow.pool.server_messages import (
+    MOST_STRIPES,
+    AskTable,
+    Beat,
+    Enlist,
+    ListServers,
+    Orders,
+    ServerInfo,
+    ServerList,
+    SetState,
+    TablePart,
+)
+from torch_dpflow.pool.transport.address import PoolAddress
+from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection
+
+#: How long the head may take to answer what is passed on, below what readers and commands wait for this server (5 s and
+#: 60 s), and a beat: seconds.
+_READING_S, _COMMAND_S, _SILENCE_S = 1.5, 30.0, 5.0
+#: How long a beat waits for orders: while something is read, so that progress is told, and else. Seconds.
+_BUSY_S, _CALM_S = 0.1, 1.0
+#: Between attempts to reach the head, seconds.
+_RETRY_S = 0.5
+#: Most states in one beat.
+_MOST_STATES = 200
+
+
+class _PassedOn:
+    """A connection to the head, made when it is needed. Thread-safe: one request at a time.
+
+    silence_s: how long an answer may take, seconds.
+    """
+
+    def __init__(self, head: PoolAddress, silence_s: float) -> None:
+        self._head, self._silence_s = head, silence_s
+        self._lock = threading.Lock()
+        self._connection: PoolConnection | None = None
+        self._retry_at = 0.0
+
+    def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
+        """The head's answer, which is of this kind.
+
+        Raises PeerLostError: it does not answer, or has not lately; and what it refuses.
+        """
+        with self._lock:
+            if time.monotonic() < self._retry_at:
+                raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
+            try:
+                if self._connection is None:
+                    self._connection = PoolConnection(self._head, silence_s=self._silence_s)
+                return self._connection.get(request, kind)
+            except PeerLostError:
+                self.close()
+                self._retry_at = time.monotonic() + _RETRY_S
+                raise
+
+    def tell(self, reads: CountReads) -> None:
+        """Tell the head, if it is connected."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.tell(reads)
+
+    def close(self) -> None:
+        """End the connection, also while somebody waits for an answer."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+class PoolMember:
+    """What clients ask of a server that is not the head, and its life as a member. Thread-safe.
+
+    server: this one.
+    head: where the head is.
+    """
+
+    def __init__(self, server: ServerInfo, head: PoolAddress, holdings: Holdings) -> None:
+        self._server = server
+        self.head = head
+        self._holdings = holdings
+        self._stop = threading.Event()
+        #: What readers ask, and what commands do, which may wait longer: nobody waits behind one of these but another.
+        self._reading, self._commands = _PassedOn(head, _READING_S), _PassedOn(head, _COMMAND_S)
+        #: The head's last word on who holds what, for readers that begin while there is no head.
+        self._tables: dict[tuple[bytes, int], TablePart] = {}
+
+    # -- what clients ask for --------------------------------------------------------------------------------
+
+    def preload(self, request: PreloadSet) -> SetInfo:
+        """As the head does; without it, what is held here can be read."""
+        try:
+            return (self._commands if request.is_explicit else self._reading).get(request, SetInfo)
+        except PeerLostError:
+            if request.is_explicit or not (held := self._own(request)):
+                raise
+            return held
+
+    def table(self, identity: bytes, first: int) -> TablePart:
+        """As the head does; without it, as it has said last, or what is held here."""
+        try:
+            answer = self._reading.get(AskTable(identity, first), TablePart)
+        except PeerLostError:
+            return self._tables.get((identity, first)) or self._own_table(identity, first)
+        except UsageError:
+            self._tables.pop((identity, first), None)
+            raise
+        answer = msgspec.structs.replace(answer, asked=self._server.name)
+        if len(self._tables) >= MOST_SETS:
+            self._tables.clear()
+        self._tables[identity, first] = answer
+        return answer
+
+    def unload(self, identity: bytes) -> SetList:
+        """As the head does. Raises PeerLostError: it does not answer."""
+        return self._commands.get(UnloadSet(identity), SetList)
+
+    def contents(self, first: int) -> SetList:
+        """As the head does. Raises PeerLostError: it does not answer."""
+        return self._commands.get(ListSets(first), SetList)
+
+    def servers(self) -> ServerList:
+        """As the head does. Raises PeerLostError: it does not answer."""
+        return self._commands.get(ListServers(), ServerList)
+
+    def count(self, reads: CountReads) -> None:
+        """Tell the head how much was read, if it is there."""
+        self._reading.tell(reads)
+
+    def count_readers(self) -> None:
+        """Somebody has begun to read a set here, or reads sets no longer; the next beat tells."""
+
+    # -- its life --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Be a member, until `close`. For a thread."""
+        is_lost = False
+        while not self._stop.is_set():
+            try:
+                with PoolConnection(self.head, silence_s=_SILENCE_S) as connection:
+                    self._enlist(connection)
+                    SERVICE.info("joined the pool at %s", self.head)
+                    is_lost = False
+                    self._serve(connection)
+            except DPFlowError as error:
+                if not is_lost:
+                    SERVICE.warning("the head of the pool at %s is lost: %s", self.head, error)
+                is_lost = True
+                self._stop.wait(_RETRY_S)
+
+    def close(self) -> None:
+        """End `run`."""
+        self._stop.set()
+        self._reading.close()
+        self._commands.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _enlist(self, connection: PoolConnection) -> None:
+        for report in self._holdings.reports():
+            for part in report.split() if report.stripes else ():
+                connection.ask(part)
+        connection.ask(Enlist(self._server))
+
+    def _serve(self, connection: PoolConnection) -> None:
+        told, obeyed = dict[bytes, SetState](), 0
+        while not self._stop.is_set():
+            states = self._holdings.states()
+            left = told.keys() - {one.identity for one in states}
+            states += [self._holdings.state(identity) for identity in left]
+            changed = [one for one in states if told.get(one.identity) != one][:_MOST_STATES]
+            patience_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
+            answer = connection.get(Beat(obeyed=obeyed, states=changed, patience_s=patience_s), Orders)
+            told |= {one.identity: one for one in changed}
+            told = {identity: one for identity, one in told.items() if identity not in left}
+            for order in answer.orders:
+                self._holdings.obey(order)
+                told.pop(order.identity, None)
+            obeyed = answer.last
+
+    def _own(self, request: PreloadSet) -> SetInfo | None:
+        """A set that is held here, as this server knows it."""
+        try:
+            held = self._holdings.get(request.identity)
+        except UsageError:
+            return None
+        info = KnownSet(request, is_explicit=False, whole=False, held=held).info()
+        return msgspec.structs.replace(info, records=held.records.records, is_placed=held.is_placed)
+
+    def _own_table(self, identity: bytes, first: int) -> TablePart:
+        held = self._holdings.get(identity)
+        owners = np.full(held.records.stripes, -1, dtype="<i2")
+        owners[held.stripes] = 0
+        return TablePart(
+            generation=0,
+            per_stripe=held.records.per_stripe,
+            stripes=len(owners),
+            servers=[self._server],
+            asked=self._server.name,
+            is_part=held.is_part,
+            owners=owners[first : first + MOST_STRIPES].tobytes(),
+        )

@@ -1,0 +1,387 @@
+"""One set in a server: what of it is in memory, and the threads that read it from storage, each sample once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count
+
+from torch_dpflow._core.backoff import Backoff
+from torch_dpflow.datasets.sample_reader import Sample
+from torch_dpflow.datasets.storage.failures import is_transient
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, StorageError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.messages import (
+    ELSEWHERE,
+    HERE,
+    IN_STORAGE,
+    PENDING,
+    AnySource,
+    RecordStates,
+)
+from torch_dpflow.pool.planning.placement import ALL, resident, resident_set
+from torch_dpflow.pool.server import start_thread
+from torch_dpflow.pool.server.ahead import AheadReading
+from torch_dpflow.pool.sources import OpenedSource
+from torch_dpflow.pool.transport.segments import PoolRegion, check_pushed, create_region
+
+
+class WantedRecords:
+    """Those of a set that are to be read before others, each once, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[int, None] = OrderedDict()
+        #: Who is told when a record is there, or could not be read.
+        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, record: int) -> None:
+        """Have a record read, if it is not to be read already."""
+        self._queue.setdefault(record)
+
+    def take(self, most: int) -> list[int]:
+        """The next ones, at most so many, which are wanted no longer."""
+        return [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
+
+    def watch(self, record: int, told: Callable[[bool], None]) -> None:
+        """Have somebody told, once, whether a record is there."""
+        self._watchers.setdefault(record, []).append(told)
+
+    def tell(self, record: int, *, is_here: bool) -> None:
+        """Tell those who watch a record."""
+        for told in self._watchers.pop(record, ()):
+            told(is_here)
+
+    def give_up(self) -> None:
+        """Tell all that their records do not come."""
+        for record in [*self._watchers]:
+            self.tell(record, is_here=False)
+
+
+#: Samples that are read at the same time, by the thread that reads everything.
+_AT_ONCE = 64
+#: Least bytes to read ahead into: some samples.
+_LEAST_AHEAD = 64 << 10
+#: Before what is read again whose storage did not answer, at first and later, at most: seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+_NUMBERS = count(1)
+
+
+class HeldSet:
+    """The regions of a set, and their threads. Thread-safe.
+
+    A record that somebody waits for is read before all others; one that cannot be read is left to its readers, and read
+    again later where its storage did not answer.
+
+    Args:
+        opened: of this source; its reader is closed with this.
+        cut: of those that have a place in memory; see `residents`.
+    """
+
+    def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
+        #: Differs from that of every other set that this process has held, also of the same name.
+        self.number = next(_NUMBERS)
+        #: Where its dataset lies.
+        self.url, records, known, self._reader, self.parts = opened
+        self.source, self.records = source, records
+        self.cut, self.is_part = cut, cut != ALL
+        stays = resident(records.identity, records.records, cut)
+        #: Where those that have a place lie; the others take none.
+        self._places = resident_set(records, cut)
+        self._has_place, self._may_read_ahead, self._stays = known & stays, known & ~stays, stays
+        self.regions: list[PoolRegion] = []
+        #: The first error of a sample, or of its memory.
+        self.error = ""
+        self._changed = threading.Condition()
+        #: The state of each record.
+        self._states = bytearray([ELSEWHERE]) * records.records
+        self._region_of: dict[int, PoolRegion] = {}
+        #: Records that a thread reads or has read.
+        self._taken = bytearray(records.records)
+        #: Those that have memory, or are about to.
+        self._stripes: set[int] = set()
+        self._wanted = WantedRecords()
+        #: Records of each stripe that are not in memory.
+        self._left: Counter[int] = Counter()
+        #: Fills whose memory is not there yet.
+        self._making = 0
+        self._loaded = self._failed = 0
+        self._is_closed = False
+        #: Older versions whose first stripes are this one's too, and how many.
+        self.shares: dict[bytes, int] = {}
+        self._demand: threading.Thread | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Records that are in memory, and that could not be read."""
+        return self._loaded, self._failed
+
+    def placed_in(self, stripes: Iterable[int]) -> int:
+        """Records of these stripes that are to be in memory."""
+        return sum(
+            int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes)
+        )
+
+    def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
+        """Begin to read ahead what has no place. Raises PoolFullError: there is not so much memory, or none."""
+        if memory_bytes < _LEAST_AHEAD or self._reader is None:
+            raise PoolFullError(
+                f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
+            )
+        return AheadReading(self._may_read_ahead, self.records.lengths, self._reader, memory_bytes, number)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all memory that it is to have is there."""
+        return not self._making
+
+    @property
+    def stripes(self) -> list[int]:
+        """The stripes that have memory here, or are about to."""
+        with self._changed:
+            return sorted(self._stripes)
+
+    @property
+    def leading(self) -> int:
+        """How many stripes are in memory as a whole before the first that is not."""
+        with self._changed:
+            return next(one for one in count() if one not in self._region_of or self._left[one])
+
+    def share(self, older: HeldSet, stripes: int) -> None:
+        """Have the first stripes of an older version, whose memory lives as long as one of the two.
+
+        Raises UsageError: not all of them are in memory.
+        """
+        with older._changed, self._changed:
+            if any(one not in older._region_of or older._left[one] for one in range(stripes)):
+                raise UsageError(f"{older.source.ref} is not in memory as a whole; push it to its end first")
+            shared = {id(one): one.share() for one in older.regions}
+            self.regions += shared.values()
+            self._region_of |= {one: shared[id(older._region_of[one])] for one in range(stripes)}
+            self._stripes.update(range(stripes))
+            end = self.records.records_of(stripes - 1).stop if stripes else 0
+            self._states[:end] = older._states[:end]
+            self._taken[:end] = bytes([True]) * end
+            self._loaded = self._states.count(HERE)
+            self._failed = end - self._loaded
+            its = {name: min(of, stripes) for name, of in older.shares.items()}
+            self.shares = its | {older.records.identity: stripes}
+
+    def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
+        """Copy a stripe from sealed memory; one that is there already stays as it is.
+
+        Raises UsageError: it has no place, or the memory is not that of its rows.
+        """
+        if self._reader is not None or stripe not in self._region_of or len(fds) != 1:
+            raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
+        own, region = self.records.records_of(stripe), self._region_of[stripe]
+        check_pushed(fds[0], int(self.records.lengths[own.start : own.stop].sum()))
+        with self._changed:
+            is_new = not self._taken[own.start]
+            self._taken[own.start : own.stop] = bytes([True]) * len(own)
+        at = 0
+        for number in range(len(own)) if is_new else ():
+            at += region.copy_from(fds[0], at, stripe, number)
+        with self._changed:
+            if is_new:
+                self._states[own.start : own.stop] = bytes([HERE]) * len(own)
+                self._left[stripe] = 0
+                self._loaded += len(own)
+                self._changed.notify_all()
+                for one in own:
+                    self._wanted.tell(one, is_here=True)
+            ready = [] if self._left[stripe] else [stripe]
+            return RecordStates(bytes(self._states[own.start : own.stop]), ready, self.number)
+
+    def fill(self, stripes: Sequence[int]) -> None:
+        """Make room for those of these stripes that have none, and read them, in a thread."""
+        with self._changed:
+            # A second region would replace one that records were written to, and be taken for filled.
+            stripes = [one for one in stripes if one not in self._stripes]
+            if not stripes:
+                return
+            self._making += 1
+            self._stripes.update(stripes)
+        try:
+            start_thread(partial(self._fill, stripes), "dpflow-fill")
+        except PoolFullError as error:
+            self._leave(stripes, error)
+
+    def want(self, records: Iterable[int], patience_s: float) -> RecordStates:
+        """The states of these, once none is on its way, or after so many seconds; those are read first."""
+        asked = list(records)
+        deadline = time.monotonic() + patience_s
+        with self._changed:
+            for one in asked:
+                self._want(one)
+            self._changed.notify_all()
+            while any(self._states[one] == PENDING for one in asked) and not self._is_closed:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    break
+            stripes = {one // self.records.per_stripe for one in asked}
+            ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
+            return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
+
+    def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
+        """The memory of a record, or its state; one that is on its way is then read first.
+
+        watch: says of such a one whom to tell whether it is there; None: nobody.
+        Raises UsageError: there is no such record.
+        """
+        if not 0 <= record < self.records.records:
+            raise UsageError(f"record {record} of a set of {self.records.records}; give one that exists")
+        if self._states[record] == PENDING:
+            with self._changed:
+                if self._states[record] == PENDING and not self._is_closed:
+                    tell = watch(record)
+                    if tell is not None:
+                        self._wanted.watch(record, tell)
+                    self._want(record)
+                    self._changed.notify_all()
+                    return PENDING
+        if self._states[record] != HERE:
+            return IN_STORAGE
+        stripe, number = divmod(record, self.records.per_stripe)
+        found = self._region_of[stripe].read(stripe, number, copy=False)
+        return found if isinstance(found, memoryview) else IN_STORAGE
+
+    def close(self, why: int | None = None) -> None:
+        """Give it up, and tell readers why. Without a reason they go on with what they have mapped."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._wanted.give_up()
+        for region in self.regions:
+            if why is not None:
+                region.retire(why)
+            region.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _want(self, record: int) -> None:
+        """Have it read before others, if nobody reads it or has asked for it."""
+        if self._reader is not None and self._states[record] == PENDING and not self._taken[record]:
+            self._wanted.add(record)
+
+    def _fill(self, stripes: Sequence[int]) -> None:
+        own = [one for stripe in stripes for one in self.records.records_of(stripe)]
+        try:
+            region = create_region(self._places, stripes, self._has_place)
+        except (DPFlowError, OSError) as error:
+            self._leave(stripes, error)
+            return
+        with self._changed:
+            if self._is_closed:  # meanwhile, so nobody else would free it
+                self._making -= 1
+                region.close()
+                return
+            self.regions.append(region)
+            self._region_of |= dict.fromkeys(stripes, region)
+            for one in own:
+                if self._has_place[one]:
+                    self._states[one] = PENDING
+                    self._left[one // self.records.per_stripe] += 1
+                else:
+                    self._states[one] = IN_STORAGE
+                    self._failed += bool(self._stays[one])  # its length is not known
+            self._making -= 1
+            if self._demand is None and self._reader is not None:
+                self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
+                self._demand.start()
+        if self._reader is not None:
+            self._read_all(own)
+            self._read_again(own)
+
+    def _leave(self, stripes: Sequence[int], error: Exception) -> None:
+        """They get no memory."""
+        self._note(error)
+        with self._changed:
+            self._making -= 1
+            self._stripes.difference_update(stripes)
+            self._failed += self.placed_in(stripes)
+            for one in (one for stripe in stripes for one in self.records.records_of(stripe)):
+                self._states[one] = IN_STORAGE
+
+    def _read_all(self, records: Sequence[int]) -> None:
+        for start in range(0, len(records), _AT_ONCE):
+            if self._is_closed:
+                return
+            self._read(records[start : start + _AT_ONCE])
+
+    def _read_again(self, records: Sequence[int]) -> None:
+        """Read those again whose storage was gone, until all are there; nobody waits for them meanwhile."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while records := [one for one in records if self._states[one] in (PENDING, ELSEWHERE)]:
+            before = self._loaded
+            self._load([one for one in records if self._states[one] == ELSEWHERE][:_AT_ONCE])
+            pause_s = 0.0 if self._loaded > before else backoff.pause_s()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, pause_s):
+                    return
+
+    def _serve_demand(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._is_closed)
+                if self._is_closed:
+                    return
+                wanted = self._wanted.take(_AT_ONCE)
+            self._read(wanted)
+
+    def _read(self, records: Iterable[int]) -> None:
+        """Read those of these that nobody reads or has read."""
+        with self._changed:
+            own = [
+                one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]
+            ]
+            for one in own:
+                self._taken[one] = True
+        self._load(own)
+
+    def _load(self, own: Sequence[int]) -> None:
+        assert self._reader is not None
+        try:
+            samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
+        except Exception as error:  # whatever it is, its readers have to go on
+            samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
+        states: list[tuple[int, int]] = []
+        for one, sample in zip(own, samples):
+            problem = sample if isinstance(sample, DPFlowError) else self._put(one, sample[0])
+            if problem is not None:
+                self._note(problem)
+            # A reader asks again for what is elsewhere, and takes the rest as final.
+            gone = ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
+            states.append((one, HERE if problem is None else gone))
+        with self._changed:
+            for one, state in states:
+                self._failed += (state != HERE) - (self._states[one] != PENDING)
+                self._states[one] = state
+                self._left[one // self.records.per_stripe] -= state == HERE
+                self._loaded += state == HERE
+                self._wanted.tell(one, is_here=state == HERE)
+            self.error = self.error if self._failed else ""
+            self._changed.notify_all()
+
+    def _put(self, record: int, content: bytes) -> DPFlowError | None:
+        """Put it into its place; what is wrong with it instead."""
+        stripe, number = divmod(record, self.records.per_stripe)
+        region = self._region_of[stripe]
+        length = region.place(stripe, number)[1]
+        if length != len(content):
+            return DamagedStoreError(
+                f"sample {record} has {len(content)} bytes, and {length} by the dataset's metadata"
+            )
+        region.write(stripe, number, content)
+        return None
+
+    def _note(self, error: BaseException) -> None:
+        if not self.error:
+            self.error = f"{type(error).__name__}: {error}"
+            SERVICE.warning("%s: left to its readers: %s", self.source.ref, self.error)

@@ -1,0 +1,351 @@
+"""What the head of a pool knows of one set."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torch_dpflow.errors import PeerLostError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.array_files import array_set
+from torch_dpflow.pool.messages import MOST_BYTES, ArraySource, PoolRefusal, PreloadSet, SetInfo
+from torch_dpflow.pool.planning.allocator import KeeperMachine, StripeTable
+from torch_dpflow.pool.planning.layout import FileSet
+from torch_dpflow.pool.planning.placement import ALL, cut_that_fits
+from torch_dpflow.pool.server.held_dataset import HeldSet
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.server_messages import (
+    ALL_FAILED,
+    MOST_SERVERS,
+    Beat,
+    DropOrder,
+    Orders,
+    ServerInfo,
+    SetPart,
+    SetState,
+)
+from torch_dpflow.pool.sources import OpenedSource, samples_in
+
+#: In the head's directory while it has members: the head that comes after it waits for them.
+_FILE = "members"
+
+
+@dataclass(eq=False)
+class EnlistedServer:
+    """One server, from when it has enlisted."""
+
+    info: ServerInfo
+    generation: int
+    #: Orders that it has not got, and how many there were in all.
+    orders: deque[SetPart | DropOrder] = field(default_factory=deque)
+    ordered: int = 0
+    #: The number of the last order about each set, and the last word on it that tells of that.
+    last_orders: dict[bytes, int] = field(default_factory=dict)
+    states: dict[bytes, SetState] = field(default_factory=dict)
+
+    def order(self, order: SetPart | DropOrder) -> None:
+        """Have it do this."""
+        parts = [order] if isinstance(order, DropOrder) else order.split()
+        self.orders.extend(parts)
+        self.ordered += len(parts)
+        self.last_orders[order.identity] = self.ordered
+        self.states.pop(order.identity, None)
+        if isinstance(order, DropOrder):
+            del self.last_orders[order.identity]
+
+    def take(self, beat: Beat) -> Iterator[SetState]:
+        """Believe what it says of sets about which it has got all orders."""
+        for state in beat.states:
+            if self.last_orders.get(state.identity, 0) <= beat.obeyed:
+                self.states[state.identity] = state
+                yield state
+
+    def next_orders(self) -> Orders:
+        """As many orders as one message has room for."""
+        orders, room = list[SetPart | DropOrder](), MOST_BYTES // 2
+        while self.orders:
+            room -= len(msgspec.msgpack.encode(self.orders[0]))
+            if room < 0 and orders:
+                break
+            orders.append(self.orders.popleft())
+        return Orders(orders, self.ordered - len(self.orders))
+
+
+class Members:
+    """All members, by name.
+
+    directory: the head's own.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._file = Path(directory, _FILE)
+        self._members: dict[str, EnlistedServer] = {}
+        #: Whether an earlier head at this address had some.
+        self.had_some = self._file.exists()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def add(self, info: ServerInfo, generation: int) -> None:
+        """A server enlists. Raises UsageError: there are too many."""
+        if len(self._members) >= MOST_SERVERS - 1 and info.name not in self._members:
+            raise UsageError(f"the pool has {MOST_SERVERS} servers; have it join another one")
+        self._members[info.name] = EnlistedServer(info, generation)
+        self._write()
+        SERVICE.info("server %s has joined the pool", info.name)
+
+    def get(self, name: str, generation: int) -> EnlistedServer:
+        """A member. Raises PeerLostError: it has been given up."""
+        member = self._members.get(name)
+        if member is None or member.generation != generation:
+            raise PeerLostError(
+                f"server {name} of the pool was given up, as nothing was heard of it; it may join anew"
+            )
+        return member
+
+    def order(self, name: str, order: SetPart | DropOrder) -> None:
+        """Have a member do this."""
+        self._members[name].order(order)
+
+    def forget(self, lives: Callable[[str, int], bool]) -> None:
+        """Forget those that do not live."""
+        for name, member in list(self._members.items()):
+            if not lives(name, member.generation):
+                SERVICE.warning("server %s of the pool is lost", name)
+                del self._members[name]
+                self._write()
+
+    def infos(self, head: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
+        """Who they and their head are. rooms: the bytes of each that counts, and those that are free."""
+        infos = {head.name: head, **{name: member.info for name, member in self._members.items()}}
+        return {
+            name: msgspec.structs.replace(info, free=rooms[name][1])
+            for name, info in infos.items()
+            if name in rooms
+        }
+
+    def states(self, identity: bytes) -> dict[str, SetState]:
+        """What each has said of a set."""
+        return {
+            name: member.states[identity]
+            for name, member in self._members.items()
+            if identity in member.states
+        }
+
+    def _write(self) -> None:
+        if self._members:
+            self._file.write_text("".join(f"{name}\n" for name in self._members))
+        else:
+            self._file.unlink(missing_ok=True)
+
+
+#: What the index of a region has for each stripe and each record.
+_INDEX_BYTES = 16
+#: How long a refusal is kept for whoever has asked, and asks again a few times a second: seconds.
+_REFUSAL_S = 2.0
+
+
+@dataclass(eq=False)
+class KnownSet:
+    """A set from when it is first asked for."""
+
+    request: PreloadSet
+    is_explicit: bool
+    #: Whether somebody wants all of it or nothing.
+    whole: bool
+    #: None while its metadata is read.
+    held: HeldSet | None = None
+    #: Of what members hold, if they do.
+    cut: int = ALL
+    #: What members hold of it, by their names, that have said so meanwhile.
+    returned: dict[str, list[int]] = field(default_factory=dict)
+    #: Why it is not held, for whoever asks next; and since when.
+    refusal: PoolRefusal | None = None
+    refused_at: float = 0.0
+    #: Samples that readers have got from memory, and from storage.
+    hits: int = 0
+    misses: int = 0
+    #: Whether it was unloaded, and stays for a further version that shares its memory.
+    is_unloaded: bool = False
+    #: The older version whose memory this one shares; empty: none.
+    base: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.pushed is not None:
+            self.base = self.pushed.base
+
+    @property
+    def pushed(self) -> ArraySource | None:
+        """What opens it, where clients push it."""
+        source = self.request.source
+        return source if isinstance(source, ArraySource) and source.is_pushed else None
+
+    def take_back(self, server: str, report: SetPart) -> bool:
+        """A member has come back with a part of it; whether that is of the part that is held."""
+        cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
+        if report.cut == cut and self.held is None:
+            self.cut = cut
+            self.returned.setdefault(server, []).extend(report.stripes)
+        return report.cut == cut
+
+    def info(self) -> SetInfo:
+        """What is known without asking anybody."""
+        return SetInfo(
+            identity=self.request.identity,
+            ref=self.request.source.ref,
+            url="not opened yet" if self.held is None else self.held.url,
+            is_explicit=self.is_explicit,
+            hits=self.hits,
+            misses=self.misses,
+            pushed=self.pushed,
+        )
+
+    def progress(self, held: HeldSet, table: StripeTable, states: Mapping[str, SetState]) -> SetInfo:
+        """How far it is over all of its servers, as people and clients are told.
+
+        states: what servers have said last, of their copies too; without those that have not heard of all of their
+            stripes yet.
+        """
+        records, samples = held.records, partial(samples_in, held.source)
+        placed = {name: held.placed_in(stripes) for name, stripes in table.owned().items()}
+        told = {name: states[name] for name in placed if name in states}
+        failed = [placed[name] if one.failed == ALL_FAILED else one.failed for name, one in told.items()]
+        loaded = [one.loaded - held.placed_in(table.copies.get(name, ())) for name, one in told.items()]
+        return msgspec.structs.replace(
+            self.info(),
+            records=samples(records.records),
+            placed=samples(sum(placed.values())),
+            loaded=samples(sum(max(0, one) for one in loaded)),
+            failed=samples(sum(failed)),
+            reserved_bytes=table.placed_bytes,
+            readers=table.readers,
+            is_placed=table.is_settled
+            and len(told) == len(placed)
+            and all(one.is_placed for one in told.values()),
+            error=next((one.error for one in told.values() if one.error), ""),
+        )
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether it was refused, and whoever asks now asks anew."""
+        return self.refusal is not None and now - self.refused_at > _REFUSAL_S
+
+    def order(self, stripes: list[int]) -> SetPart:
+        """What has a server hold these."""
+        request = self.request
+        return SetPart(
+            source=request.source,
+            identity=request.identity,
+            is_explicit=self.is_explicit,
+            cut=ALL if self.held is None else self.held.cut,
+            stripes=stripes,
+        )
+
+
+def check_pushed_set(request: PreloadSet, others: Iterable[KnownSet]) -> None:
+    """Raises UsageError: a set that nobody has pushed is asked for, or another has its name."""
+    source = request.source
+    if not isinstance(source, ArraySource) or not source.is_pushed:
+        return
+    if not request.is_explicit:
+        raise UsageError(
+            f"{source.ref} is not in this pool: its server was lost, or it was unloaded; push it again"
+        )
+    pushed = [one.pushed for one in others if not one.is_unloaded]
+    if any(one is not None and one.ref == source.ref for one in pushed):
+        raise UsageError(
+            f"{source.ref} is in the pool with another content; push or append under another version, or unload it"
+        )
+
+
+def cut_in(records: FileSet, rooms: list[int]) -> int:
+    """The cut with as many records as have room in servers that have so many bytes each."""
+    room = sum(rooms) - _index_bytes(records.stripes, records.records)
+    return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
+
+
+def stripe_bytes(records: FileSet) -> list[int]:
+    """What each stripe takes in a region."""
+    return [
+        records.stripe_bytes(stripe) + _index_bytes(1, len(records.records_of(stripe)))
+        for stripe in range(records.stripes)
+    ]
+
+
+def _index_bytes(stripes: int, records: int) -> int:
+    """What the index of so many takes in regions."""
+    return _INDEX_BYTES * (stripes + records)
+
+
+class SharedStripes(NamedTuple):
+    """The first stripes of a version, as many as a further one has too."""
+
+    older: HeldSet
+    stripes: int
+
+    @property
+    def base(self) -> bytes:
+        """The older version's name."""
+        return self.older.records.identity
+
+
+def find_base(
+    known: KnownSet, opened: OpenedSource, holdings: Holdings, keeper: KeeperMachine
+) -> SharedStripes | None:
+    """What a set shares with an older version; one that does fits as a whole, or is wanted so.
+
+    Stored datasets do where the pool has one server: elsewhere each version's stripes have owners of their own.
+
+    Raises UsageError: the older version of a pushed array is not here, or of another form.
+    """
+    if known.pushed is not None:
+        return _pushed_base(known.request, holdings)
+    if known.returned or len(keeper.servers()) > 1:
+        return None
+    base = _stored_base(opened, holdings)
+    if base is None or known.whole:
+        return base
+    rest = sum(stripe_bytes(opened.records)[base.stripes :])
+    return base if rest <= sum(keeper.rooms(base.base)) else None
+
+
+def _pushed_base(request: PreloadSet, holdings: Holdings) -> SharedStripes | None:
+    source = request.source
+    if not isinstance(source, ArraySource) or not source.base:
+        return None
+    older = holdings.get(source.base)
+    its = older.source
+    if (
+        not isinstance(its, ArraySource)
+        or (its.dtype, its.shape[1:]) != (source.dtype, source.shape[1:])
+        or source.shared > min(its.shape[0], source.shape[0]) // array_set(source).per_stripe
+    ):
+        raise UsageError(f"{source.ref} is no further version of {its.ref}; append to what it continues")
+    return SharedStripes(older, source.shared)
+
+
+def _stored_base(opened: OpenedSource, holdings: Holdings) -> SharedStripes | None:
+    """The version of a stored dataset that has the most of another's first stripes in memory."""
+    found = [SharedStripes(one, _common(opened, one)) for one in holdings.all() if not one.is_part]
+    best = max(found, key=lambda one: one.stripes, default=None)
+    return best if best is not None and best.stripes else None
+
+
+def _common(opened: OpenedSource, older: HeldSet) -> int:
+    if opened.records.per_stripe != older.records.per_stripe:
+        return 0
+    equal = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(opened.parts, older.parts))
+    return min(older.leading, sum(1 for _ in equal))
+
+
+def droppable(sets: Mapping[bytes, KnownSet]) -> bytes | None:
+    """A set that was unloaded, and whose memory no further version shares."""
+    bases = {one.base for one in sets.values()}
+    free = (name for name, one in sets.items() if one.is_unloaded and one.held and name not in bases)
+    return next(free, None)

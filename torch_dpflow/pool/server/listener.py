@@ -1,0 +1,229 @@
+"""The door of a server of the pool to other hosts: lets in whoever proves that they belong to its cluster.
+
+One thread hears all who have not proved it yet, and waits for none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from torch_dpflow._core.descriptors import soft_limit
+from torch_dpflow.errors import DPFlowError, OptionError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.pool.server import start_thread
+from torch_dpflow.pool.server.data_sender import LaneServer
+from torch_dpflow.pool.server.holdings import Holdings
+from torch_dpflow.pool.transport.address import PoolAddress
+from torch_dpflow.pool.transport.authentication import Admission, admit_stream, guard_of
+from torch_dpflow.pool.transport.data_frames import LANE
+
+#: Connections that have not proved anything yet: how many there may be, how long each may take, and after how long the
+#: oldest has to go where there are so many, seconds. Meanwhile others wait in the kernel.
+MOST_STRANGERS, STRANGER_S, LEAST_S = 1024, 2.0, 0.25
+#: The part of a process's descriptors that these may take.
+_THEIR_PART = 4
+#: Most that have.
+MOST_CONNECTIONS = 4096
+#: At most one line of the log for those who are turned away, seconds.
+_LOG_S = 10.0
+#: How long the door waits where nothing happens, seconds.
+_LOOK_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stranger:
+    """A connection that has not proved anything yet."""
+
+    connection: socket.socket
+    admission: Admission[tuple[socket.socket, int]]
+    name: str
+    #: When it came, seconds.
+    since: float
+
+
+class StreamDoor:
+    """Listens at a port.
+
+    Args:
+        address: where; port 0 for any that is free.
+        talk: serves one control connection until it ends.
+        holdings: what lanes are answered from.
+
+    Raises OptionError: nobody can listen there, or there are no keys.
+    """
+
+    def __init__(
+        self, address: PoolAddress, talk: Callable[[socket.socket], None], holdings: Holdings
+    ) -> None:
+        if address.directory is not None:
+            raise OptionError(
+                f"nobody can listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that"
+            )
+        self._guard = guard_of(address, serves=True)
+        self._talk = talk
+        #: By descriptor, the one that came first at first.
+        self._strangers: dict[int, _Stranger] = {}
+        self._most_strangers = min(MOST_STRANGERS, soft_limit() // _THEIR_PART)
+        self._talking: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._is_running = self._is_closed = False
+        self._logged_at, self._turned_away = -_LOG_S, 0
+        try:
+            family, _, _, _, place = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            _check_host(address, str(place[0]))
+            self._listener = socket.create_server(place, family=family, backlog=1024)
+        except OSError as error:
+            raise OptionError(
+                f"nobody can listen at {address}: {error.strerror or error}; give another address"
+            ) from None
+        self._listener.setblocking(False)
+        self._lanes = LaneServer(holdings)
+        #: Where clients find it.
+        self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
+
+    def run(self) -> None:
+        """Let clients in until `close`."""
+        with self._lock:
+            self._is_running = not self._is_closed
+        if not self._is_running:
+            return
+        threading.Thread(target=self._lanes.run, name="dpflow-lanes", daemon=True).start()
+        with select.epoll() as poll, self._listener:
+            listener = self._listener.fileno()
+            poll.register(listener, select.EPOLLIN)
+            while not self._is_closed:
+                now = time.monotonic()
+                is_full = self._is_full(now)
+                poll.modify(listener, 0 if is_full else select.EPOLLIN)
+                came = [fd for fd, _ in poll.poll(self._wait_s(now, LEAST_S if is_full else STRANGER_S))]
+                for fd in came:
+                    if fd != listener:
+                        self._go_on(fd, poll)
+                if listener in came:
+                    self._let_come(poll)
+                self._end_late(time.monotonic())
+            for fd in [*self._strangers]:
+                self._end(fd)
+
+    def close(self) -> None:
+        """End `run`, and all connections."""
+        with self._lock:
+            self._is_closed = True
+            if not self._is_running:
+                self._listener.close()
+        self._lanes.close()
+        for connection in (self._listener, *self._talking):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    # -- strangers -------------------------------------------------------------------------------------------
+
+    def _is_full(self, now: float) -> bool:
+        """Whether nobody else may come before the oldest has had its time."""
+        oldest = next(iter(self._strangers.values()), None)
+        return (
+            oldest is not None
+            and len(self._strangers) >= self._most_strangers
+            and now < oldest.since + LEAST_S
+        )
+
+    def _wait_s(self, now: float, patience_s: float) -> float:
+        """How long until the oldest has had so long, at most `_LOOK_S`."""
+        oldest = next(iter(self._strangers.values()), None)
+        return _LOOK_S if oldest is None else min(_LOOK_S, max(0.0, oldest.since + patience_s - now))
+
+    def _let_come(self, poll: select.epoll) -> None:
+        """Take who waits in the kernel, as far as there is room; the oldest have to make it."""
+        while not self._is_full(now := time.monotonic()):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is free
+                if not self._is_closed:
+                    SERVICE.warning("a client of the pool is refused: %s", error)
+                    time.sleep(0.1)
+                return
+            if len(self._strangers) >= self._most_strangers:
+                self._turn_away(next(iter(self._strangers)), "it proves nothing, and others wait")
+            fd = connection.fileno()
+            admission = admit_stream(connection, self._guard)
+            self._strangers[fd] = _Stranger(connection, admission, _name_of(connection), now)
+            poll.register(fd, select.EPOLLIN)
+            self._go_on(fd, poll)
+
+    def _go_on(self, fd: int, poll: select.epoll) -> None:
+        """Hear what a stranger says."""
+        stranger = self._strangers[fd]
+        try:
+            next(stranger.admission)
+        except StopIteration as done:
+            del self._strangers[fd]
+            poll.unregister(fd)
+            self._admit(*done.value)
+        except Exception as error:  # whatever it is, others have to be heard
+            self._turn_away(fd, error)
+
+    def _admit(self, admitted: socket.socket, purpose: int) -> None:
+        if self._is_closed or len(self._talking) + len(self._lanes) >= MOST_CONNECTIONS:
+            admitted.close()
+        elif purpose == LANE:
+            self._lanes.adopt(admitted)
+        else:
+            self._talking.add(admitted)
+            try:
+                start_thread(partial(self._converse, admitted), "dpflow-talk")
+            except DPFlowError as error:
+                SERVICE.warning("a client of the pool is refused: %s", error)
+                self._talking.discard(admitted)
+                admitted.close()
+
+    def _converse(self, admitted: socket.socket) -> None:
+        try:
+            self._talk(admitted)
+        finally:
+            self._talking.discard(admitted)
+
+    def _end_late(self, now: float) -> None:
+        late = [fd for fd, one in self._strangers.items() if now >= one.since + STRANGER_S]
+        for fd in late:
+            self._turn_away(fd, f"it has proved nothing for {STRANGER_S:g} s")
+
+    def _end(self, fd: int) -> str:
+        """Close a stranger's connection; returns its name."""
+        stranger = self._strangers.pop(fd)
+        stranger.admission.close()  # which owns the connection by now where that is TLS
+        stranger.connection.close()
+        return stranger.name
+
+    def _turn_away(self, fd: int, why: object) -> None:
+        """Leave a stranger; log it, unless strangers would fill the log so."""
+        name = self._end(fd)
+        self._turned_away += 1
+        if time.monotonic() - self._logged_at >= _LOG_S:
+            self._logged_at = time.monotonic()
+            SERVICE.warning("%s is turned away (%d so far): %s", name, self._turned_away, why)
+
+
+def _check_host(address: PoolAddress, host: str) -> None:
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        raise OptionError(
+            f"--listen {address}: others are told this address; give that of this host by which they reach it"
+        )
+
+
+def _name_of(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "a client that has gone"

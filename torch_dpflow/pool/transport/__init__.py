@@ -1,0 +1,1 @@
+"""Connections between pool processes: control messages, records over TCP, shared memory segments."""

@@ -1,0 +1,140 @@
+"""Where a server of the pool is, and how both sides prove who they are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from torch_dpflow._core.checks import check_flag, check_path, check_tcp_address, check_type
+from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_key_file
+from torch_dpflow.errors import OptionError
+
+#: The environment variable with the default `address` of clients and servers.
+ADDRESS_VARIABLE = "DPFLOW_POOL"
+#: The environment variable with the default `connection` of clients and servers.
+CONNECTION_VARIABLE = "DPFLOW_POOL_CONNECTION"
+_TCP = "tcp://"
+_SOCKET = "socket"
+#: The kernel's limit for the path of a socket, bytes.
+_LONGEST_PATH = 107
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolAddress:
+    """Where a server of the pool is: on this host by a directory, on any host by a port."""
+
+    #: The directory of its socket; None: it is at `host` and `port`.
+    directory: Path | None = None
+    host: str = ""
+    port: int = 0
+    #: The file with the cluster's keys.
+    connection: str | None = None
+    #: Whether bytes travel as they are, and keys are only proved.
+    trust_network: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return str(self.directory) if self.directory else f"{_TCP}{host}:{self.port}"
+
+    def at(self, address: str) -> PoolAddress:
+        """Another server of the same cluster, at tcp://HOST:PORT."""
+        host, port = _host_port(address)
+        return replace(self, directory=None, host=host, port=port)
+
+    def keys(self) -> ConnectionFile:
+        """The keys of the cluster. Raises OptionError: there is no such file, or it has none."""
+        if self.connection is None:
+            raise OptionError(
+                f"{self} is reached over a network, so both sides have to prove who they are; give the file that "
+                f"`dpflow keygen` has written: connection=, --connection or {CONNECTION_VARIABLE}"
+            )
+        return read_key_file(self.connection)
+
+
+#: What users give: a directory, tcp://HOST:PORT, or "auto".
+AddressLike: TypeAlias = str | os.PathLike[str] | PoolAddress
+
+
+def find_address(
+    address: AddressLike = "auto",
+    connection: str | os.PathLike[str] | None = None,
+    *,
+    trust_network: bool = False,
+) -> PoolAddress:
+    """What users have given, or what `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION` name.
+
+    Raises OptionTypeError, OptionError: it is neither a directory nor tcp://HOST:PORT.
+    """
+    if isinstance(address, PoolAddress):
+        return address
+    named = (os.environ.get(ADDRESS_VARIABLE) or address) if address == "auto" else address
+    if not (isinstance(named, str) and named.startswith(_TCP)):
+        where = PoolAddress(directory=find_directory(named))
+    else:
+        host, port = _host_port(named)
+        where = PoolAddress(host=host, port=port)
+    file = connection if connection is not None else os.environ.get(CONNECTION_VARIABLE)
+    return replace(
+        where,
+        connection=None if file is None else os.path.abspath(file),
+        trust_network=check_flag("trust_network", trust_network),
+    )
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other side."""
+    return int(_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
+def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
+    """The directory of a pool: "auto" for what `DPFLOW_POOL` names, or else this user's on this host.
+
+    Raises OptionTypeError, or OptionError where it is no path, or too long for a socket.
+    """
+    check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
+    if address == "auto":
+        folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+        address = os.environ.get(ADDRESS_VARIABLE) or Path(folder) / f"dpflow-pool-{os.getuid()}"
+    if os.fspath(address) == "" or "://" in os.fspath(address):
+        raise OptionError(
+            f'address={os.fspath(address)!r} is no directory, which a server of this host has; give "auto" or the path '
+            "of one, and what other hosts reach it at as --listen or listen="
+        )
+    check_path("address", os.fspath(address))
+    found = Path(address).absolute()
+    if len(os.fsencode(found / _SOCKET)) > _LONGEST_PATH:
+        raise OptionError(
+            f"address={str(found)!r} is too long for a socket; give a path of at most "
+            f"{_LONGEST_PATH - len(_SOCKET) - 1} bytes"
+        )
+    return found
+
+
+def socket_path(directory: Path) -> str:
+    """The path of a pool's socket."""
+    return str(directory / _SOCKET)
+
+
+def check_private(directory: Path) -> None:
+    """Raises OptionError: the directory is another user's, or others may enter it; OSError: there is none."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OptionError(
+            f"{directory} must be a directory of this user that nobody else may enter (mode 0700); remove it, or give "
+            "another address"
+        )
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    check_tcp_address("address", address)
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    if not host or port == "*":
+        raise OptionError(f"address={address!r}: must be tcp://HOST:PORT, with the name or number of a host")
+    return host.removeprefix("[").removesuffix("]"), int(port)

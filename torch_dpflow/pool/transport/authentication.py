@@ -1,0 +1,338 @@
+"""Who is at the other side of a stream, proved before anything else is said.
+
+Over TLS 1.3 both sides have certificates of the cluster. Where the operator says that the network is trusted, bytes
+travel as they are, and both sides prove by HMAC that they have the cluster's key: the client first, on a number that
+the server has drawn, so that a stranger gets nothing else.
+
+    client: hello, its number -> server: its number -> client: its proof -> server: its proof
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, cast
+
+from torch_dpflow.cluster.security.certificates import (
+    CLIENT_NAME,
+    SERVER_NAME,
+    check_certificates,
+    client_context,
+    is_client,
+    server_context,
+)
+from torch_dpflow.cluster.security.connection_file import ConnectionFile
+from torch_dpflow.errors import MessageError, OptionError, PeerLostError
+from torch_dpflow.pool.transport.address import PoolAddress
+from torch_dpflow.pool.transport.data_frames import HELLO_BYTES, hello, purpose_of
+
+_PIECE_BYTES = 256 << 10
+T = TypeVar("T")
+
+
+class TLSStream:
+    """A connected socket with TLS over it, as much of a socket as its users need. It owns the socket.
+
+    Raises OSError, ssl.SSLError too: the handshake fails.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
+        self._socket = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_name)
+        self._piece = memoryview(bytearray(_PIECE_BYTES))
+        self._fed(self._tls.do_handshake)
+        self._flush()
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether something has come that the socket does not tell of."""
+        return bool(self._tls.pending() or self._incoming.pending)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def getsockname(self) -> Any:
+        return self._socket.getsockname()
+
+    def getpeername(self) -> Any:
+        return self._socket.getpeername()
+
+    def sendall(self, content: bytes) -> None:
+        view = memoryview(content)
+        while view:
+            view = view[self._tls.write(view) :]
+        self._flush()
+
+    def recv(self, count: int) -> bytes:
+        return self._fed(lambda: self._tls.read(count))
+
+    def recv_into(self, view: memoryview) -> int:
+        """Fill all of `view`, or as much as comes before the connection ends; return the number of bytes."""
+        read, size, at = self._tls.read, len(view), 0
+        while at < size:
+            if not self.has_bytes:  # `ssl` takes longer to say so than to look
+                self._feed()
+            try:
+                came = cast(int, read(size - at, view[at:]))
+            except ssl.SSLWantReadError:
+                self._feed()
+                continue
+            if not came:
+                break
+            at += came
+        return at
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        self._socket.setsockopt(level, option, value)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _fed(self, act: Callable[[], T]) -> T:
+        """What this gives, once enough has come for it; as for an end of the connection where that has ended."""
+        while True:
+            try:
+                return act()
+            except ssl.SSLWantReadError:
+                self._feed()
+
+    def _feed(self) -> None:
+        """Take what has come, or wait for it."""
+        self._flush()
+        came = self._socket.recv_into(self._piece)
+        if came:
+            self._incoming.write(self._piece[:came])
+        else:
+            self._incoming.write_eof()
+
+    def _flush(self) -> None:
+        if self._outgoing.pending:
+            self._socket.sendall(self._outgoing.read())
+
+
+#: What control messages and records are carried by.
+Stream: TypeAlias = socket.socket | TLSStream
+#: Lets a client in over a connection that never blocks: each step goes on with what has come, up to the result.
+Admission: TypeAlias = Generator[None, None, T]
+#: Bytes of a number that is drawn once, and of a proof.
+_NONCE_BYTES = 32
+#: A client whose host says nothing, however idle it is, is gone after 30 s: with it its orders, and what it was lent.
+_ALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+#: The first byte of any client that speaks TLS, and what TLS says to one that it does not understand.
+_HANDSHAKE = b"\x16"
+_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
+
+
+class StreamGuard(ABC):
+    """Lets in whoever has the keys of one cluster. Its methods raise OSError and DPFlowError."""
+
+    @abstractmethod
+    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+        """Server: the connection to speak over, once the client has proved who it is."""
+
+    @abstractmethod
+    def approach(self, connection: socket.socket) -> Stream:
+        """Client: the connection to speak over, once both have proved who they are."""
+
+
+class TLSGuard(StreamGuard):
+    """TLS 1.3 with certificates on both sides."""
+
+    def __init__(self, keys: ConnectionFile, *, serves: bool) -> None:
+        if keys.certificates is None:
+            raise OptionError(
+                "the connection file has no certificates, and without them nothing is sent off this host: write "
+                "another by `dpflow keygen` where cryptography is installed (pip install 'torch_dpflow[pool]') or "
+                "with certificates of your own (--authority, --server, --client), or say that the network is trusted "
+                "(--trust-network, trust_network=True)"
+            )
+        if serves:
+            self._context = server_context(keys.certificates)
+            check_certificates(keys.certificates)
+        else:
+            self._context = client_context(keys.certificates)
+
+    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+        if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
+            _refuse(connection)
+            raise MessageError("a client that does not speak TLS")
+        admitted = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        try:
+            yield from _come(admitted.do_handshake)
+            if not is_client(admitted.getpeercert()):
+                raise MessageError(f"a client whose certificate is not for {CLIENT_NAME}")
+        except BaseException:
+            admitted.close()
+            raise
+        return admitted
+
+    def approach(self, connection: socket.socket) -> Stream:
+        try:
+            return TLSStream(connection, self._context, SERVER_NAME)
+        except ssl.SSLCertVerificationError as error:
+            raise PeerLostError(
+                f"its certificate is not one of this cluster's servers ({error.verify_message}); give the connection "
+                "file that it was started with"
+            ) from None
+        except ssl.SSLError as error:
+            raise PeerLostError(
+                f"it does not speak TLS ({error.reason or error}); it may have been started with --trust-network: "
+                "give that here too, or start it without"
+            ) from None
+
+
+class ProofGuard(StreamGuard):
+    """Bytes as they are; both sides prove that they have the cluster's key."""
+
+    def __init__(self, keys: ConnectionFile) -> None:
+        self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
+
+    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+        if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) == _HANDSHAKE:
+            _refuse(connection)
+            raise MessageError("a client that speaks TLS")
+        begun = yield from _exactly(connection, HELLO_BYTES + _NONCE_BYTES)
+        purpose_of(begun[:HELLO_BYTES])
+        drawn = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(drawn)
+        proof = yield from _exactly(connection, _NONCE_BYTES)
+        if not hmac.compare_digest(proof, self._proof(b"client", begun, drawn)):
+            raise MessageError("a client that has another key")
+        connection.sendall(self._proof(b"server", begun, drawn))
+        return connection
+
+    def approach(self, connection: socket.socket) -> Stream:
+        begun = hello(1) + secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(begun)
+        drawn = b""
+        try:
+            drawn = receive_exactly(connection, _NONCE_BYTES)
+            connection.sendall(self._proof(b"client", begun, drawn))
+            proof = receive_exactly(connection, _NONCE_BYTES)
+        except (PeerLostError, ConnectionError):
+            raise PeerLostError(
+                "it has another key; give the connection file that it was started with"
+                if drawn
+                else "it speaks TLS, or is no server of a pool; leave out --trust-network and trust_network=True"
+            ) from None
+        if not hmac.compare_digest(proof, self._proof(b"server", begun, drawn)):
+            raise PeerLostError("it has another key; give the connection file that it was started with")
+        return connection
+
+    def _proof(self, who: bytes, begun: bytes, drawn: bytes) -> bytes:
+        return hmac.digest(self._key, who + begun + drawn, "sha256")
+
+
+def guard_of(address: PoolAddress, *, serves: bool) -> StreamGuard:
+    """How strangers are kept out at this address. Raises OptionError: there are no keys for it."""
+    keys = address.keys()
+    return ProofGuard(keys) if address.trust_network else TLSGuard(keys, serves=serves)
+
+
+def check_keys(address: PoolAddress) -> None:
+    """Raises OptionError: it is reached over a network, and there are no keys for it."""
+    if address.directory is None:
+        guard_of(address, serves=False)
+
+
+def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silence_s: float) -> Stream:
+    """A connection to a server, whose identity is proved.
+
+    silence_s: how long all of it may take, and each wait for the server later, seconds.
+
+    Raises PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
+    """
+    try:
+        plain = socket.create_connection((address.host, address.port), silence_s)
+    except OSError as error:
+        raise PeerLostError(
+            f"no server of the pool answers at {address} ({error.strerror or error}); start one: "
+            f"dpflow pool serve --memory 8GiB --listen {address} --connection FILE"
+        ) from None
+    connection: Stream = plain
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = guard.approach(plain)
+        with contextlib.suppress(
+            ConnectionError
+        ):  # why it refuses has come before its end, and is read below
+            connection.sendall(hello(purpose))
+        purpose_of(receive_exactly(connection, HELLO_BYTES))
+    except (OSError, MessageError, PeerLostError) as error:
+        connection.close()
+        raise PeerLostError(
+            f"the server of the pool at {address} cannot be spoken to: {_told(error)}"
+        ) from None
+    return connection
+
+
+def admit_stream(connection: socket.socket, guard: StreamGuard) -> Admission[tuple[socket.socket, int]]:
+    """The connection of a client that has proved who it is, and what it is for. Raises OSError, DPFlowError."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    admitted = yield from guard.admit(connection)
+    try:
+        purpose = purpose_of((yield from _exactly(admitted, HELLO_BYTES)))
+        admitted.sendall(hello(purpose))
+        admitted.settimeout(None)
+    except BaseException:
+        admitted.close()
+        raise
+    return admitted, purpose
+
+
+def receive_exactly(connection: Stream, count: int) -> bytes:
+    """So many bytes. Raises OSError, TimeoutError too, or PeerLostError where the connection ends before."""
+    content = bytearray()
+    while len(content) < count:
+        more = connection.recv(count - len(content))
+        if not more:
+            raise PeerLostError("it has closed the connection")
+        content += more
+    return bytes(content)
+
+
+def _come(act: Callable[[], T]) -> Admission[T]:
+    """What this gives, once enough has come for it."""
+    while True:
+        try:
+            return act()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            yield
+
+
+def _exactly(connection: socket.socket, count: int) -> Admission[bytes]:
+    """As `receive_exactly`."""
+    content = bytearray()
+    while len(content) < count:
+        more = yield from _come(partial(connection.recv, count - len(content)))
+        if not more:
+            raise PeerLostError("it has closed the connection")
+        content += more
+    return bytes(content)
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Say so in the way of TLS, which clients of either kind recognise."""
+    connection.recv(1 << 16)  # else the kernel would throw the answer away with what nobody has read
+    connection.sendall(_ALERT)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"it refuses this side's certificate ({error.reason or error}); give its connection file"
+    return str(error)

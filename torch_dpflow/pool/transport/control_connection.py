@@ -1,0 +1,340 @@
+"""A connection to a server of the pool: what commands and readers ask it for."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from torch_dpflow._core.depth import check_msgpack
+from torch_dpflow.errors import MessageError, PeerLostError, UsageError
+from torch_dpflow.log import DATASETS
+from torch_dpflow.pool.messages import (
+    ANSWERS,
+    MOST_BYTES,
+    MOST_REGIONS,
+    AnnounceOrder,
+    AnySource,
+    CountReads,
+    ListSets,
+    PoolAnswer,
+    PoolMessage,
+    PoolRefusal,
+    PoolRequest,
+    PreloadSet,
+    SetInfo,
+    SetList,
+    UnloadSet,
+    encode,
+)
+from torch_dpflow.pool.server_messages import ListServers, ServerInfo, ServerList
+from torch_dpflow.pool.transport.address import AddressLike, check_private, find_address, socket_path
+from torch_dpflow.pool.transport.authentication import (
+    Stream,
+    TLSStream,
+    connect_stream,
+    guard_of,
+    receive_exactly,
+)
+from torch_dpflow.pool.transport.data_frames import CONTROL
+
+T = TypeVar("T")
+_LENGTH = struct.Struct("<I")
+
+
+class Channel(ABC):
+    """A connection that carries control messages."""
+
+    #: Whether descriptors come along: both sides are on one host.
+    carries_regions: bool
+    _socket: Stream
+
+    @abstractmethod
+    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
+        """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
+
+    @abstractmethod
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
+        """The next message, and descriptors that came with it, at most so many.
+
+        Raises:
+            PeerLostError: the peer has closed the connection.
+            MessageError: the message is none, or too long.
+        """
+
+    def tell(self, message: PoolMessage) -> bool:
+        """Send without waiting for a peer that takes nothing; whether it was sent."""
+        # Where a socket has a time-out, Python waits for room in spite of MSG_DONTWAIT.
+        if not self._is_ready(select.POLLOUT):
+            return False
+        try:
+            self.send(message)
+        except OSError:  # it is gone, which the next request will tell
+            return False
+        return True
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `receive` would find something, or the end of the connection."""
+        has_bytes = isinstance(self._socket, TLSStream) and self._socket.has_bytes
+        return has_bytes or self._is_ready(select.POLLIN)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _is_ready(self, event: int) -> bool:
+        if self._socket.fileno() < 0:  # it was closed, which the next request will tell
+            return False
+        poll = select.poll()  # as `select` takes no descriptor above 1023
+        poll.register(self._socket, event)
+        return bool(poll.poll(0))
+
+
+class PacketChannel(Channel):
+    """On one host: a packet each."""
+
+    carries_regions = True
+
+    _socket: socket.socket
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
+        socket.send_fds(self._socket, [encode(message)], fds or [])
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
+        packet, fds, flags, _ = socket.recv_fds(self._socket, MOST_BYTES + 1, regions)
+        try:
+            if not packet:
+                raise PeerLostError("the pool's other side has closed the connection")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) > MOST_BYTES:
+                raise MessageError(f"a message to or from the pool has more than {MOST_BYTES} bytes")
+            return _decoded(decoder, packet), fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+
+class StreamChannel(Channel):
+    """Over a network: each message behind its length."""
+
+    carries_regions = False
+
+    def __init__(self, connection: Stream) -> None:
+        self._socket = connection
+
+    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
+        if fds:
+            raise UsageError(
+                "memory is pushed to servers of this host alone; give the directory of one as address"
+            )
+        packet = encode(message)
+        self._socket.sendall(_LENGTH.pack(len(packet)) + packet)
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
+        (length,) = _LENGTH.unpack(receive_exactly(self._socket, _LENGTH.size))
+        if not 1 <= length <= MOST_BYTES:
+            raise MessageError(f"a message of {length} bytes; at most {MOST_BYTES} are allowed")
+        return _decoded(decoder, receive_exactly(self._socket, length)), []
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], content: bytes) -> T:
+    try:
+        check_msgpack(content)
+        return decoder.decode(content)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MessageError(f"a message to or from the pool cannot be read: {error}") from error
+
+
+#: A server that does not answer for so long is taken for dead: by commands, seconds.
+_SILENCE_S = 60.0
+_POLL_S = 0.1
+AnswerT = TypeVar("AnswerT", bound=PoolAnswer)
+
+
+class PoolConnection:
+    """One connection to a server. Thread-safe: one call at a time.
+
+    silence_s: how long an answer may take, seconds.
+
+    Raises:
+        PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
+        OptionError: others may enter the directory of its socket, or there are no keys.
+    """
+
+    def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
+        found = find_address(address)
+        self._lock = threading.Lock()
+        #: Whether an answer is to come.
+        self._is_asked = False
+        #: Answers to what was posted that are to come before it.
+        self._posted = 0
+        self._channel: Channel
+        if found.directory is None:
+            guard = guard_of(found, serves=False)
+            self._channel = StreamChannel(connect_stream(found, guard, CONTROL, silence_s))
+        else:
+            self._channel = PacketChannel(_connect_here(found.directory, silence_s))
+
+    @property
+    def maps(self) -> bool:
+        """Whether the server is on this host, and memory comes with its answers."""
+        return self._channel.carries_regions
+
+    def ask(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
+        """The server's answer, and the descriptors that came with it, which the caller closes.
+
+        fds: descriptors that go with the request.
+
+        Raises:
+            PeerLostError: the server has died, or does not answer; the connection is closed.
+            DPFlowError: it refuses, by the class that it names.
+        """
+        with self._lock:
+            self.send(request, fds)
+            return self.hear()
+
+    def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
+        """The server's answer, which is of this kind and comes without descriptors. Raises as `ask`."""
+        answer, _ = self.ask(request)
+        assert isinstance(answer, kind)
+        return answer
+
+    def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
+        """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
+        if (
+            self._is_asked
+        ):  # Control-C has kept somebody from hearing what would be taken for the answer to this
+            self._channel.close()
+        self._is_asked = True
+        try:
+            self._channel.send(request, fds)
+        except OSError as error:
+            self._channel.close()
+            raise PeerLostError(
+                f"the server of the pool does not answer: {error.strerror or error}"
+            ) from error
+
+    def hear(self) -> tuple[PoolAnswer, list[int]]:
+        """The second half of `ask`. Raises as it does."""
+        while self._posted:
+            self._take_posted()
+        answer, fds = self._receive(MOST_REGIONS)
+        self._is_asked = False
+        if isinstance(answer, PoolRefusal):
+            raise answer.error()
+        return answer, fds
+
+    def post(self, request: AnnounceOrder) -> None:
+        """Send a request without waiting for the server, which gets none while it takes none; the answer is dropped.
+
+        Raises PeerLostError: the server has died.
+        """
+        with self._lock:
+            if self._is_asked:
+                self._channel.close()
+                raise PeerLostError("the server of the pool was left in the midst of a request")
+            while self._channel.has_come:
+                self._take_posted()
+            self._posted += self._channel.tell(request)
+
+    def tell(self, message: CountReads) -> bool:
+        """Send what has no answer, without waiting; whether it was sent."""
+        with self._lock:
+            return self._channel.tell(message)
+
+    def contents(self) -> SetList:
+        """Every set, and the memory that is free."""
+        found: dict[bytes, SetInfo] = {}
+        first = 0
+        while True:
+            answer = self.get(ListSets(first), SetList)
+            first += len(answer.sets)
+            found |= {one.identity: one for one in answer.sets}
+            if not answer.sets or first >= answer.total:
+                return msgspec.structs.replace(answer, sets=[*found.values()])
+
+    def servers(self) -> list[ServerInfo]:
+        """The servers of the pool, its head first."""
+        return self.get(ListServers(), ServerList).servers
+
+    def preload(
+        self,
+        source: AnySource,
+        identity: bytes,
+        *,
+        whole: bool,
+        progress: Callable[[SetInfo], None] = lambda info: None,
+    ) -> SetInfo:
+        """Have a set held until it is unloaded; returns once every sample was read, or could not be.
+
+        Raises PoolFullError: there is no room for the whole set; and what `ask` does.
+        """
+        request = PreloadSet(source=source, identity=identity, is_explicit=True, whole=whole)
+        while True:
+            info = self.get(request, SetInfo)
+            progress(info)
+            if info.is_placed and info.loaded + info.failed >= info.placed:
+                return info
+            time.sleep(_POLL_S)
+
+    def unload(self, identity: bytes) -> SetList:
+        """Give a set up. Raises UsageError: it is not there."""
+        return self.get(UnloadSet(identity), SetList)
+
+    def close(self) -> None:
+        """Close it; the server then knows that this reader has ended."""
+        self._channel.close()
+
+    def _take_posted(self) -> None:
+        answer, _ = self._receive(0)
+        if not self._posted:
+            self._channel.close()
+            raise PeerLostError("the server of the pool answers what nobody has asked")
+        self._posted -= 1
+        if isinstance(answer, PoolRefusal):
+            DATASETS.info("the pool refuses what it was told: %s", answer.error())
+
+    def _receive(self, regions: int) -> tuple[PoolAnswer, list[int]]:
+        try:
+            return self._channel.receive(ANSWERS, regions)
+        except (OSError, MessageError, PeerLostError) as error:
+            # An answer that came later would be taken for that of the next request.
+            self._channel.close()
+            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+
+    def __enter__(self) -> PoolConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _connect_here(directory: Path, silence_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(silence_s)
+    try:
+        check_private(directory)
+        connection.connect(socket_path(directory))
+    except OSError as error:
+        connection.close()
+        raise PeerLostError(
+            f"no server of the pool answers at {directory} ({error.strerror or error}); start one: "
+            f"dpflow pool serve --memory 8GiB --address {directory}"
+        ) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
