@@ -21,9 +21,9 @@ from torch_dpflow import PooledDataset
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.errors import MessageError
-from torch_dpflow.pool.server import listener
 from torch_dpflow.pool import DataClient
 from torch_dpflow.pool.messages import MOST_RECORDS
+from torch_dpflow.pool.server import listener
 from torch_dpflow.pool.server.data_sender import LaneServer
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.sources import identity_of

@@ -31,9 +31,10 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.flows.staged import StagedDataset
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.messages import AnnounceOrder, encode
+from torch_dpflow.pool.messages import AnnounceOrder
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import find_address
+from torch_dpflow.pool.transport.control_connection import encode
 from torch_dpflow.pool.transport.data_frames import CONTROL, hello
 
 COUNT = 120

@@ -34,10 +34,15 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 from torch_dpflow.pool import DataClient, PooledArray, open_array
-from torch_dpflow.pool.messages import REQUESTS, OpenSet, PreloadSet, PushStripe, SetSource, WantRecords
+from torch_dpflow.pool.messages import OpenSet, PreloadSet, PushStripe, SetSource, WantRecords
 from torch_dpflow.pool.server_messages import AskTable, TablePart
 from torch_dpflow.pool.sources import identity_of
-from torch_dpflow.pool.transport.control_connection import PacketChannel, PoolConnection, StreamChannel
+from torch_dpflow.pool.transport.control_connection import (
+    REQUESTS,
+    PacketChannel,
+    PoolConnection,
+    StreamChannel,
+)
 
 COUNT = 40
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
-from torch_dpflow.pool.transport import data_reader
 from torch_dpflow.pool.planning.request_window import FixedWindow
+from torch_dpflow.pool.transport import data_reader
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.authentication import admit_stream, guard_of
 from torch_dpflow.pool.transport.data_connection import WantedRecord

@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from torch_dpflow import errors
-from torch_dpflow.errors import DPFlowError, OptionError
-from torch_dpflow.pool.server_messages import ServerAnswer, ServerRequest
+from torch_dpflow.errors import DPFlowError
 
 
 class SetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -204,19 +203,6 @@ class UnloadSet(msgspec.Struct, frozen=True, tag=True):
     identity: bytes
 
 
-PoolRequest: TypeAlias = (
-    PreloadSet
-    | ReadSet
-    | OpenSet
-    | WantRecords
-    | PushStripe
-    | ListSets
-    | UnloadSet
-    | AheadRequest
-    | ServerRequest
-)
-
-
 class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One set in the pool."""
 
@@ -298,23 +284,3 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
         if not (isinstance(kind, type) and issubclass(kind, DPFlowError)):
             return DPFlowError(f"{self.kind}: {self.text}")
         return kind(self.text)
-
-
-PoolAnswer: TypeAlias = (
-    SetInfo | SetOpened | RecordStates | SetList | PoolRefusal | AheadAnswer | ServerAnswer
-)
-PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
-REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
-    PoolRequest | CountReads
-)
-ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswer)
-
-
-def encode(message: PoolMessage) -> bytes:
-    """A message as it is sent. Raises OptionError: it is too long."""
-    packet = msgspec.msgpack.encode(message)
-    if len(packet) > MOST_BYTES:
-        raise OptionError(
-            f"a message of {len(packet)} bytes; at most {MOST_BYTES} are allowed: shorten options"
-        )
-    return packet

@@ -22,15 +22,12 @@ from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.ipc.transport.base import is_loopback
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    REQUESTS,
     AnnounceOrder,
     CountReads,
     ListSets,
     OpenAhead,
     OpenSet,
-    PoolAnswer,
     PoolRefusal,
-    PoolRequest,
     PreloadSet,
     PushStripe,
     ReadSet,
@@ -65,7 +62,14 @@ from torch_dpflow.pool.transport.address import (
     socket_path,
 )
 from torch_dpflow.pool.transport.authentication import check_keys
-from torch_dpflow.pool.transport.control_connection import Channel, PacketChannel, StreamChannel
+from torch_dpflow.pool.transport.control_connection import (
+    REQUESTS,
+    Channel,
+    PacketChannel,
+    PoolAnswer,
+    PoolRequest,
+    StreamChannel,
+)
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30

@@ -10,15 +10,7 @@ import numpy as np
 
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.messages import (
-    CountReads,
-    ListSets,
-    PoolRequest,
-    PreloadSet,
-    SetInfo,
-    SetList,
-    UnloadSet,
-)
+from torch_dpflow.pool.messages import CountReads, ListSets, PreloadSet, SetInfo, SetList, UnloadSet
 from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
 from torch_dpflow.pool.server.leader_state import KnownSet
 from torch_dpflow.pool.server_messages import (
@@ -34,7 +26,7 @@ from torch_dpflow.pool.server_messages import (
     TablePart,
 )
 from torch_dpflow.pool.transport.address import PoolAddress
-from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection
+from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection, PoolRequest
 
 #: How long the head may take to answer what is passed on, below what readers and commands wait for this server (5 s and
 #: 60 s), and a beat: seconds.

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -19,24 +19,27 @@ from torch_dpflow._core.depth import check_msgpack
 from torch_dpflow.errors import MessageError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
-    ANSWERS,
     MOST_BYTES,
     MOST_REGIONS,
+    AheadAnswer,
+    AheadRequest,
     AnnounceOrder,
     AnySource,
     CountReads,
     ListSets,
-    PoolAnswer,
-    PoolMessage,
+    OpenSet,
     PoolRefusal,
-    PoolRequest,
     PreloadSet,
+    PushStripe,
+    ReadSet,
+    RecordStates,
     SetInfo,
     SetList,
+    SetOpened,
     UnloadSet,
-    encode,
+    WantRecords,
 )
-from torch_dpflow.pool.server_messages import ListServers, ServerInfo, ServerList
+from torch_dpflow.pool.server_messages import ListServers, ServerAnswer, ServerInfo, ServerList, ServerRequest
 from torch_dpflow.pool.transport.address import AddressLike, check_private, find_address, socket_path
 from torch_dpflow.pool.transport.authentication import (
     Stream,
@@ -46,6 +49,37 @@ from torch_dpflow.pool.transport.authentication import (
     receive_exactly,
 )
 from torch_dpflow.pool.transport.data_frames import CONTROL
+
+PoolRequest: TypeAlias = (
+    PreloadSet
+    | ReadSet
+    | OpenSet
+    | WantRecords
+    | PushStripe
+    | ListSets
+    | UnloadSet
+    | AheadRequest
+    | ServerRequest
+)
+PoolAnswer: TypeAlias = (
+    SetInfo | SetOpened | RecordStates | SetList | PoolRefusal | AheadAnswer | ServerAnswer
+)
+PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
+REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
+    PoolRequest | CountReads
+)
+ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswer)
+
+
+def encode(message: PoolMessage) -> bytes:
+    """A message as it is sent. Raises OptionError: it is too long."""
+    packet = msgspec.msgpack.encode(message)
+    if len(packet) > MOST_BYTES:
+        raise OptionError(
+            f"a message of {len(packet)} bytes; at most {MOST_BYTES} are allowed: shorten options"
+        )
+    return packet
+
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
