@@ -28,7 +28,8 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "docs/howto/*.md", "docs/reference/*.md", "benchmarks/*.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/howto/*.md", "docs/explanation/*.md"]
+include_patterns += ["docs/reference/*.md", "benchmarks/*.md"]
 exclude_patterns = [
     folder.name for folder in ROOT.iterdir() if folder.is_dir() and folder.name not in ("docs", "benchmarks")
 ]
