@@ -15,7 +15,7 @@ from tests.new_process import interpreter, run_interpreter
 from torch_dpflow import __version__
 from torch_dpflow.cli.main import COMMANDS, root
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
+from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 
 Dataset = Callable[..., Result]
 

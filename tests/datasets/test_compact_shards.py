@@ -10,8 +10,8 @@ import pytest
 
 from tests.datasets.samples_source import Numbered, numbers, publish
 from torch_dpflow.datasets import DatasetStore
-from torch_dpflow.datasets.compact import CompactShards
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.shard_cache import CompactShards
 from torch_dpflow.datasets.spec import SampleMeta
 
 ROOM = 1 << 20

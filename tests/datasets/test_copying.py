@@ -11,7 +11,7 @@ from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
+from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.removal import delete
 from torch_dpflow.datasets.verify import Compared

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.datasets.names import LABEL, NAME, DatasetRef, next_version, version_order
+from torch_dpflow.datasets.spec import LABEL, NAME, DatasetRef, next_version, version_order
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 names = st.from_regex(NAME, fullmatch=True)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.datasets.checksums import sha256_of
-from torch_dpflow.datasets.schemas import json_schemas
+from torch_dpflow.datasets.import_progress import json_schemas
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetShardMeta,
@@ -27,6 +26,7 @@ from torch_dpflow.datasets.spec import (
     decode_file,
     encode_file,
     sealed,
+    sha256_of,
 )
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError
 

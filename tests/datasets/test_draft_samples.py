@@ -18,7 +18,7 @@ import torch
 from tests.datasets.samples_source import Numbered, contents, publish
 from torch_dpflow._core.depth import MAX_DEPTH
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets import packing as packing_module
+from torch_dpflow.datasets import describing as packing_module
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter

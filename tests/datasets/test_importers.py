@@ -11,13 +11,11 @@ import pytest
 from tests.datasets.samples_source import check_starts
 from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft, verify
-from torch_dpflow.datasets.importers import IMPORTERS, Item, importer_class
+from torch_dpflow.datasets.importers import IMPORTERS, Item, importer_class, make_importer
 from torch_dpflow.datasets.importers.coco import CocoImporter
-from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
-from torch_dpflow.datasets.importers.importer_registry import make_importer
+from torch_dpflow.datasets.importers.folders import ImageFolderImporter, SpeechImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
-from torch_dpflow.datasets.importers.speech import SpeechImporter
 from torch_dpflow.errors import OptionError, SourceError, StorageError
 
 datasets = Later("torchvision.datasets")

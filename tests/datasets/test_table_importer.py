@@ -15,11 +15,10 @@ import pytest
 from tests.datasets.samples_source import check_starts
 from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets.checksums import checksum_of
-from torch_dpflow.datasets.importers import Item
-from torch_dpflow.datasets.importers.importer_registry import make_importer
+from torch_dpflow.datasets.importers import Item, make_importer
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.spec import checksum_of
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
 
 pa, csv, parquet = Later("pyarrow"), Later("pyarrow.csv"), Later("pyarrow.parquet")

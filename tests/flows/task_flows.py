@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets.importers.importer_registry import make_importer
+from torch_dpflow.datasets.importers import make_importer
 from torch_dpflow.flows import DataLoadFlow, ImagePilDecode, TargetTransform
 
 v2 = Later("torchvision.transforms.v2")

@@ -19,9 +19,9 @@ from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster
 from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets.checksums import checksum_of
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.spec import checksum_of
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import (
     AccessDeniedError,

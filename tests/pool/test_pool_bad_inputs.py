@@ -21,8 +21,7 @@ from tests.datasets.samples_source import Numbered, numbers, publish
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
-from torch_dpflow.datasets.importers import Item
-from torch_dpflow.datasets.importers.importer_registry import make_importer
+from torch_dpflow.datasets.importers import Item, make_importer
 from torch_dpflow.errors import (
     DatasetError,
     MessageError,

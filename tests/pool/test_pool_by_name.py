@@ -14,7 +14,7 @@ from tests.shared_cluster import wait
 from torch_dpflow.cli.main import root
 from torch_dpflow.cli.pool_printing import read_rates
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
-from torch_dpflow.datasets.importers.importer_registry import make_importer
+from torch_dpflow.datasets.importers import make_importer
 from torch_dpflow.errors import ObjectMissingError, OptionError
 from torch_dpflow.pool import DataClient
 from torch_dpflow.pool.messages import SetList

@@ -34,7 +34,7 @@ from torch_dpflow.vision import (
     load_rgb,
     random_resized_crop_params,
 )
-from torch_dpflow.vision.jpeg_frame import read_frame
+from torch_dpflow.vision.encoded import read_frame
 
 transforms: Any = Later("torchvision.transforms")
 datasets: Any = Later("torchvision.datasets")

@@ -21,9 +21,8 @@ from torch_dpflow.cli.dataset_printing import (
 from torch_dpflow.cli.dataset_upkeep import copy_, delete_, discard, prune_
 from torch_dpflow.cli.exit_status import INTERRUPTED
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
-from torch_dpflow.datasets.importers.importer_registry import IMPORTERS, make_importer
-from torch_dpflow.datasets.names import DatasetRef, next_version
-from torch_dpflow.datasets.spec import Dataset
+from torch_dpflow.datasets.importers import IMPORTERS, make_importer
+from torch_dpflow.datasets.spec import Dataset, DatasetRef, next_version
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.verify import Compared, verify

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from torch_dpflow.cli.cluster_calls import json_option
-from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.spec import DatasetRef
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import OptionError
 

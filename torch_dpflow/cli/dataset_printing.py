@@ -23,8 +23,7 @@ from rich.table import Table
 from torch_dpflow.cli.cluster_calls import to_json
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.datasets.importers.base import Importer
-from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.spec import Dataset, SampleMeta, encode_file
+from torch_dpflow.datasets.spec import Dataset, DatasetRef, SampleMeta, encode_file
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Compared, Problem, checksums_in
 from torch_dpflow.errors import DatasetError

@@ -12,8 +12,8 @@ from torch_dpflow.cli.dataset_options import storage_options_of, store_options, 
 from torch_dpflow.cli.dataset_printing import copied_lines, copy_progress
 from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.draft import Draft
-from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.removal import delete, prune
+from torch_dpflow.datasets.spec import DatasetRef
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.verify import Compared
 from torch_dpflow.errors import OptionError

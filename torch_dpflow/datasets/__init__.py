@@ -1,9 +1,8 @@
 """Datasets by name, on any storage: the storage specification, the store, importers and the reader."""
 
 from torch_dpflow.datasets.draft import Draft
-from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.schemas import json_schemas
-from torch_dpflow.datasets.spec import Dataset, DatasetShardMeta, SampleMeta, Variant
+from torch_dpflow.datasets.import_progress import json_schemas
+from torch_dpflow.datasets.spec import Dataset, DatasetRef, DatasetShardMeta, SampleMeta, Variant
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Problem, verify
 

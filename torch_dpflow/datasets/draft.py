@@ -7,14 +7,11 @@ from contextlib import suppress
 from typing import get_args
 
 from torch_dpflow._core.checks import check_int, check_type
-from torch_dpflow.datasets.checksums import ChecksumAlgorithm
-from torch_dpflow.datasets.describing import Describer
+from torch_dpflow.datasets.describing import Describer, packs_of
 from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
-from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.packing import packs_of
 from torch_dpflow.datasets.removal import remove_empty, tidy_up
-from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
+from torch_dpflow.datasets.spec import ChecksumAlgorithm, Dataset, DatasetRef, Variant, encode_file, sealed
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter

@@ -15,14 +15,13 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from torch_dpflow._core.checks import check_path
+from torch_dpflow._core.per_process import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
-from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of
 from torch_dpflow.datasets.storage.object_reader import service_of
-from torch_dpflow.datasets.storage.per_process import PerProcess
-from torch_dpflow.datasets.storage.retrying import with_retries
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
 from torch_dpflow.errors import (
     DPFlowError,

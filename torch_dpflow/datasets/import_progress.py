@@ -20,10 +20,13 @@ import msgspec
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import (
+    Dataset,
+    DatasetShardMeta,
     Label,
     Location,
     ShardEntry,
     SpecStruct,
+    StoreRecord,
     Variant,
     WholeNumber,
     decode_file,
@@ -142,3 +145,14 @@ def _differences(noted: DraftRecord, given: DraftRecord) -> str:
     before, now = msgspec.to_builtins(noted), msgspec.to_builtins(given)
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return ", ".join(f"{key}={before.get(key)!r} instead of {now.get(key)!r}" for key in keys)
+
+
+_KINDS: tuple[type[SpecStruct], ...] = (
+    *(StoreRecord, Dataset, DatasetShardMeta),
+    *(DraftRecord, ImportedShard, ImportedVariant),
+)
+
+
+def json_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON schema (draft 2020-12) of each kind of file, by kind: published files, then those of imports."""
+    return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in _KINDS}

@@ -11,9 +11,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline
-from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
-from torch_dpflow.datasets.storage.retrying import with_retries
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 

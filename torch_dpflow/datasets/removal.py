@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from torch_dpflow._core.checks import check_type
+from torch_dpflow.datasets.describing import is_pack, packs_of
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.import_progress import ImportProgress
-from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.packing import is_pack, packs_of
+from torch_dpflow.datasets.spec import DatasetRef
 from torch_dpflow.datasets.storage.urls import split_chain
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError

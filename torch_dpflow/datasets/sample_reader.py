@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch_dpflow._core.checks import check_int, check_type
-from torch_dpflow.datasets.checksums import matches
-from torch_dpflow.datasets.compact import CompactShards
-from torch_dpflow.datasets.shard_cache import LoadedShard, ShardCache, shard_cost
-from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, url_below
+from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow.datasets.shard_cache import CompactShards, LoadedShard, ShardCache, shard_cost
+from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, matches, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import to_pickle
-from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import (

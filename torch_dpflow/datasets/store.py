@@ -10,9 +10,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.names import DatasetRef, version_order
 from torch_dpflow.datasets.spec import (
     Dataset,
+    DatasetRef,
     DatasetShardMeta,
     SampleMeta,
     StoreRecord,
@@ -21,6 +21,7 @@ from torch_dpflow.datasets.spec import (
     decode_dataset,
     decode_file,
     encode_file,
+    version_order,
 )
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.urls import join_url

@@ -8,14 +8,12 @@ from itertools import islice
 import msgspec
 
 from torch_dpflow.datasets.annotations import encode_annotations
-from torch_dpflow.datasets.checksums import sha256_of
-from torch_dpflow.datasets.describing import Describer
+from torch_dpflow.datasets.describing import Describer, ShardPacks
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.import_progress import DraftRecord, ImportedShard, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer, Item
-from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.packing import ShardPacks
 from torch_dpflow.datasets.spec import (
+    DatasetRef,
     DatasetShardMeta,
     SampleMeta,
     ShardEntry,
@@ -23,6 +21,7 @@ from torch_dpflow.datasets.spec import (
     Variant,
     decode_shard,
     encode_file,
+    sha256_of,
     shard_path,
 )
 from torch_dpflow.datasets.store import StoredDataset

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from torch_dpflow._core.checks import check_type
 from torch_dpflow._core.depth import check_json
 from torch_dpflow._version import __version__
-from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.spec import sha256_of
 from torch_dpflow.datasets.storage.credentials import kept_out
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError

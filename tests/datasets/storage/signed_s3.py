@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler
 
 from tests.datasets.storage.web_server import reply, serve_ranges
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.signing import sign_s3
+from torch_dpflow.datasets.storage.object_stores import sign_s3
 
 _SCOPE = re.compile(r"Credential=([^/]+)/\d{8}/([^/]+)/s3/aws4_request")
 

@@ -21,13 +21,13 @@ from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
-from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
+from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.archives import use_plain_names
+from torch_dpflow.datasets.storage.file_systems import use_plain_names
 from torch_dpflow.datasets.storage.urls import (
     check_url,
     file_system_of,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from torch_dpflow.datasets.storage.credentials import Credentials, find_oss_credentials, find_s3_credentials
-from torch_dpflow.datasets.storage.exchanges import ErrorResponse
-from torch_dpflow.datasets.storage.services import OSSService, S3Service
+from torch_dpflow.datasets.storage.http_storage import ErrorResponse
+from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service
 from torch_dpflow.errors import OptionError
 
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.overlapping import Overlap
+from torch_dpflow.datasets.storage.batch_reads import Overlap
 from torch_dpflow.errors import ObjectMissingError, TruncatedObjectError
 
 COUNT = 24

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.datasets.storage import ByteRange, ReadOptions, retrying
-from torch_dpflow.datasets.storage.merging import plan_reads
-from torch_dpflow.datasets.storage.retrying import fetch_with_retries
+from torch_dpflow.datasets.storage import ByteRange, ReadOptions, failures
+from torch_dpflow.datasets.storage.batch_reads import plan_reads
+from torch_dpflow.datasets.storage.failures import fetch_with_retries
 from torch_dpflow.errors import (
     ChecksumError,
     ObjectMissingError,
@@ -126,7 +126,7 @@ def test_attempts_fill_the_deadline() -> None:
 def test_five_seconds_without_a_server_are_waited_for_and_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retrying, "_reported_at", -math.inf)
+    monkeypatch.setattr(failures, "_reported_at", -math.inf)
     storage = Failing(*[StorageUnavailableError("x: refused")] * 8)
     with caplog.at_level(logging.WARNING, logger="torch_dpflow"):
         assert storage.read() == b"done"

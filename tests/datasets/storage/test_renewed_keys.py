@@ -15,7 +15,7 @@ from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, botocore_chain
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, credentials
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.errors import AccessDeniedError, StorageUnavailableError
 
@@ -172,7 +172,7 @@ def test_a_role_whose_keys_were_withdrawn_is_looked_up_once(
     s3.accepted, role.keys = NEW, NEW
     with pytest.raises(AccessDeniedError):  # a look-up may ask many servers, so not with every refusal
         reader.read_many(SPANS)
-    monkeypatch.setattr(botocore_chain, "_LOOK_UP_AGAIN_S", 0.0)
+    monkeypatch.setattr(credentials, "_LOOK_UP_AGAIN_S", 0.0)
     assert reader.read_many(SPANS) == [DATA[10:20]] * 64
     assert len(metadata.requests) == 2
 

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, s3_endpoints
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, endpoints
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
-from torch_dpflow.datasets.storage.services import OSSService, S3Service
+from torch_dpflow.datasets.storage.file_systems import fsspec_options
+from torch_dpflow.datasets.storage.object_stores import OSSService, S3Service
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StorageError
 
 DATA = bytes(range(250))
@@ -264,7 +264,7 @@ def test_endpoints_that_only_aws_has_are_not_ignored(variable: str) -> None:
 
 
 def test_what_needs_rules_of_botocore_says_so_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_endpoints._rules.cache_clear()
+    endpoints._rules.cache_clear()
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     service = S3Service(OPTIONS, {})
     assert service.origin("s3://data/x").host == "data.s3.us-east-1.amazonaws.com"

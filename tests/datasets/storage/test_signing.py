@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.later import Later
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
+from torch_dpflow.datasets.storage.object_stores import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 
 oss2, auth, awsrequest, credentials_of = map(
     Later, ("oss2", "botocore.auth", "botocore.awsrequest", "botocore.credentials")

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.batch_deadline import BatchDeadline
+from torch_dpflow.datasets.storage.batch_reads import BatchDeadline
 from torch_dpflow.errors import (
     AccessDeniedError,
     ObjectMissingError,

@@ -19,7 +19,7 @@ from fsspec.registry import _registry
 from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets.storage import ByteRange, ReadOptions, Storage, open_storage
-from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
+from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage
 from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.errors import (

@@ -21,12 +21,12 @@ from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
+from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
+from torch_dpflow.datasets.storage.file_systems import fsspec_options
 from torch_dpflow.errors import (
     AccessDeniedError,
     ChecksumError,

@@ -19,12 +19,12 @@ from tests.datasets.storage.web_server import Answer, WebServer, reply, serve_ra
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
-from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
+from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, Storage, open_storage
-from torch_dpflow.datasets.storage.connections import Origin
+from torch_dpflow.datasets.storage.http_connection import Origin
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,

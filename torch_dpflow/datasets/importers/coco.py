@@ -14,8 +14,8 @@ from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.folders import check_folder
 from torch_dpflow.datasets.importers.json_arrays import read_arrays
-from torch_dpflow.datasets.importers.tree import check_folder
 from torch_dpflow.datasets.storage.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
 

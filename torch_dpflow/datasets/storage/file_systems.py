@@ -1,28 +1,93 @@
-"""Opens fsspec's file systems by their URLs, also those that need a host and those inside archives."""
+"""fsspec's file systems: opening them by URL, their options, and archives."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import os
+import posixpath
 import re
+import time
 from collections.abc import Mapping
 from email.utils import formatdate
 from typing import Any
 
 import fsspec
+from fsspec.archive import AbstractArchiveFileSystem
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.tar import TarFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 
-from torch_dpflow.datasets.storage.archives import tar_options, use_plain_names
-from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange
-from torch_dpflow.datasets.storage.credentials import about_left_out
-from torch_dpflow.datasets.storage.deadlines import call_within
+from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange, ReadOptions
+from torch_dpflow.datasets.storage.credentials import about_left_out, find_oss_credentials
+from torch_dpflow.datasets.storage.deadlines import call_with_deadline, call_within
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, check_url, split_chain, split_login
-from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError
+from torch_dpflow.datasets.storage.web_service import tls_context, web_headers
+from torch_dpflow.errors import (
+    DPFlowError,
+    MissingExtraError,
+    OptionError,
+    StorageError,
+    TruncatedObjectError,
+)
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
 
 #: Schemes of file systems inside another storage.
 _ARCHIVES = frozenset({"zip", "tar", "libarchive", "dir"})
+
+
+class FsspecStorage:
+    """Reads through the fsspec file system of `address`, which gets `options`.
+
+    The length of a whole object is checked after reading: before, most file systems need another request for it.
+    """
+
+    is_remote = True
+
+    def __init__(self, address: str, options: Mapping[str, Any], limits: ReadOptions) -> None:
+        self._scheme = address.partition("://")[0]
+        self._longest = limits.longest
+        self._files = open_file_system(address, options, limits.deadline_s)[0]
+
+    def fetch(self, span: ByteRange, deadline: float) -> bytes:
+        if span.length is not None and span.length > self._longest:
+            raise StorageError(f"{span}: {span.length} bytes are above the limit of {self._longest}")
+        try:
+            data = self._cat(span, deadline)
+        except Exception as error:
+            raise storage_error(span, error) from error
+        if span.length is not None and len(data) < span.length:
+            raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
+        if len(data) > self._longest:
+            raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
+        if span.is_whole:
+            span.check_size(len(data))
+        if span.length is None or len(data) == span.length:
+            return data
+        if self._scheme == "oss":  # ossfs includes the byte at `end`
+            return data[: span.length]
+        raise StorageError(
+            f"{span}: the file system gave {len(data)} bytes where {span.length} were asked for"
+        )
+
+    def _cat(self, span: ByteRange, deadline: float) -> bytes:
+        path = path_of(self._files, span.url)
+        extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
+        left = deadline - time.monotonic()
+        if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
+            reading = asyncio.wait_for(self._files._cat_file(path, **extent), max(left, 0.0))
+            return bytes(asyncio.run_coroutine_threadsafe(reading, self._files.loop).result())
+        return bytes(call_with_deadline(self._files, left, lambda: self._files.cat_file(path, **extent)))
+
+    def node(self, url: str) -> str:
+        inner, outer = split_chain(url)
+        return outer or "/".join(inner.split("/", 3)[:3])
+
+    def close(self) -> None:
+        """Does nothing: connections belong to fsspec, which shares its file systems between callers."""
 
 
 def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
@@ -126,3 +191,190 @@ def _links(url: str) -> list[str]:
         links.append(inner)
         url = outer.removeprefix("::")
     return links
+
+
+#: scheme → (a vendor's name for the endpoint, another's)
+_ENDPOINTS = {
+    "s3": ("endpoint_url", "endpoint"),
+    "s3a": ("endpoint_url", "endpoint"),
+    "oss": ("endpoint", "endpoint_url"),
+}
+#: Options of every file system of fsspec's, and those that s3fs passes to its session.
+_COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths"}
+_OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
+#: Options of our own readers, which ossfs ignores.
+_OF_READERS = {"anon", "region", "verify"}
+
+
+def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
+    """The option `endpoint` or `endpoint_url`; None: none.
+
+    Raises:
+        OptionError: both are given, with different values.
+    """
+    given = {options[name] for name in _ENDPOINTS[scheme] if options.get(name)}
+    if len(given) > 1:
+        raise OptionError(
+            f"{scheme}:// has endpoint={options['endpoint']!r} and endpoint_url={options['endpoint_url']!r}; "
+            "the two mean the same: give one of them"
+        )
+    return next(iter(given), None)
+
+
+def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of fsspec's package for `scheme`; those of other schemes are returned unchanged.
+
+    Raises:
+        OptionError: S3 or OSS has no such option.
+        ImportError: the package is not installed.
+    """
+    if scheme in ("http", "https"):
+        return _web_options(options)
+    if scheme not in _ENDPOINTS:
+        return dict(options)
+    name, other = _ENDPOINTS[scheme]
+    endpoint = endpoint_of(scheme, options)
+    # In their order, because fsspec's cache of file systems depends on it.
+    found = {name if option == other else option: value for option, value in options.items()}
+    if name in found:
+        found[name] = endpoint
+    if scheme == "oss":
+        if options.get("cname"):
+            raise OptionError(
+                "oss:// with cname=True only reads objects by their names; to list or write, give the endpoint of the "
+                "bucket's region without cname, as in https://oss-cn-hangzhou.aliyuncs.com"
+            )
+        found.pop("cname", None)
+        found = {**_oss_keys(options), **found}
+    else:
+        _move(found, "region", "client_kwargs", "region_name")
+        _move(found, "verify", "client_kwargs", "verify")
+        if "addressing_style" in found:
+            found["s3"] = {"addressing_style": found.pop("addressing_style")}
+            _move(found, "s3", "config_kwargs", "s3")
+    _check_names(scheme, found)
+    return found
+
+
+def _web_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that fsspec passes to aiohttp with every request."""
+    headers = web_headers(options)
+    context = {} if options.get("verify") is None else {"ssl": tls_context(options, os.environ)}
+    return {**({"headers": headers} if headers else {}), **context}
+
+
+def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The access key if `options` have none: ossfs, unlike s3fs, looks for none."""
+    if options.get("anon") or options.get("key"):
+        return {}
+    keys = find_oss_credentials(options)
+    if keys is None:
+        return {}
+    token = {} if keys.token is None else {"token": keys.token}
+    return {"key": keys.key_id, "secret": keys.secret, **token}
+
+
+def _move(options: dict[str, Any], name: str, group: str, inner: str) -> None:
+    """Move an option, if it is given, into `group`, the options of another constructor."""
+    if name in options:
+        value = options.pop(name)
+        options[group] = {inner: value, **(options.get(group) or {})}
+
+
+def _check_names(scheme: str, options: Mapping[str, Any]) -> None:
+    own = _parameters(fsspec.get_filesystem_class(scheme))
+    allowed = own | _COMMON | (_OF_READERS if scheme == "oss" else _OF_SESSIONS)
+    unknown = sorted(options.keys() - allowed)
+    if unknown:
+        usual = "key, secret, token, endpoint, region or anon"
+        raise OptionError(
+            f"{scheme}:// has no option {unknown}; give {usual}, or what its package takes: {sorted(own)}"
+        )
+
+
+def _parameters(file_system: type) -> set[str]:
+    """The parameter names of a class of file systems and its base classes."""
+    found = [
+        parameter
+        for above in file_system.__mro__
+        if "__init__" in vars(above)
+        for parameter in list(inspect.signature(above.__init__).parameters.values())[1:]  # type: ignore[misc]
+    ]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name for parameter in found if parameter.kind in named}
+
+
+#: Endings of compressed tar archives that fsspec does not infer, and fsspec's name of the compression.
+_COMPRESSIONS = {
+    **dict.fromkeys((".tgz", ".taz"), "gzip"),
+    **dict.fromkeys((".tbz", ".tbz2", ".tb2"), "bz2"),
+    **dict.fromkeys((".txz", ".tlz"), "xz"),
+    ".tzst": "zstd",
+}
+#: ZipInfo.create_system of archives whose names may have backslashes between their parts.
+_DOS = 0
+#: The most bytes from a tar archive's end mark through the first block of an archive that `cat` wrote after it.
+_AFTER_END = 10240 + 512
+
+
+def tar_options(archive: str) -> dict[str, str]:
+    """fsspec's options for the tar archive at this URL: its compression, if fsspec does not infer it."""
+    compression = _COMPRESSIONS.get(posixpath.splitext(archive)[1].lower())
+    return {} if compression is None else {"compression": compression}
+
+
+def use_plain_names(file_system: Any, url: str) -> None:
+    """Have an archive's members named as they are extracted: "./a//b" and "/a/b" are "a/b". Others stay as they are.
+
+    fsspec takes names literally, so listings would lack members, and reads would find none.
+
+    Raises StorageError: a member's name has "..", or another archive follows the end of this one.
+    """
+    if not isinstance(file_system, AbstractArchiveFileSystem):
+        return
+    if isinstance(file_system, TarFileSystem):
+        _rename_in_tar(file_system, url)
+    elif isinstance(file_system, ZipFileSystem):
+        _rename_in_zip(file_system, url)
+    else:
+        file_system._get_dirs()
+        for name in file_system.dir_cache:
+            if name.rstrip("/") not in ("", _plain(name, url)):
+                raise StorageError(
+                    f"{url} has a member of the name {name!r}; write the archive anew, without '.' and '//'"
+                )
+
+
+def _rename_in_tar(file_system: Any, url: str) -> None:
+    if any(file_system.fo.read(_AFTER_END)):
+        raise StorageError(
+            f"{url}: another archive follows the end of this one, as after cat; unpack it with tar --ignore-zeros, and "
+            "pack the files anew"
+        )
+    tar = file_system.tar
+    for member in tar.getmembers():
+        member.name = _plain(member.name, url)
+        if member.islnk():
+            member.linkname = _plain(member.linkname, url)
+    tar.members = [member for member in tar.members if member.name]
+    file_system._index()
+
+
+def _rename_in_zip(file_system: Any, url: str) -> None:
+    archive = file_system.zip
+    for member in archive.filelist:
+        name = member.filename
+        if member.create_system == _DOS:
+            name = name.replace("\\", "/")
+        member.filename = _plain(name, url) + ("/" if name.endswith("/") else "")
+    archive.filelist = [member for member in archive.filelist if member.filename != "/"]
+    archive.NameToInfo = {member.filename: member for member in archive.filelist}
+
+
+def _plain(name: str, url: str) -> str:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise StorageError(
+            f"{url} has a member of the name {name!r}, which leads out of it; write the archive anew"
+        )
+    return "/".join(parts)

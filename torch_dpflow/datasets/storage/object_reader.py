@@ -6,26 +6,30 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch_dpflow.datasets.storage.base import ByteRange, Storage
-from torch_dpflow.datasets.storage.batch_deadline import BatchDeadline
-from torch_dpflow.datasets.storage.credentials import to_pickle
-from torch_dpflow.datasets.storage.exchanges import Service
-from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
-from torch_dpflow.datasets.storage.http_storage import HttpStorage
-from torch_dpflow.datasets.storage.local import LocalStorage
-from torch_dpflow.datasets.storage.merging import (
+from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions, Storage
+from torch_dpflow.datasets.storage.batch_reads import (
     LOCAL_MERGE_GAP,
     LONGEST_MERGED,
     LONGEST_MERGED_LOCALLY,
+    BatchDeadline,
+    Overlap,
     Read,
     plan_reads,
 )
-from torch_dpflow.datasets.storage.options import ReadOptions
-from torch_dpflow.datasets.storage.overlapping import Overlap
-from torch_dpflow.datasets.storage.per_process import PerProcess
-from torch_dpflow.datasets.storage.retrying import fetch_with_retries
-from torch_dpflow.datasets.storage.s3_endpoints import needs_vendor
-from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service, split_url
+from torch_dpflow.datasets.storage.credentials import to_pickle
+from torch_dpflow.datasets.storage.endpoints import needs_vendor
+from torch_dpflow.datasets.storage.failures import fetch_with_retries
+from torch_dpflow.datasets.storage.file_systems import FsspecStorage
+from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
+from torch_dpflow.datasets.storage.local import LocalStorage
+from torch_dpflow.datasets.storage.object_stores import (
+    OSS_OPTIONS,
+    S3_OPTIONS,
+    OSSService,
+    S3Service,
+    split_url,
+)
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import ssl
@@ -9,12 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from torch_dpflow.datasets.storage.connections import Origin
-from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest
-from torch_dpflow.datasets.storage.tls import tls_context
+from torch_dpflow.datasets.storage.http_connection import Origin
+from torch_dpflow.datasets.storage.http_storage import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.urls import check_url, without_login
-from torch_dpflow.datasets.storage.web_headers import web_headers
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: A percent sign that begins no escape.
 _LONE_PERCENT = re.compile("%(?![0-9a-fA-F]{2})")
@@ -84,3 +83,58 @@ def _parse(url: str) -> tuple[Origin, str]:
         raise OptionError(f"{without_login(url)}: {error}; correct the host or the port") from error
     origin = Origin(is_tls, host, port)
     return origin, quote(target, safe="/%?&=+,;:@!$'()*~[]")
+
+
+_OPTIONS = frozenset({"headers", "username", "password", "verify"})
+
+
+def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
+    """The headers from `options`. Raises OptionError, OptionTypeError."""
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise OptionError(
+            f"http:// has no option {unknown}; give headers, username and password, or verify; where data "
+            "lies on another storage than the store, give its options by themselves"
+        )
+    headers = options.get("headers") or {}
+    if not isinstance(headers, Mapping):
+        raise OptionTypeError(f"headers are of type {type(headers).__name__}; give a dict of names and texts")
+    found = {str(name): str(value) for name, value in headers.items()}
+    if options.get("username") is not None:
+        login = f"{options['username']}:{options.get('password') or ''}"
+        found["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+    return found
+
+
+def tls_context(
+    options: Mapping[str, Any], environ: Mapping[str, str], bundle: str | None = None
+) -> ssl.SSLContext:
+    """A context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
+
+    `verify` is as in botocore and requests: False checks nothing, a path names a file or a directory of
+    certificates.
+
+    Raises:
+        OptionError: the path has no certificates.
+    """
+    verify: Any = options.get("verify")
+    if verify is False:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    if verify is None:
+        verify = bundle or environ.get("REQUESTS_CA_BUNDLE") or True
+    if verify is True:
+        return ssl.create_default_context()
+    try:
+        path = os.fspath(verify)
+        is_folder = os.path.isdir(path)
+        return ssl.create_default_context(
+            cafile=None if is_folder else path, capath=path if is_folder else None
+        )
+    except (OSError, TypeError) as error:  # ssl's own errors are among the former
+        raise OptionError(
+            f"there are no certificates at {verify!r}: {error}; look at `verify`, AWS_CA_BUNDLE and "
+            "REQUESTS_CA_BUNDLE, which name a file in PEM form or a directory"
+        ) from error

@@ -1,0 +1,257 @@
+"""Importers of directory trees: images by class, and speech in the layout of LibriSpeech."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch_dpflow.datasets.files import DirectoryEntry, Files
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.errors import OptionError, SourceError
+
+
+class FoundFile(NamedTuple):
+    """A file of a tree."""
+
+    #: Relative to the listed root.
+    path: str
+    #: bytes; None if the storage does not report it
+    size: int | None
+    #: see `Item`
+    revision: str | None = None
+
+
+def check_folder(files: Files) -> None:
+    """Raise SourceError unless the folder exists; on object stores an empty one does not."""
+    if not files.exists(""):
+        raise SourceError(
+            f"there is no folder {files.url}; check the source's path, and on object stores the right to list it"
+        )
+
+
+def files_below(files: Files, folder: str) -> list[FoundFile]:
+    """All files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does.
+
+    Links to directories are followed, except those to a directory that contains them.
+    """
+    found: list[tuple[str, FoundFile]] = []
+    pending = [(folder, frozenset({files.real(folder)}))]
+    while pending:
+        directory, above = pending.pop()
+        for child in files.children(directory, all_keys=True):
+            path = f"{directory}/{child.name}"
+            if not child.is_directory:
+                found.append((directory, FoundFile(path, child.size, child.revision)))
+            elif (real := files.real(path)) not in above:
+                pending.append((path, above | {real}))
+    found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].path)))
+    return [file for _, file in found]
+
+
+def check_links(files: Files, found: Iterable[FoundFile]) -> None:
+    """Raise SourceError for a broken link: ignoring it would hide that its file is lost.
+
+    Raises StorageError for a pipe, socket or device.
+    """
+    for file in found:
+        if not file.size:
+            files.check_regular(file.path)
+        if not file.size and not files.exists(file.path):
+            raise SourceError(
+                f"{files.url}/{file.path} is a link that leads nowhere; restore the file that it names, or remove it"
+            )
+
+
+def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
+    """Endings of files in lower case, each with its dot. Raises OptionError if one is empty."""
+    found = tuple(f".{ending.strip().lower().removeprefix('.')}" for ending in endings)
+    if not found or "." in found:
+        raise OptionError(f"endings={endings!r}: give endings such as .jpg,.png")
+    return found
+
+
+#: The endings that torchvision's ImageFolder takes for images.
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class ImageFolderImporter:
+    """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's.
+
+    Annotations: `label` (number of the class) and `class` (its name). `info` has `classes`, by label.
+    The listing of one class is in memory at a time.
+
+    Args:
+        root: the directory that holds the classes; a path or a URL.
+        endings: the endings of images, in any case; other files are ignored.
+        classes: names of the first labels, in order; other classes get the next labels. None:
+            the directories' names, sorted.
+        options: fsspec's options for `root`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        endings: Sequence[str] = IMAGE_ENDINGS,
+        classes: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._files = Files(root, options)
+        self.options = self._files.options
+        self._endings = endings_of(endings)
+        self._known = list(classes or [])
+        self._labels: dict[str, int] = {}
+        self.root: str | None = self._files.url
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """See `Importer`."""
+        return {
+            "importer": "imagefolder",
+            "root": self.root,
+            "endings": list(self._endings),
+            "classes": self._known,
+        }
+
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """The classes of `info` keep their labels."""
+        known = info.get("classes", [])
+        self._known = [*known, *(name for name in self._known if name not in known)]
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        present = self._find_classes()
+        position = 0
+        for name, folder in present.items():
+            found = self._images(folder)
+            if position + len(found) > start:
+                for image in found[max(0, start - position) :]:
+                    meta = {"label": self._labels[name], "class": name}
+                    yield Item(path=image.path, length=image.size, meta=meta, revision=image.revision)
+            position += len(found)
+
+    def total(self) -> int | None:
+        return None
+
+    def info(self) -> Mapping[str, Any]:
+        return {"classes": list(self._labels)}
+
+    def _find_classes(self) -> dict[str, str]:
+        """The directory of each class that is present, in the order of their names."""
+        folders = [child.name for child in self._files.children(all_keys=True) if child.is_directory]
+        present = dict(sorted((self._files.label(folder), folder) for folder in folders))
+        if len(present) < len(folders):
+            raise SourceError(f"{self.root} lists a directory in two spellings; correct the server's listing")
+        if not present:
+            check_folder(self._files)
+            raise SourceError(f"{self.root} has no directories; an ImageFolder tree has one for each class")
+        names = [*self._known, *(name for name in present if name not in self._known)]
+        self._labels = {name: label for label, name in enumerate(names)}
+        return present
+
+    def _images(self, name: str) -> list[FoundFile]:
+        found = [file for file in files_below(self._files, name) if file.path.lower().endswith(self._endings)]
+        if not found:
+            raise SourceError(
+                f"{self.root}/{name} holds no image; a class needs at least one file that ends with one of "
+                f"{', '.join(self._endings)}"
+            )
+        check_links(self._files, found)
+        return found
+
+
+AUDIO_ENDINGS = (".flac", ".wav", ".mp3", ".ogg", ".opus")
+_TRANSCRIPT = ".trans.txt"
+
+
+class SpeechImporter:
+    """Reads `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
+
+    A line of a transcript is an utterance's name, a space and its words, in UTF-8, with or without a byte-order mark.
+    Annotations: `utterance`, `speaker`, `chapter` and `text`. One chapter is in memory at a time.
+
+    Args:
+        root: the directory of the speakers; a path or a URL.
+        endings: the endings of audio files, in any case; other files are ignored.
+        options: fsspec's options for `root`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        endings: Sequence[str] = AUDIO_ENDINGS,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._files = Files(root, options)
+        self.options = self._files.options
+        self._endings = endings_of(endings)
+        self.root: str | None = self._files.url
+        self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
+
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """Samples of this kind do not depend on those before them."""
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        return islice(self._all_items(), start, None)
+
+    def total(self) -> int | None:
+        return None
+
+    def info(self) -> Mapping[str, Any]:
+        return {}
+
+    def _all_items(self) -> Iterator[Item]:
+        check_folder(self._files)
+        for speaker in self._files.children(all_keys=True):
+            if speaker.is_directory:
+                for chapter in self._files.children(speaker.name, all_keys=True):
+                    if chapter.is_directory:
+                        yield from self._chapter(speaker.name, chapter.name)
+
+    def _chapter(self, speaker: str, chapter: str) -> Iterator[Item]:
+        folder = f"{speaker}/{chapter}"
+        children = self._files.children(folder, all_keys=True)
+        words = self._transcripts(folder, children)
+        for child in children:
+            stem, dot, ending = self._files.label(child.name).rpartition(".")
+            if (dot + ending).lower() not in self._endings:
+                continue
+            if stem not in words:
+                raise SourceError(
+                    f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} beside it"
+                )
+            meta = {
+                "utterance": stem,
+                "speaker": self._files.label(speaker),
+                "chapter": self._files.label(chapter),
+                "text": words.pop(stem),
+            }
+            yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta, revision=child.revision)
+        if words:
+            raise SourceError(
+                f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}"
+            )
+
+    def _transcripts(self, folder: str, children: list[DirectoryEntry]) -> dict[str, str]:
+        words: dict[str, str] = {}
+        for child in children:
+            if not child.name.endswith(_TRANSCRIPT):
+                continue
+            path = f"{folder}/{child.name}"
+            # Not splitlines(), which also splits at U+2028 and others that a transcript may have.
+            for number, line in enumerate(re.split(r"\r\n|\n|\r", self._text(path)), 1):
+                name, _, text = line.strip(" \t").partition(" ")
+                if name in words:
+                    raise SourceError(f"{self.root}/{path}, line {number}: {name} has two transcripts")
+                if name:
+                    words[name] = text
+        return words
+
+    def _text(self, path: str) -> str:
+        try:
+            return self._files.read(path).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{self.root}/{path} is no UTF-8 text: {error}") from error

@@ -1,0 +1,404 @@
+"""HTTP/1.1 connections: sockets with deadlines, keep-alive, and strictly parsed responses."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import re
+import socket
+import ssl
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch_dpflow.errors import OptionError
+
+#: Bytes to receive if the length is unknown: a head and the beginning of a body.
+_FIRST = 16 << 10
+#: Most bytes received at once; a server may announce more than it has.
+_PIECE = 8 << 20
+#: Bytes of the longest record of TLS, at which a receive ends.
+_TLS_PIECE = 16 << 10
+_LONGEST_HEAD = 64 << 10
+_END_OF_LINE = re.compile(rb"\n")
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+
+
+class TimedSocket:
+    """A connection on which each wait is limited, and all of them end at a deadline.
+
+    A socket's own timeout restarts with every byte, so a server that sends one now and then could delay a
+    reader for days.
+
+    Raises TimeoutError in every method.
+    """
+
+    def __init__(self, raw: socket.socket) -> None:
+        self._raw = raw
+        is_tls = isinstance(raw, ssl.SSLSocket)
+        # With a Python timeout, each call polls first and releases the GIL twice: among 16 threads
+        # that costs more than receiving 100 kB.
+        self._is_timed_by_kernel = sys.platform == "linux" and not is_tls
+        # One large receive instead of ten small ones, between which other threads would run.
+        self._flags = 0 if is_tls else socket.MSG_WAITALL
+        self._piece = _TLS_PIECE if is_tls else _PIECE
+        if self._is_timed_by_kernel:
+            raw.settimeout(None)
+        self._silence_s = self._deadline = self._wait_s = 0.0
+        #: Received bytes that have not been read.
+        self._early = b""
+
+    def limit(self, silence_s: float, deadline: float) -> None:
+        """End each wait after `silence_s` (after twice that if some bytes have come), and all at `deadline`."""
+        self._silence_s, self._deadline = silence_s, deadline
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether everything that was received has been read."""
+        return not self._early
+
+    def send(self, data: bytes) -> None:
+        self._set_wait()
+        try:
+            self._raw.sendall(data)
+        except BlockingIOError as error:
+            raise TimeoutError("the server takes no bytes") from error
+
+    def read_head(self) -> bytes:
+        """The bytes up to the first empty line. Raises http.client.HTTPException if there is none."""
+        return self._read_to(_END_OF_HEAD, "head of the answer")
+
+    def read_line(self) -> bytes:
+        """The bytes up to the end of the line. Raises http.client.HTTPException if there is none."""
+        return self._read_to(_END_OF_LINE, "line of the answer")
+
+    def _read_to(self, end: re.Pattern[bytes], what: str) -> bytes:
+        data, self._early = self._early or self._receive(_FIRST), b""
+        while (match := end.search(data)) is None:
+            more = self._receive(_FIRST)
+            if not more:
+                raise http.client.RemoteDisconnected(f"the connection ended within the {what}")
+            data += more
+            if len(data) > _LONGEST_HEAD:
+                raise http.client.LineTooLong(what)
+        self._early = data[match.end() :]
+        return data[: match.end()]
+
+    def read(self, count: int) -> bytes:
+        """The next `count` bytes; fewer if the connection ends before."""
+        first, self._early = self._early[:count], self._early[count:]
+        missing = count - len(first)
+        if not missing:
+            return first
+        parts = [first]
+        while missing and (part := self._receive(min(missing, self._piece), self._flags)):
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def _receive(self, count: int, flags: int = 0) -> bytes:
+        self._set_wait()
+        try:
+            return self._raw.recv(count, flags)
+        except BlockingIOError as error:
+            raise TimeoutError("the server sends no bytes") from error
+
+    def _set_wait(self) -> None:
+        """Limit the next wait; makes a system call only if the limit changes."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        wait_s = min(self._silence_s, left)
+        if wait_s == self._wait_s:
+            return
+        self._wait_s = wait_s
+        if not self._is_timed_by_kernel:
+            self._raw.settimeout(wait_s)
+            return
+        timeval = struct.pack("@ll", int(wait_s), max(1, int(wait_s % 1 * 1e6)))  # zero would mean no limit
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+_STATUS_LINE = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9][0-9])(?: (.*))?")
+_FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+#: Digits of a length, as many as no object has.
+_MAX_DIGITS = 19
+#: A chunk's size, perhaps with spaces, and extensions, which are ignored.
+_CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n")
+#: Lines of the trailer section of a chunked body, at most.
+_MAX_TRAILERS = 100
+
+
+class MalformedResponseError(http.client.HTTPException):
+    """A response that RFC 9112 does not allow, or whose framing is ambiguous: where its body ends is a guess."""
+
+
+class Response:
+    """A response whose head has been read, strictly by RFC 9112.
+
+    `http.client` parses heads as e-mails, which takes most of a GET's processor time; here some splits do.
+
+    Raises:
+        http.client.HTTPException: the server does not speak HTTP/1, or the connection ended in the head.
+        MalformedResponseError: see there.
+    """
+
+    def __init__(self, source: TimedSocket) -> None:
+        self._source = source
+        self.status = 100
+        while 100 <= self.status < 200:
+            self._parse(source.read_head().decode("latin-1"))
+            if self.status == 101:
+                raise MalformedResponseError("the server changes to another protocol (101), unrequested")
+        self._chunk_left = 0
+        self._is_chunked = "transfer-encoding" in self.fields
+        if self._is_chunked:
+            self._check_chunked()
+        #: Bytes of the body that have not been read; None if the head has no length.
+        self.left = 0 if self.status in (204, 304) else self._length()
+        #: Whether the whole body has been read.
+        self.is_read = self.left == 0
+        self._is_last = self._is_last_of_connection()
+
+    def _parse(self, head: str) -> None:
+        head = head.replace("\r\n", "\n")
+        if "\r" in head or "\0" in head:
+            raise MalformedResponseError("the head has a carriage return or a null byte within a line")
+        status_line, *lines = head[:-2].split("\n")
+        match = _STATUS_LINE.fullmatch(status_line)
+        if match is None:
+            raise http.client.BadStatusLine(status_line[:100])
+        minor, status, reason = match.groups()
+        self._is_old, self.status, self.reason = minor == "0", int(status), (reason or "").strip()
+        #: by lower-case name
+        self.fields: dict[str, str] = {}
+        last = ""
+        for line in lines:
+            name, colon, value = line.partition(":")
+            key = _field_name(name) if colon else ""
+            if key:
+                last, value = key, value.strip(" \t")
+                self.fields[key] = f"{self.fields[key]}, {value}" if key in self.fields else value
+            elif last and line[:1] in (" ", "\t"):  # continues the line before
+                self.fields[last] = f"{self.fields[last]} {line.strip()}".strip()
+            else:
+                raise MalformedResponseError(f"the head has a line that is no field: {line[:100]!r}")
+
+    def _check_chunked(self) -> None:
+        """Check that the body has chunks, and nothing else says where it ends.
+
+        With a length beside them RFC 9112 (6.1) suspects an attack. Version 1.0 has no chunks (6.1), and two codings
+        "chunked" may not be (7.1), nor one that was not requested.
+        """
+        codings, length = self.fields["transfer-encoding"], self.fields.get("content-length")
+        elements = [element for part in codings.split(",") if (element := part.strip(" \t").lower())]
+        if self._is_old or length is not None or elements != ["chunked"]:
+            raise MalformedResponseError(
+                f"Transfer-Encoding {codings[:100]!r} with Content-Length {str(length)[:100]!r} in "
+                f"HTTP/1.{0 if self._is_old else 1} does not say where the body ends"
+            )
+
+    def _length(self) -> int | None:
+        text = self.fields.get("content-length")
+        if text is None:
+            return None
+        if not (
+            text.isdecimal() and len(text) < _MAX_DIGITS
+        ):  # a text in Latin-1 has no other digits than ASCII's
+            values = {value.strip(" \t") for value in text.split(",")}  # the same one twice is allowed (6.3)
+            text = values.pop()
+            if values or not (text.isdecimal() and len(text) < _MAX_DIGITS):
+                raise MalformedResponseError(
+                    f"Content-Length {self.fields['content-length'][:100]!r} is no single number"
+                )
+        return int(text)
+
+    def _is_last_of_connection(self) -> bool:
+        if self.left is None and not self._is_chunked:
+            return True
+        connection = self.fields.get("connection", "").lower()
+        return "close" in connection or (self._is_old and "keep-alive" not in connection)
+
+    @property
+    def leaves_connection(self) -> bool:
+        """Whether its connection can be used again: the response has been read, and no bytes follow it."""
+        return self.is_read and not self._is_last and self._source.is_at_rest
+
+    def read(self, count: int) -> bytes:
+        """The next `count` bytes of the body, fewer only at its end.
+
+        Raises:
+            http.client.IncompleteRead: the connection ended before the body did.
+        """
+        if self._is_chunked:
+            return self._read_chunks(count)
+        if self.left is None:
+            data = self._source.read(count)
+            self.is_read = len(data) < count
+            return data
+        data = self._exactly(min(count, self.left))
+        self.left -= len(data)
+        self.is_read = not self.left
+        return data
+
+    def _read_chunks(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count and not self.is_read:
+            if not self._chunk_left:
+                self._begin_chunk()
+                continue
+            part = self._exactly(min(count, self._chunk_left))
+            parts.append(part)
+            count -= len(part)
+            self._chunk_left -= len(part)
+            if not self._chunk_left and self._exactly(2) != b"\r\n":
+                raise MalformedResponseError("a chunk of the answer is longer than its size")
+        return b"".join(parts)
+
+    def _begin_chunk(self) -> None:
+        size = _CHUNK_SIZE.fullmatch(self._source.read_line())
+        if size is None:
+            raise MalformedResponseError("a chunk of the answer does not say how long it is")
+        self._chunk_left = int(size[1], 16)
+        if not self._chunk_left:
+            self._skip_trailers()
+            self.is_read = True
+
+    def _skip_trailers(self) -> None:
+        for _ in range(_MAX_TRAILERS):
+            if self._source.read_line() in (b"\r\n", b"\n"):
+                return
+        raise MalformedResponseError(f"more than {_MAX_TRAILERS} fields follow the last chunk of the answer")
+
+    def _exactly(self, count: int) -> bytes:
+        data = self._source.read(count)
+        if len(data) < count:
+            raise http.client.IncompleteRead(data, count - len(data))
+        return data
+
+
+@functools.lru_cache(maxsize=512)
+def _field_name(text: str) -> str:
+    """The name of a field in lower case; "" if it is none. Cached: responses of one server have the same names."""
+    return text.lower() if _FIELD_NAME.fullmatch(text) else ""
+
+
+#: Seconds after which an idle connection is not used again: load balancers drop theirs after about a minute.
+LONGEST_IDLE_S = 30.0
+
+
+class Origin(NamedTuple):
+    """The server of a connection."""
+
+    is_tls: bool
+    host: str
+    port: int
+
+    @property
+    def host_header(self) -> str:
+        """The Host header of requests to it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
+
+
+class Connections:
+    """Idle connections of one process, the last used first. Thread-safe.
+
+    A stack, not one connection for each thread: threads are short-lived, and at most as many connections are used at
+    once as reads overlap.
+
+    Args:
+        tls: makes the context of TLS connections, when the first one is made.
+    """
+
+    def __init__(self, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context) -> None:
+        # Appending to a list and popping from it are atomic.
+        self._idle: dict[Origin, list[tuple[float, KeepAliveConnection]]] = {}
+        self._make_context = tls
+        self._context: ssl.SSLContext | None = None
+        weakref.finalize(self, _close_all, self._idle)
+
+    def take(self, origin: Origin) -> KeepAliveConnection | None:
+        """An open connection that was used recently, if there is one."""
+        idle = self._idle.get(origin)
+        while idle:
+            try:
+                since, connection = idle.pop()
+            except IndexError:
+                return None  # another thread was faster
+            if time.monotonic() - since < LONGEST_IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+    def make(self, origin: Origin) -> KeepAliveConnection:
+        """A new one; it connects with its first request."""
+        if origin.is_tls and self._context is None:
+            self._context = self._make_context()
+        return KeepAliveConnection(origin, self._context if origin.is_tls else None)
+
+    def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
+        """Keep it for the next request; its last response has been read to the end."""
+        self._idle.setdefault(origin, []).append((time.monotonic(), connection))
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        _close_all(self._idle)
+
+
+def _close_all(idle: dict[Origin, list[tuple[float, KeepAliveConnection]]]) -> None:
+    for connections in idle.values():
+        while connections:
+            connections.pop()[1].close()
+
+
+class KeepAliveConnection:
+    """One connection, made by its first request; for its time limits see `TimedSocket`."""
+
+    def __init__(self, origin: Origin, context: ssl.SSLContext | None) -> None:
+        self._origin = origin
+        self._tls = context
+        self._socket: TimedSocket | None = None
+
+    def get(self, target: str, headers: Mapping[str, str], silence_s: float, deadline: float) -> Response:
+        """Send a GET, whose `target` is escaped already, and read the head of its response."""
+        head = _head(self._origin.host_header, target, headers)
+        if self._socket is None:
+            self._socket = self._connect(silence_s, deadline)
+        self._socket.limit(silence_s, deadline)
+        self._socket.send(head)
+        return Response(self._socket)
+
+    def _connect(self, silence_s: float, deadline: float) -> TimedSocket:
+        wait_s = min(silence_s, deadline - time.monotonic())
+        if wait_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        raw = socket.create_connection((self._origin.host, self._origin.port), wait_s)
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                raw = self._tls.wrap_socket(raw, server_hostname=self._origin.host)
+        except BaseException:
+            raw.close()
+            raise
+        return TimedSocket(raw)
+
+    def close(self) -> None:
+        """Close it; the rest of its last response is lost."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+def _head(host: str, target: str, headers: Mapping[str, str]) -> bytes:
+    fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nAccept-Encoding: identity\r\n{fields}\r\n"
+    if head.count("\n") + head.count("\r") != 2 * (len(headers) + 4):
+        raise OptionError(f"a header for {host} has a line break in it; look at keys, tokens and `headers`")
+    return head.encode("latin-1")
