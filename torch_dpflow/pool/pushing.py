@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.cluster.client.fingerprint import fingerprint
-from torch_dpflow.datasets.spec import DatasetRef, next_version
 from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.datasets.spec import DatasetRef, next_version
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, PoolFullError
 from torch_dpflow.pool.array_files import array_identity, array_set
