@@ -35,9 +35,9 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.planning.layout import FileSet, identity
+from torch_dpflow.pool.planning.layout import SampleLayout, identity
 from torch_dpflow.pool.planning.placement import place
-from torch_dpflow.pool.planning.request_window import BatchWindow, LaneQueues, MeasuredWindow
+from torch_dpflow.pool.planning.request_window import BatchWindow, ConnectionQueues, MeasuredWindow
 from torch_dpflow.pool.sources import identity_of
 
 BATCH = 64
@@ -64,24 +64,28 @@ SIDES: Mapping[str, Make] = {
     "Algorithm 1, repaired": _staged,
     "ours": lambda line, record_bytes: MeasuredWindow(),
 }
-SETS: Mapping[str, FileSet] = {
-    "rows of 4 kB": FileSet(identity("array", {"rows": 4_000}), np.full(RECORDS, 4_000), PER_STRIPE),
-    "files of 16 kB": FileSet(identity("files", {"bytes": 16_000}), np.full(RECORDS, 16_000), PER_STRIPE),
-    "files of 110 kB": FileSet(identity("files", {"bytes": 110_000}), np.full(RECORDS, 110_000), PER_STRIPE),
+SETS: Mapping[str, SampleLayout] = {
+    "rows of 4 kB": SampleLayout(identity("array", {"rows": 4_000}), np.full(RECORDS, 4_000), PER_STRIPE),
+    "files of 16 kB": SampleLayout(
+        identity("files", {"bytes": 16_000}), np.full(RECORDS, 16_000), PER_STRIPE
+    ),
+    "files of 110 kB": SampleLayout(
+        identity("files", {"bytes": 110_000}), np.full(RECORDS, 110_000), PER_STRIPE
+    ),
 }
 
 
 class BatchReader:
     """A client that reads batches, one after the other, as its window grants."""
 
-    def __init__(self, network: Network, records: FileSet, window: BatchWindow) -> None:
+    def __init__(self, network: Network, records: SampleLayout, window: BatchWindow) -> None:
         self._network = network
         self._records = records
         self._window = window
         servers = {f"server-{number}": SERVER_BYTES for number in range(len(network.connections))}
         sizes = [records.stripe_bytes(stripe) for stripe in range(records.stripes)]
         self._owners = place(records.identity, sizes, servers)
-        self._queues = LaneQueues([], [])
+        self._queues = ConnectionQueues([], [])
         self._servers, self._sizes = list[int](), list[int]()
         self._missing = 0
 
@@ -90,7 +94,7 @@ class BatchReader:
         begun = self._network.now
         self._servers = [self._owners[index // self._records.per_stripe] for index in indices]
         self._sizes = self._records.lengths[[*indices]].tolist()
-        self._queues = LaneQueues([*map(str, self._servers)], self._sizes)
+        self._queues = ConnectionQueues([*map(str, self._servers)], self._sizes)
         self._missing = len(indices)
         self._ask()
         self._network.run_until(lambda: not self._missing)
@@ -98,7 +102,7 @@ class BatchReader:
 
     def _ask(self) -> None:
         sizes = self._queues.sizes(BATCH)
-        granted = self._window.grant(sizes, self._network.now, len(self._queues.lanes))
+        granted = self._window.grant(sizes, self._network.now, len(self._queues.connections))
         for number in self._queues.take(sum(sizes[:granted])) if granted else ():
             length, server = self._sizes[number], self._servers[number]
             token = self._window.asked(length, self._network.now)
@@ -111,7 +115,7 @@ class BatchReader:
         self._ask()
 
 
-def measure(records: FileSet, servers: int, make: Make, batches: int, seed: int) -> Figures:
+def measure(records: SampleLayout, servers: int, make: Make, batches: int, seed: int) -> Figures:
     """One client reads so many batches; shares of the line's rate."""
     line = Line()
     network = Network(line, servers)

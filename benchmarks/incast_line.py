@@ -28,7 +28,7 @@ from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.pool.planning.request_window import BatchWindow, MeasuredWindow
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.data_reader import LaneReader
+from torch_dpflow.pool.transport.data_reader import DataReader
 
 SERVERS, BATCH, RECORD_BYTES, RECORDS, PORT = 32, 64, 16_000, 512, 7400
 ADDRESSES = [f"tcp://10.99.0.{number + 1}:{PORT}" for number in range(SERVERS)]
@@ -136,7 +136,7 @@ def _read(side: str, batches: int, seed: int, keys: str, identity: bytes) -> lis
     """Seconds of each batch, but a first one."""
     pool = find_address(ADDRESSES[0], keys, trust_network=True)
     chance, seconds = np.random.default_rng(seed), list[float]()
-    with closing(LaneReader(pool, silence_s=30.0, window=windows()[side])) as reader:
+    with closing(DataReader(pool, silence_s=30.0, window=windows()[side])) as reader:
         for _ in range(batches + 1):
             indices = chance.permutation(RECORDS)[:BATCH].tolist()
             owners = [ADDRESSES[index % SERVERS] for index in indices]

@@ -30,7 +30,7 @@ from torch_dpflow.pool import DataClient
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.data_reader import LaneReader
+from torch_dpflow.pool.transport.data_reader import DataReader
 
 BITS_PER_S = 100e6
 SERVERS = (1, 2, 4, 8)
@@ -61,7 +61,7 @@ def run_servers(batches: int, rounds: int) -> Comparison:
             DataClient(owners[-1], connection=keys, trust_network=True).preload(stored)
             host.limit(BITS_PER_S)
         pool = find_address(owners[0], keys, trust_network=True)
-        reader = stack.enter_context(closing(LaneReader(pool, silence_s=60.0)))
+        reader = stack.enter_context(closing(DataReader(pool, silence_s=60.0)))
         numbers = iter(range(1 << 30))
 
         def measure(count: int) -> Figures:

@@ -34,7 +34,7 @@ from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.data_reader import LaneReader
+from torch_dpflow.pool.transport.data_reader import DataReader
 
 RECORD_BYTES, SERVERS = 110_000, 4
 #: What a server that prints other lines too says before its address.
@@ -92,7 +92,7 @@ def lanes(
         address = find_address(owners[-1], keys, trust_network=trust_network)
         with PoolConnection(address) as connection:
             connection.preload(source_of(stored, None), identity_of(stored), whole=True)
-    reader = stack.enter_context(closing(LaneReader(address, silence_s=60.0)))
+    reader = stack.enter_context(closing(DataReader(address, silence_s=60.0)))
     identity = identity_of(stored)
 
     def read(copy: bool, indices: Sequence[int]) -> object:

@@ -27,7 +27,7 @@ from benchmarks.node_lists import NodeLists, by_modulo
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, publish
 from benchmarks.sliding_space import SlidingSpace
 from torch_dpflow.cluster.cache.objects import Arrival, Load, Serve
-from torch_dpflow.pool.planning.block_allocator import BlockSpace
+from torch_dpflow.pool.planning.block_allocator import BlockAllocator
 from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 
 SAMPLE_BYTES = 110_000
@@ -56,7 +56,7 @@ class Reading:
     k: int
     #: Reads by which a request comes before its first sample is needed.
     lead: int
-    space: Callable[[], BlockSpace | SlidingSpace]
+    space: Callable[[], BlockAllocator | SlidingSpace]
     #: Samples that may be held or on their way.
     room: int = 1 << 20
 
@@ -176,8 +176,8 @@ def sides(samples: int, nodes: int, k: int) -> dict[str, Reading]:
     def line(times: int) -> Callable[[], SlidingSpace]:
         return lambda: SlidingSpace(capacity, times * mean * SAMPLE_BYTES)
 
-    def blocks() -> BlockSpace:
-        return BlockSpace(capacity)
+    def blocks() -> BlockAllocator:
+        return BlockAllocator(capacity)
 
     patent = Reading(samples=samples, nodes=nodes, k=k, lead=0, space=line(2))
     room = max(int(Epoch(patent, seed=0).run()["peak_held"]), 3 * lead // 2)

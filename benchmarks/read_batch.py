@@ -55,14 +55,14 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.reader.pool_reader import PoolReader
 from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import PoolAddress
 
 BATCH = 256
 LATENCY_S = 0.010
 #: For how long a side reads in each round, seconds: a server's processor time is counted in 10 ms.
-LEAST_S = 0.5
+MIN_HANDSHAKE_S = 0.5
 METRICS = [
     Metric(name="records_per_s", label="records/s", spec=",.0f"),
     Metric(name="cpu_us", label="processor time a record, µs", higher_is_better=False, spec=",.1f"),
@@ -230,7 +230,7 @@ def _mapped(stack: ExitStack, stored: StoredDataset, folder: Path) -> tuple[Pool
     server = stack.enter_context(pool_server(folder, 2 * len(stored) * RECORD_BYTES))
     DataClient(folder).preload(stored)
     address = PoolAddress(directory=folder)
-    reading = SetReading(address, source_of(stored, None), identity_of(stored), silence_s=60.0)
+    reading = PoolReader(address, source_of(stored, None), identity_of(stored), silence_s=60.0)
     stack.enter_context(closing(reading))
     return PoolSide(reading.read, [server]), PoolSide(partial(reading.read, copy=False), [server])
 
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = BATCH if arguments.quick else arguments.samples
     if count < BATCH:
         parser.error(f"--samples {count}: at least {BATCH} are needed")
-    least_s, rounds = (0.0, 1) if arguments.quick else (LEAST_S, arguments.rounds)
+    least_s, rounds = (0.0, 1) if arguments.quick else (MIN_HANDSHAKE_S, arguments.rounds)
     comparisons = list[Comparison]()
     for part in arguments.part or ["files", "objects", "lanes"]:
         if part == "lanes":

@@ -22,7 +22,7 @@ class Unbounded(BatchWindow):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
+    def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
         return len(lengths)
 
 
@@ -48,7 +48,7 @@ class StagedWindow(BatchWindow):
         self.limit = max(1, math.ceil(rate * latency / size))
         self._stage = max(1, self.limit // stages)
 
-    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
+    def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
         granted = 0
         while granted < len(lengths) and self.records_out + granted + self._stage <= self.limit:
             granted = min(granted + self._stage, len(lengths))

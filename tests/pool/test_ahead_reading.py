@@ -17,13 +17,13 @@ from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import UsageError
 from torch_dpflow.pool.messages import (
     LEFT,
-    LONGEST_ORDER,
+    MAX_PLAN_RECORDS,
     AheadPlaces,
-    AnnounceOrder,
+    AnnounceAccessPlan,
 )
 from torch_dpflow.pool.server import ahead
 from torch_dpflow.pool.server.ahead import AheadReading
-from torch_dpflow.pool.sources import record_set
+from torch_dpflow.pool.sources import sample_layout
 
 COUNT = 40
 
@@ -31,7 +31,7 @@ COUNT = 40
 @pytest.fixture
 def reading(tmp_path: Path) -> Iterator[AheadReading]:
     stored = publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
-    records, known = record_set(stored)
+    records, known = sample_layout(stored)
     with (
         closing(SampleReader(stored)) as reader,
         closing(AheadReading(known, records.lengths, reader, 1 << 16, 7)) as made,
@@ -39,10 +39,10 @@ def reading(tmp_path: Path) -> Iterator[AheadReading]:
         yield made
 
 
-def order(keys: list[int], name: str = "epoch", **of: Any) -> AnnounceOrder:
-    return AnnounceOrder(
+def order(keys: list[int], name: str = "epoch", **of: Any) -> AnnounceAccessPlan:
+    return AnnounceAccessPlan(
         identity=b"",
-        order=name,
+        plan=name,
         records=np.array(keys, dtype="<i4").tobytes(),
         **{"first": 0, "total": len(keys), "spread": 8, **of},
     )
@@ -115,7 +115,7 @@ def test_an_order_comes_in_parts_that_fit(reading: AheadReading) -> None:
 def test_an_order_may_be_extended_by_who_has_announced_it(
     reading: AheadReading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "MOST_COMING", 6)
+    monkeypatch.setattr(ahead, "MAX_UPCOMING", 6)
     reading.announce("owner", order([1, 2], extends=True))
     reading.announce("owner", order([3, 1], extends=True))
     assert texts(reading, want(reading, "one", [1, 3])) == [content(1), content(3)]
@@ -132,7 +132,7 @@ def test_an_order_may_be_extended_by_who_has_announced_it(
 
 
 def test_orders_are_no_more_than_allowed(reading: AheadReading, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "MOST_ORDERS", 3)
+    monkeypatch.setattr(ahead, "MAX_PLANS", 3)
     reading.announce("owner", order([9], "waits", total=2))
     for number in range(2):
         reading.announce("owner", order([number], f"{number}"))
@@ -142,7 +142,7 @@ def test_orders_are_no_more_than_allowed(reading: AheadReading, monkeypatch: pyt
     reading.leave("owner")
     assert reading.is_idle
     with pytest.raises(UsageError, match="records 0 of an order of"):
-        reading.announce("owner", order([1], total=LONGEST_ORDER + 1))
+        reading.announce("owner", order([1], total=MAX_PLAN_RECORDS + 1))
     assert reading.is_idle
 
 

@@ -31,7 +31,7 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.flows.staged import StagedDataset
 from torch_dpflow.pool import DataClient, DataServer
-from torch_dpflow.pool.messages import AnnounceOrder
+from torch_dpflow.pool.messages import AnnounceAccessPlan
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.control_connection import encode
@@ -80,8 +80,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pool(stored: StoredDataset, keys: Path, tmp_path: Path) -> Iterator[DataServer]:
     """A server that holds half of the set."""
-    door = find_address("tcp://127.0.0.1:0", keys)
-    with inner_server(tmp_path / "p", HALF, ahead_bytes=AHEAD, listen=door) as serving:
+    listen = find_address("tcp://127.0.0.1:0", keys)
+    with inner_server(tmp_path / "p", HALF, ahead_bytes=AHEAD, listen=listen) as serving:
         info = DataClient(serving.directory, silence_s=PATIENCE_S).preload(stored, fit="part")
         assert COUNT * 0.4 < info.placed == info.loaded < COUNT * 0.6
         yield serving
@@ -164,13 +164,13 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
     stored: StoredDataset, pool: DataServer, keys: Path, is_far: bool
 ) -> None:
     address = pool.address if is_far else pool.directory
-    order = f"identity={identity_of(stored)!r}, order=name, first=0, total=total, spread=8, records=bytes(8)"
+    order = f"identity={identity_of(stored)!r}, plan=name, first=0, total=total, spread=8, records=bytes(8)"
     job = (
         "from torch_dpflow.pool.transport.control_connection import PoolConnection\n"
         "from torch_dpflow.pool.transport.address import find_address\n"
-        "from torch_dpflow.pool.messages import AnnounceOrder\n"
+        "from torch_dpflow.pool.messages import AnnounceAccessPlan\n"
         f"connection = PoolConnection(find_address({str(address)!r}, {str(keys)!r}))\n"
-        f"for name, total in (('whole', 2), ('in part', 3)): connection.ask(AnnounceOrder({order}))\n"
+        f"for name, total in (('whole', 2), ('in part', 3)): connection.request(AnnounceAccessPlan({order}))\n"
         "print('announced', flush=True)\n"
         "input()"
     )
@@ -185,14 +185,14 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
 
 
 def test_a_stranger_announces_nothing(stored: StoredDataset, pool: DataServer) -> None:
-    order = AnnounceOrder(
-        identity=identity_of(stored), order="its", first=0, total=2, spread=8, records=bytes(8)
+    order = AnnounceAccessPlan(
+        identity=identity_of(stored), plan="its", first=0, total=2, spread=8, records=bytes(8)
     )
     packet = encode(order)
     _, _, port = str(pool.address).rpartition(":")
-    with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as stranger:
-        stranger.sendall(hello(CONTROL) + len(packet).to_bytes(4, "little") + packet)
-        while stranger.recv(1 << 16):
+    with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as peer:
+        peer.sendall(hello(CONTROL) + len(packet).to_bytes(4, "little") + packet)
+        while peer.recv(1 << 16):
             pass
     assert not pool._holdings.ahead._readings
 
@@ -292,7 +292,7 @@ def test_a_shared_flow_reads_ahead_what_its_workers_load(
                 collate_fn=list,
                 flow=f"test/ahead-{is_far}",
                 address=common_cluster.address,
-                job=JobOptions(idle_s=3.0, patience_s=PATIENCE_S),
+                job=JobOptions(idle_s=3.0, wait_s=PATIENCE_S),
             )
             for _ in range(2)
         ]

@@ -33,8 +33,8 @@ from torch_dpflow.errors import (
     TruncatedObjectError,
 )
 from torch_dpflow.pool import ArraySource, DataClient, PooledArray, open_array
-from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_set
-from torch_dpflow.pool.planning.layout import ArraySet
+from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_layout
+from torch_dpflow.pool.planning.layout import ArrayLayout
 from torch_dpflow.pool.transport.address import find_address
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
@@ -98,7 +98,7 @@ def test_rows_of_any_form_are_those_of_numpy(
 def test_blocks_of_rows_lie_in_stripes_of_whole_rows(
     records: int, shape: list[int], stripe_bytes: int, block_bytes: int
 ) -> None:
-    rows = ArraySet(b"n" * 16, records, "float32", shape, stripe_bytes, block_bytes)
+    rows = ArrayLayout(b"n" * 16, records, "float32", shape, stripe_bytes, block_bytes)
     blocks = rows.blocks()
     assert int(blocks.lengths.sum()) == records * rows.record_bytes
     assert blocks.stripes == rows.stripes
@@ -423,13 +423,13 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
 def test_what_a_client_claims_is_checked(client: DataClient) -> None:
     claimed = ArraySource(ref="x", url="/none", dtype="<f4", shape=[1 << 40, 1 << 7], stamp="", start=0)
     with pytest.raises(OptionError, match="are too many; split the array"):
-        array_set(claimed)
+        array_layout(claimed)
     for changes in ({"dtype": "O"}, {"dtype": "no type"}, {"shape": []}):
         wrong = ArraySource(
             **{"ref": "x", "url": "/none", "dtype": "<f4", "shape": [3], "stamp": "", **changes}
         )
         with pytest.raises((OptionError, OptionTypeError)):
-            array_set(wrong)
+            array_layout(wrong)
     assert client.sets() == []
 
 
@@ -437,8 +437,8 @@ def test_rows_come_over_a_network_too(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     write_connection_file(keys, generate_keys("", certificates=True))
     source = open_array(saved(tmp_path / "rows.npy"))
-    door = find_address("tcp://127.0.0.1:0", keys)
-    with inner_server(tmp_path / "p", 64 << 20, listen=door) as serving:
+    listen = find_address("tcp://127.0.0.1:0", keys)
+    with inner_server(tmp_path / "p", 64 << 20, listen=listen) as serving:
         (tmp_path / "p").rename(
             tmp_path / "q"
         )  # as in another container, so that its memory cannot be mapped

@@ -33,8 +33,8 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 from torch_dpflow.pool import DataClient, PooledArray, open_array
-from torch_dpflow.pool.messages import OpenSet, PreloadSet, PushStripe, SetSource, WantRecords
-from torch_dpflow.pool.server_messages import AskTable, TablePart
+from torch_dpflow.pool.messages import DatasetSource, GetRecordStates, OpenDataset, PreloadDataset, PushStripe
+from torch_dpflow.pool.server_messages import GetStripeTable, StripeTablePart
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.control_connection import (
     REQUESTS,
@@ -177,19 +177,19 @@ def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClien
     identity = identity_of(stored)
     with PoolConnection(tmp_path / "p") as connection:
         for first in (1, 1 << 62, -5):
-            _, fds = connection.ask(OpenSet(identity, first))
+            _, fds = connection.request(OpenDataset(identity, first))
             assert fds == [] or first < 0
             for fd in fds:
                 os.close(fd)
-            part, _ = connection.ask(AskTable(identity, first if first > 1 else 1 << 30))
-            assert isinstance(part, TablePart)
+            part, _ = connection.request(GetStripeTable(identity, first if first > 1 else 1 << 30))
+            assert isinstance(part, StripeTablePart)
             assert part.owners == b""
         for records in ([1 << 62], [COUNT], [-1], [0] * 4097):
             with pytest.raises(UsageError, match="that exist are allowed"):
-                connection.ask(WantRecords(identity, records))
+                connection.request(GetRecordStates(identity, records))
         for stripe in (0, -1, 1 << 40):
             with pytest.raises(UsageError):
-                connection.ask(PushStripe(identity, stripe))
+                connection.request(PushStripe(identity, stripe))
     assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
 
 
@@ -197,9 +197,9 @@ def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClien
     ("channel", "kind"), [(PacketChannel, socket.SOCK_SEQPACKET), (StreamChannel, socket.SOCK_STREAM)]
 )
 def test_a_message_is_nested_as_deep_with_every_python(channel: type[Any], kind: socket.SocketKind) -> None:
-    source = SetSource(store="/s", ref="a/b:v1:c", options={"a": "b"})
+    source = DatasetSource(store="/s", ref="a/b:v1:c", options={"a": "b"})
     message = msgspec.msgpack.encode(
-        PreloadSet(source=source, identity=bytes(16), is_explicit=True, whole=True)
+        PreloadDataset(source=source, identity=bytes(16), is_explicit=True, whole=True)
     )
     assert message.count(b"\xa1a\xa1b") == 1
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
@@ -210,7 +210,7 @@ def test_a_message_is_nested_as_deep_with_every_python(channel: type[Any], kind:
             theirs.sendall((struct.pack("<I", len(packet)) if channel is StreamChannel else b"") + packet)
             if levels == 90:
                 request, _ = receiver.receive(REQUESTS)
-                assert isinstance(request, PreloadSet)
+                assert isinstance(request, PreloadDataset)
             else:
                 with pytest.raises(MessageError, match="nested deeper than 100 levels"):
                     receiver.receive(REQUESTS)

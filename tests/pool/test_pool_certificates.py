@@ -117,8 +117,8 @@ def test_a_pool_with_an_operators_certificates(
             ("client", "", OTHER),
             ("server", "", ROOT),
         ]:
-            stranger = signed_by.member(role, name)
-            write_connection_file(tmp_path / "other", with_pem(jobs, client=b"".join(stranger).decode()))
+            peer = signed_by.member(role, name)
+            write_connection_file(tmp_path / "other", with_pem(jobs, client=b"".join(peer).decode()))
             with pytest.raises(PeerLostError, match="cannot be spoken to"):
                 DataClient(address, connection=tmp_path / "other").sets()
         write_connection_file(tmp_path / "other", with_pem(jobs, authority=OTHER.pem.decode()))
@@ -143,9 +143,9 @@ def test_an_expired_certificate_is_told_by_who_has_it_and_who_sees_it(tmp_path: 
             DataServer(
                 1 << 20, tmp_path / "p", listen=find_address("tcp://127.0.0.1:0", tmp_path / f"old {role}")
             )
-    door = find_address("tcp://127.0.0.1:0", tmp_path / "keys")
+    listen = find_address("tcp://127.0.0.1:0", tmp_path / "keys")
     with (
-        inner_server(tmp_path / "p", 1 << 20, listen=door) as serving,
+        inner_server(tmp_path / "p", 1 << 20, listen=listen) as serving,
         pytest.raises(PeerLostError, match=r"refuses this side's certificate \(.*CERTIFICATE_EXPIRED\)"),
     ):
         DataClient(str(serving.address), connection=tmp_path / "old client").sets()

@@ -23,7 +23,7 @@ from torch_dpflow.errors import ChecksumError, StorageError
 from torch_dpflow.pool import DataClient
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import find_address
-from torch_dpflow.pool.transport.authentication import connect_stream, guard_of, receive_exactly
+from torch_dpflow.pool.transport.authentication import authenticator_for, connect_stream, receive_exactly
 from torch_dpflow.pool.transport.data_frames import LANE, WHOLE, RecordRequest
 
 COUNT, LARGE = 40, 8 << 20
@@ -90,9 +90,9 @@ def test_data_that_was_replaced_is_told_to_who_compares(stored: StoredDataset, t
 
 def receive_a_part(file: Path, address: str, identity: bytes, end: Connection) -> None:
     found = find_address(address, file)
-    lane = connect_stream(found, guard_of(found, serves=False), LANE, PATIENCE_S)
-    lane.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
-    receive_exactly(lane, 100)
+    connection = connect_stream(found, authenticator_for(found, serves=False), LANE, PATIENCE_S)
+    connection.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
+    receive_exactly(connection, 100)
     end.send(None)
     signal.pause()
 
@@ -101,8 +101,8 @@ def test_a_reader_that_is_killed_while_it_receives_costs_others_nothing(tmp_path
     large = [(os.urandom(LARGE), {"number": number}) for number in range(2)]
     stored = publish(DatasetStore.create(str(tmp_path / "datasets")), large)
     write_connection_file(tmp_path / "keys", generate_keys("", certificates=True))
-    door = find_address("tcp://127.0.0.1:0", tmp_path / "keys")
-    with inner_server(tmp_path / "p", 4 * LARGE, listen=door) as serving:
+    listen = find_address("tcp://127.0.0.1:0", tmp_path / "keys")
+    with inner_server(tmp_path / "p", 4 * LARGE, listen=listen) as serving:
         (tmp_path / "p").rename(tmp_path / "q")  # so that nobody maps its memory
         address = find_address(str(serving.address), tmp_path / "keys")
         DataClient(address, silence_s=PATIENCE_S).preload(stored)

@@ -24,17 +24,17 @@ from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.pool import DataClient, DataServer, SetInfo
-from torch_dpflow.pool.messages import SetSource
+from torch_dpflow.pool import CachedDataset, DataClient, DataServer
+from torch_dpflow.pool.messages import DatasetSource
 from torch_dpflow.pool.planning.placement import ALL
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.server_messages import (
-    Beat,
-    DropOrder,
-    Enlist,
-    Orders,
+    DatasetPart,
+    DropDataset,
+    Heartbeat,
+    Instructions,
+    JoinPool,
     ServerInfo,
-    SetPart,
 )
 from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import find_address
@@ -85,7 +85,7 @@ def pool(folder: Path, count: int, memory: str = "1MiB") -> Iterator[list[subpro
         yield processes
 
 
-def info_of(stored: StoredDataset, address: Path) -> SetInfo | None:
+def info_of(stored: StoredDataset, address: Path) -> CachedDataset | None:
     found = [one for one in DataClient(address).sets() if one.identity == identity_of(stored)]
     return found[0] if found else None
 
@@ -252,12 +252,12 @@ def test_a_member_that_comes_back_with_another_part_gives_it_up(
     with inner_server(tmp_path / "s0", 1 << 20), PoolConnection(tmp_path / "s0") as connection:
         DataClient(tmp_path / "s0", silence_s=PATIENCE_S).preload(stored)
         source = source_of(stored, None)
-        connection.ask(SetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
+        connection.request(DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
         (head,) = connection.servers()
-        connection.ask(Enlist(msgspec.structs.replace(head, directory=str(tmp_path / "s1"))))
-        orders, _ = connection.ask(Beat(obeyed=0, states=[], patience_s=0.0))
-        assert isinstance(orders, Orders)
-        assert [one.identity for one in orders.orders if isinstance(one, DropOrder)] == [identity]
+        connection.request(JoinPool(msgspec.structs.replace(head, directory=str(tmp_path / "s1"))))
+        orders, _ = connection.request(Heartbeat(applied=0, states=[], wait_s=0.0))
+        assert isinstance(orders, Instructions)
+        assert [one.identity for one in orders.instructions if isinstance(one, DropDataset)] == [identity]
 
 
 def test_of_a_stripe_that_no_server_has_room_for_a_part_is_held(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_member_that_goes_while_a_set_is_preloaded(
     with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=FROZEN_S)) as client:
         gone = list[int]()
 
-        def lose(info: SetInfo) -> None:
+        def lose(info: CachedDataset) -> None:
             if not gone:
                 gone.append(processes[2].pid)
                 os.kill(processes[2].pid, number)
@@ -328,11 +328,11 @@ def test_a_member_that_begins_anew_at_its_address_is_empty(stored: StoredDataset
 def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends, which the check after each test awaits."""
     monkeypatch.setattr("torch_dpflow.pool.server.holdings.FIRST_PAUSE_S", 1e6)
-    monkeypatch.setattr("torch_dpflow.pool.server.holdings.LONGEST_PAUSE_S", 1e6)
+    monkeypatch.setattr("torch_dpflow.pool.server.holdings.MAX_PAUSE_S", 1e6)
     options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s"}
-    source = SetSource(store="oss://bucket/datasets", options=options, ref="core/numbers:v1:train")
+    source = DatasetSource(store="oss://bucket/datasets", options=options, ref="core/numbers:v1:train")
     holdings, identity = Holdings(0), bytes(16)
-    holdings.obey(SetPart(source=source, identity=identity, is_explicit=False, cut=ALL, stripes=[0]))
+    holdings.apply(DatasetPart(source=source, identity=identity, is_explicit=False, cut=ALL, stripes=[0]))
     wait(lambda: holdings.state(identity).error, what="that its metadata cannot be read")
     holdings.close()
 
@@ -344,9 +344,9 @@ def test_who_is_no_head_takes_no_members(tmp_path: Path) -> None:
             PoolConnection(tmp_path / "s1") as connection,
             pytest.raises(UsageError, match="join its head, at"),
         ):
-            connection.ask(Enlist(connection.servers()[0]))
+            connection.request(JoinPool(connection.servers()[0]))
         with PoolConnection(tmp_path / "s0") as connection, pytest.raises(UsageError, match="enlist before"):
-            connection.ask(Beat(obeyed=0, states=[], patience_s=0.0))
+            connection.request(Heartbeat(applied=0, states=[], wait_s=0.0))
         with pytest.raises(OptionError, match="this server itself"):
             DataServer(1 << 20, tmp_path / "s2", join=tmp_path / "s2")
         with pytest.raises(OptionError, match="runs at"):
@@ -358,10 +358,10 @@ def test_a_member_joins_over_the_network_and_hosts_read_from_each_other(
 ) -> None:
     keys = tmp_path / "keys.json"
     assert CliRunner().invoke(root, ["keygen", str(keys)]).exit_code == 0
-    door = find_address("tcp://127.0.0.1:0", keys)
-    with inner_server(tmp_path / "s0", 1 << 20, listen=door) as head:
+    listen = find_address("tcp://127.0.0.1:0", keys)
+    with inner_server(tmp_path / "s0", 1 << 20, listen=listen) as head:
         address = find_address(str(head.address), keys)
-        with inner_server(tmp_path / "s1", 1 << 20, listen=door, join=address):
+        with inner_server(tmp_path / "s1", 1 << 20, listen=listen, join=address):
             wait_for_servers(tmp_path / "s0", 2)
             DataClient(address, silence_s=PATIENCE_S).preload(stored)
             remove_data(stored)
@@ -376,11 +376,11 @@ def test_a_reader_whose_own_server_goes_reads_from_the_others_where_these_are(
 ) -> None:
     write_connection_file(tmp_path / "keys.json", generate_keys("", certificates=True))
     keys = tmp_path / "keys.json"
-    door = find_address("tcp://127.0.0.1:0", keys)
+    listen = find_address("tcp://127.0.0.1:0", keys)
     monkeypatch.setattr(ServerInfo, "is_near", False)  # as on a third host
-    with inner_server(tmp_path / "s0", 1 << 20, listen=door) as head, ExitStack() as later:
+    with inner_server(tmp_path / "s0", 1 << 20, listen=listen) as head, ExitStack() as later:
         join = find_address(str(head.address), keys)
-        with inner_server(tmp_path / "s1", 1 << 20, listen=door, join=join) as member:
+        with inner_server(tmp_path / "s1", 1 << 20, listen=listen, join=join) as member:
             wait_for_servers(tmp_path / "s0", 2)
             DataClient(join, silence_s=PATIENCE_S).preload(stored)
             own = find_address(str(member.address), keys)

@@ -32,16 +32,23 @@ from torch_dpflow.errors import (
     StorageError,
     UsageError,
 )
-from torch_dpflow.pool import DataClient, DataServer, SetInfo
-from torch_dpflow.pool.messages import ELSEWHERE, HERE, PreloadSet, RecordStates, SetSource, WantRecords
-from torch_dpflow.pool.reader.local_server import NearServer
+from torch_dpflow.pool import CachedDataset, DataClient, DataServer
+from torch_dpflow.pool.messages import (
+    ELSEWHERE,
+    HERE,
+    DatasetSource,
+    GetRecordStates,
+    PreloadDataset,
+    RecordStates,
+)
+from torch_dpflow.pool.reader.local_server import LocalServer
 from torch_dpflow.pool.server import leader
-from torch_dpflow.pool.server.held_dataset import HeldSet
-from torch_dpflow.pool.server.leader_state import KnownSet
+from torch_dpflow.pool.server.held_dataset import HeldDataset
+from torch_dpflow.pool.server.leader_state import KnownDataset
 from torch_dpflow.pool.sources import identity_of, open_source, source_of
 from torch_dpflow.pool.transport.address import find_directory, socket_path
 from torch_dpflow.pool.transport.control_connection import PoolConnection
-from torch_dpflow.pool.transport.segments import PoolRegion
+from torch_dpflow.pool.transport.segments import Segment
 
 COUNT = 40
 
@@ -61,13 +68,13 @@ def packs(stored: StoredDataset) -> list[Path]:
     return [Path(url.removeprefix("file://")) for url in sorted(urls)]
 
 
-def opened_set(stored: StoredDataset) -> HeldSet:
+def opened_set(stored: StoredDataset) -> HeldDataset:
     """A set of which nothing is held yet."""
     source = source_of(stored, None)
-    return HeldSet(source, open_source(source, identity_of(stored)))
+    return HeldDataset(source, open_source(source, identity_of(stored)))
 
 
-def info_of(stored: StoredDataset, address: Path) -> SetInfo | None:
+def info_of(stored: StoredDataset, address: Path) -> CachedDataset | None:
     found = [
         one for one in DataClient(address, silence_s=PATIENCE_S).sets() if one.identity == identity_of(stored)
     ]
@@ -82,7 +89,7 @@ def is_loaded(stored: StoredDataset, address: Path) -> bool:
 def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
     stored: StoredDataset, pool: Path
 ) -> None:
-    client, seen = DataClient(pool, silence_s=PATIENCE_S), list[SetInfo]()
+    client, seen = DataClient(pool, silence_s=PATIENCE_S), list[CachedDataset]()
     info = client.preload(stored, progress=seen.append)
     assert (info.records, info.placed, info.loaded, info.failed) == (COUNT, COUNT, COUNT, 0)
     assert seen[-1] == info
@@ -308,7 +315,7 @@ def test_samples_whose_storage_was_gone_come_once_it_is_back(tmp_path: Path) -> 
         )
         opened, hasty = open_source(source_of(stored, None), identity_of(stored)), ReadOptions(attempts=1)
         reader = SampleReader(stored, read_options=hasty)
-        with closing(HeldSet(source_of(stored, None), opened._replace(reader=reader))) as held:
+        with closing(HeldDataset(source_of(stored, None), opened._replace(reader=reader))) as held:
             for one in {stored.data_url(one).removeprefix("oss://bucket/") for one in stored.samples()}:
                 oss.faults.add(Fault.BROKEN, key=one)
             held.fill(range(opened.records.stripes))
@@ -353,28 +360,28 @@ def test_readers_find_in_memory_what_came_after_its_storage_was_gone(pool: Path)
 def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
     path = socket_path(find_directory(pool))
     for packet in (b"\x00", b"\xc1" * 100, b"x" * 65_000, b"\x82\xa4type"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.connect(path)
-            stranger.send(packet)
-            stranger.settimeout(PATIENCE_S)
-            assert stranger.recv(10) == b""  # the server closes it
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.connect(path)
+            peer.send(packet)
+            peer.settimeout(PATIENCE_S)
+            assert peer.recv(10) == b""  # the server closes it
     DataClient(pool, silence_s=PATIENCE_S).preload(stored)
     connection = PoolConnection(pool)
     for records in ([COUNT], [-1], [0] * 5000):
         with pytest.raises(UsageError, match="that exist are allowed"):
-            connection.ask(WantRecords(identity_of(stored), records))
-    assert connection.ask(WantRecords(b"?" * 16, [0])) == (RecordStates(bytes([ELSEWHERE]), []), [])
+            connection.request(GetRecordStates(identity_of(stored), records))
+    assert connection.request(GetRecordStates(b"?" * 16, [0])) == (RecordStates(bytes([ELSEWHERE]), []), [])
     connection.close()
     DataClient(pool, silence_s=PATIENCE_S).unload(stored)
 
 
 def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> None:
-    source = SetSource(store="s", options={}, ref="core/numbers:v1:train")
+    source = DatasetSource(store="s", options={}, ref="core/numbers:v1:train")
     with inner_server(tmp_path / "p", 1 << 20) as serving, PoolConnection(tmp_path / "p") as connection:
         for number in range(1000):
             name = number.to_bytes(16, "big")
-            request = PreloadSet(source=source, identity=name, is_explicit=True, whole=True)
-            serving._pool._sets[name] = KnownSet(request, True, True)
+            request = PreloadDataset(source=source, identity=name, is_explicit=True, whole=True)
+            serving._pool._sets[name] = KnownDataset(request, True, True)
         listed = connection.contents()
         assert [int.from_bytes(one.identity, "big") for one in listed.sets] == [*range(1000)]
         assert (listed.total, listed.free) == (1000, 1 << 20)
@@ -419,7 +426,7 @@ def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: Sto
     held.close()
     held.fill([0])
     wait(lambda: held.is_placed, what="its thread")
-    assert held.regions == []
+    assert held.segments == []
 
 
 def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_region(
@@ -430,7 +437,7 @@ def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_regi
             held.fill(range(held.records.stripes))
             held.fill(range(held.records.stripes))
         wait(lambda: held.is_placed, what="its threads")
-        assert len(held.regions) == 1
+        assert len(held.segments) == 1
         wait(lambda: held.counts == (COUNT, 0), what="all samples")
         found = [held.look(one, lambda record: None) for one in range(COUNT)]
         assert [bytes(one) for one in found if isinstance(one, memoryview)] == [
@@ -446,25 +453,25 @@ def test_a_reader_maps_anew_what_is_held_again_under_its_connection(
     never, source, identity = _StuckReader(), source_of(stored, None), identity_of(stored)
     opened = [open_source(source, identity)._replace(reader=one) for one in (never, SampleReader(stored))]
     monkeypatch.setattr(leader, "open_source", lambda *which: opened.pop(0))
-    request = PreloadSet(source=source, identity=identity, is_explicit=True, whole=True)
+    request = PreloadDataset(source=source, identity=identity, is_explicit=True, whole=True)
     with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as connection:
 
         def is_placed() -> bool:
-            info = connection.get(request, SetInfo)
+            info = connection.get(request, CachedDataset)
             return info.is_placed and info.placed == COUNT
 
         wait(is_placed, what="memory that nothing is read into")
-        ready: dict[int, PoolRegion] = {}
+        ready: dict[int, Segment] = {}
         per_stripe = open_source(source, identity).records.per_stripe
-        near = NearServer(tmp_path / "p", identity, per_stripe, PATIENCE_S, ready)
+        near = LocalServer(tmp_path / "p", identity, per_stripe, PATIENCE_S, ready)
         assert near.send([])
-        assert not near.hear([])
+        assert not near.receive([])
         connection.unload(identity)
         assert connection.preload(source, identity, whole=True).loaded == COUNT
         if asks_for_regions:
             near.refresh()
         assert near.send(range(COUNT))
-        assert near.hear(range(COUNT))
+        assert near.receive(range(COUNT))
         assert [near.read(one, copy=True) for one in range(COUNT)] == [one for one, _ in numbers(COUNT)]
         assert near.retired == set()
         near.disconnect()

@@ -44,8 +44,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def tcp_server(folder: Path, keys: Path, *, trust_network: bool) -> Iterator[PoolAddress]:
     """A server in a thread whose memory nobody can map, and where clients with its keys find it."""
-    door = find_address("tcp://127.0.0.1:0", keys / "ours", trust_network=trust_network)
-    with inner_server(folder / "p", 1 << 20, listen=door) as serving:
+    listen = find_address("tcp://127.0.0.1:0", keys / "ours", trust_network=trust_network)
+    with inner_server(folder / "p", 1 << 20, listen=listen) as serving:
         assert serving.address is not None
         (folder / "p").rename(folder / "q")  # as in another container
         yield find_address(serving.address, keys / "ours", trust_network=trust_network)
@@ -200,8 +200,8 @@ class Relay:
 def test_memory_of_a_server_on_this_host_is_mapped_though_it_is_given_as_a_port(
     stored: StoredDataset, keys: Path, tmp_path: Path, is_other: bool
 ) -> None:
-    door = find_address("tcp://127.0.0.1:0", keys / "ours")
-    with inner_server(tmp_path / "p", 1 << 20, listen=door) as serving:
+    listen = find_address("tcp://127.0.0.1:0", keys / "ours")
+    with inner_server(tmp_path / "p", 1 << 20, listen=listen) as serving:
         other: AbstractContextManager[DataServer] = nullcontext(serving)
         if is_other:  # a directory of the same name, of another server: as in another container
             (tmp_path / "p").rename(tmp_path / "q")

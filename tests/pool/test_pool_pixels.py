@@ -51,9 +51,9 @@ def test_pixels_are_decoded_once_and_read_by_everybody(stored: StoredDataset, cl
 def test_each_rank_decodes_its_part(
     stored: StoredDataset, client: DataClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = layouts.ArraySet.__init__
+    usual = layouts.ArrayLayout.__init__
     monkeypatch.setattr(
-        layouts.ArraySet,
+        layouts.ArrayLayout,
         "__init__",
         lambda self, identity, records, dtype, shape: usual(self, identity, records, dtype, shape, 18, 18),
     )

@@ -41,9 +41,9 @@ ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 1,000 bytes and blocks of 250, in this process."""
-    usual = layouts.ArraySet.__init__
+    usual = layouts.ArrayLayout.__init__
     monkeypatch.setattr(
-        layouts.ArraySet,
+        layouts.ArrayLayout,
         "__init__",
         lambda self, identity, records, dtype, shape: usual(self, identity, records, dtype, shape, 1000, 250),
     )
@@ -162,7 +162,7 @@ def test_versions_share_memory_and_stay_as_they_are(
     full = client.sets()
     for version, end in zip(versions, ends):
         assert np.array_equal(np.asarray(client.read_batch(version, range(end))), rows[:end])
-    layout = layouts.ArraySet(b"", ends[-1], dtype, (width,))  # type: ignore[call-arg]
+    layout = layouts.ArrayLayout(b"", ends[-1], dtype, (width,))  # type: ignore[call-arg]
     once = sum(one.reserved_bytes for one in full)
     tails = sum((end % layout.per_stripe) * layout.record_bytes for end in ends[:-1])
     assert once <= rows.nbytes + tails + 200 * (
@@ -251,10 +251,10 @@ def test_a_server_takes_sealed_memory_of_the_right_size_alone(tmp_path: Path, cl
         os.truncate(file.fileno(), 3 * 120)
         for fd in (sealed, unsealed, file.fileno()):
             with pytest.raises(UsageError, match="is not 360 bytes of sealed memory"):
-                connection.ask(PushStripe(identity, 0), [fd])
+                connection.request(PushStripe(identity, 0), [fd])
         for stripe, fds in ((1, [sealed]), (-1, [sealed]), (0, [])):
             with pytest.raises(UsageError, match="it has no place here"):
-                connection.ask(PushStripe(identity, stripe), fds)
+                connection.request(PushStripe(identity, stripe), fds)
         claims = ArraySource(
             ref="lab/rows:v2", dtype="<f4", shape=[9, 5, 6], stamp="s", base=b"?" * 16, shared=1
         )

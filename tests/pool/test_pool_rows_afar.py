@@ -32,8 +32,8 @@ def rows_of(shape: tuple[int, ...], count: int = 120) -> np.ndarray:
 def afar(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PoolAddress]:
     """A server whose memory cannot be mapped, as it is in another container."""
     write_connection_file(tmp_path / "keys", KEYS)
-    door = find_address("tcp://127.0.0.1:0", tmp_path / "keys", trust_network=request.param)
-    with inner_server(tmp_path / "p", 64 << 20, listen=door) as serving:
+    listen = find_address("tcp://127.0.0.1:0", tmp_path / "keys", trust_network=request.param)
+    with inner_server(tmp_path / "p", 64 << 20, listen=listen) as serving:
         (tmp_path / "p").rename(tmp_path / "q")
         yield find_address(str(serving.address), tmp_path / "keys", trust_network=request.param)
 

@@ -21,17 +21,17 @@ from torch_dpflow.cli.console import on_one_line, stdout_console
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import (
+    dataset_facts,
+    dataset_id,
+    datasets_table,
     pool_facts,
     read_rates,
     servers_table,
-    set_facts,
-    set_id,
-    sets_table,
     updated_table,
 )
-from torch_dpflow.cli.pool_sets import HELD, find_held, opens_set
+from torch_dpflow.cli.pool_sets import HELD, find_held, opens_dataset
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.pool.messages import ArraySource, SetInfo
+from torch_dpflow.pool.messages import ArraySource, CachedDataset
 from torch_dpflow.pool.server.data_server import DataServer
 from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import CONNECTION_VARIABLE, PoolAddress, find_address
@@ -154,7 +154,7 @@ def serve(
 @click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
 @json_option
 @_at_pool
-@opens_set
+@opens_dataset
 def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, address: PoolAddress) -> None:
     """Load a dataset, or an array; it stays until it is unloaded.
 
@@ -163,13 +163,13 @@ def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, addr
     """
     with preload_progress(str(stored.ref)) as progress, PoolConnection(address) as connection:
 
-        def show(info: SetInfo) -> None:
+        def show(info: CachedDataset) -> None:
             progress(info.loaded, info.placed if info.is_placed else None)
 
         source, identity = source_of(stored, None), identity_of(stored)
         info = connection.preload(source, identity, whole=not part, progress=show)
     text = f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes"
-    click.echo(to_json(set_facts(info)) if as_json else text)
+    click.echo(to_json(dataset_facts(info)) if as_json else text)
     if info.failed:
         raise click.ClickException(
             f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}; those whose storage did not "
@@ -180,7 +180,7 @@ def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, addr
 @pool.command()
 @json_option
 @_at_pool
-@opens_set
+@opens_dataset
 def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddress) -> None:
     """Compare what the pool holds of a dataset, or an array, with its storage, which is read again.
 
@@ -216,7 +216,7 @@ def list_(as_json: bool, address: PoolAddress) -> None:
         click.echo(to_json(pool_facts(listed, servers)))
         return
     console = stdout_console(highlight=False)
-    console.print(sets_table(listed))
+    console.print(datasets_table(listed))
     console.print(servers_table(servers))
 
 
@@ -243,12 +243,12 @@ def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddres
         updated_table(stdout_console(highlight=False)) as show_table,
     ):
         listed, since = connection.contents(), time.monotonic()
-        show_table(sets_table(listed, {}))
+        show_table(datasets_table(listed, {}))
         for _ in range(count - 1) if count else itertools.count():
             time.sleep(interval_s)
             before, listed = listed, connection.contents()
             since, seconds = time.monotonic(), time.monotonic() - since
-            show_table(sets_table(listed, read_rates(before, listed, seconds)))
+            show_table(datasets_table(listed, read_rates(before, listed, seconds)))
 
 
 @pool.command()
@@ -260,9 +260,9 @@ def show(target: str, as_json: bool, address: PoolAddress) -> None:
     with PoolConnection(address) as connection:
         info = find_held(connection, target)
     if as_json:
-        click.echo(to_json(set_facts(info)))
+        click.echo(to_json(dataset_facts(info)))
         return
-    click.echo(f"{on_one_line(info.ref)}\nid: {set_id(info)}\nlies in: {on_one_line(info.url)}")
+    click.echo(f"{on_one_line(info.ref)}\nid: {dataset_id(info)}\nlies in: {on_one_line(info.url)}")
     click.echo(f"samples: {info.records:,}")
     click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
     click.echo(
@@ -283,4 +283,4 @@ def unload(target: str, as_json: bool, address: PoolAddress) -> None:
         info = find_held(connection, target)
         connection.unload(info.identity)
     text = f"{on_one_line(info.ref)}: unloaded; {info.reserved_bytes:,} bytes are free once no process reads them"
-    click.echo(to_json({"unloaded": set_facts(info)}) if as_json else text)
+    click.echo(to_json({"unloaded": dataset_facts(info)}) if as_json else text)

@@ -11,19 +11,19 @@ from rich.live import Live
 from rich.table import Table
 
 from torch_dpflow.cli.console import cell
-from torch_dpflow.pool.messages import SetInfo, SetList
+from torch_dpflow.pool.messages import CachedDataset, CachedDatasetList
 from torch_dpflow.pool.server_messages import ServerInfo
 
 
-def set_id(info: SetInfo) -> str:
+def dataset_id(info: CachedDataset) -> str:
     """What names a set in commands."""
     return info.identity.hex()[:8]
 
 
-def set_facts(info: SetInfo) -> dict[str, Any]:
+def dataset_facts(info: CachedDataset) -> dict[str, Any]:
     """A set for programs; bytes and samples are counts."""
     return {
-        "id": set_id(info),
+        "id": dataset_id(info),
         "ref": info.ref,
         "url": info.url,
         "samples": info.records,
@@ -39,11 +39,11 @@ def set_facts(info: SetInfo) -> dict[str, Any]:
     }
 
 
-def pool_facts(listed: SetList, servers: Sequence[ServerInfo] = ()) -> dict[str, Any]:
+def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo] = ()) -> dict[str, Any]:
     """All sets and servers for programs."""
     names = ("directory", "host", "listen", "memory", "free")
     return {
-        "sets": [set_facts(info) for info in listed.sets],
+        "sets": [dataset_facts(info) for info in listed.sets],
         "servers": [{name: getattr(one, name) for name in names} for one in servers],
         "free": listed.free,
         "capacity": listed.capacity,
@@ -69,7 +69,9 @@ def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
         yield live.update
 
 
-def read_rates(before: SetList, now: SetList, seconds: float) -> dict[bytes, tuple[float, float]]:
+def read_rates(
+    before: CachedDatasetList, now: CachedDatasetList, seconds: float
+) -> dict[bytes, tuple[float, float]]:
     """Samples a second that the readers of each set have got from memory and from storage, between two lists."""
     earlier = {one.identity: one for one in before.sets}
     return {
@@ -79,7 +81,9 @@ def read_rates(before: SetList, now: SetList, seconds: float) -> dict[bytes, tup
     }
 
 
-def sets_table(listed: SetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
+def datasets_table(
+    listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None
+) -> Table:
     """One line for each set, and the memory that is free; with `rates`, how fast each is read."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
@@ -89,7 +93,7 @@ def sets_table(listed: SetList, rates: Mapping[bytes, tuple[float, float]] | Non
         hits, misses = (rates or {}).get(info.identity, (0.0, 0.0))
         share = f"{hits / (hits + misses):.1%}" if hits + misses else ""
         table.add_row(
-            set_id(info),
+            dataset_id(info),
             cell(info.ref),
             f"{info.records:,}",
             f"{info.loaded:,}" if info.is_placed else "being placed",

@@ -9,11 +9,11 @@ import click
 
 from torch_dpflow.cli.console import on_one_line
 from torch_dpflow.cli.dataset_options import Command, storage_option, store_option
-from torch_dpflow.cli.pool_printing import set_id
+from torch_dpflow.cli.pool_printing import dataset_id
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool.array_files import array_ref, open_array
-from torch_dpflow.pool.messages import ArraySource, SetInfo
+from torch_dpflow.pool.messages import ArraySource, CachedDataset
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 #: What may stand for a set in storage, and for one that is held.
@@ -21,7 +21,7 @@ IN_STORAGE = "NAMESPACE/NAME[:VERSION[:VARIANT]]|FILE[:PATH]"
 HELD = f"ID|{IN_STORAGE}"
 
 
-def opens_set(command: Command) -> Command:
+def opens_dataset(command: Command) -> Command:
     """The argument and the options that name a set in storage; the command gets it, opened, as `stored`."""
 
     @functools.wraps(command)
@@ -32,7 +32,7 @@ def opens_set(command: Command) -> Command:
     return argument(store_option(required=False)(storage_option(run)))
 
 
-def find_held(connection: PoolConnection, target: str) -> SetInfo:
+def find_held(connection: PoolConnection, target: str) -> CachedDataset:
     """The set of this id, name or file; a name may leave out version and variant, and a file the path in it.
 
     Raises OptionError: none, or several, are meant.
@@ -40,12 +40,14 @@ def find_held(connection: PoolConnection, target: str) -> SetInfo:
     sets = connection.contents().sets
     file = _array_file(target)
     ref = target if file is None else array_ref(*file)
-    found = [one for one in sets if target == set_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")]
+    found = [
+        one for one in sets if target == dataset_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")
+    ]
     if len(found) == 1:
         return found[0]
     if not sets:
         raise OptionError(f"{target!r}: the pool holds nothing; load it by `dpflow pool preload`")
-    has = ", ".join(f"{set_id(one)} ({on_one_line(one.ref)})" for one in found or sets)
+    has = ", ".join(f"{dataset_id(one)} ({on_one_line(one.ref)})" for one in found or sets)
     raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
 
 

@@ -12,10 +12,18 @@ if TYPE_CHECKING:
     from torch_dpflow.pool.array_files import open_array
     from torch_dpflow.pool.client import DataClient
     from torch_dpflow.pool.dataset import PooledDataset
-    from torch_dpflow.pool.messages import ArraySource, SetInfo
+    from torch_dpflow.pool.messages import ArraySource, CachedDataset
     from torch_dpflow.pool.server.data_server import DataServer
 
-__all__ = ["ArraySource", "DataClient", "DataServer", "PooledArray", "PooledDataset", "SetInfo", "open_array"]
+__all__ = [
+    "ArraySource",
+    "DataClient",
+    "DataServer",
+    "PooledArray",
+    "PooledDataset",
+    "CachedDataset",
+    "open_array",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -24,7 +32,7 @@ __getattr__, __dir__ = lazy_names(
         "client": ["DataClient"],
         "dataset": ["PooledDataset"],
         "array": ["PooledArray"],
-        "messages": ["ArraySource", "SetInfo"],
+        "messages": ["ArraySource", "CachedDataset"],
         "server.data_server": ["DataServer"],
     },
 )

@@ -19,15 +19,15 @@ from torch_dpflow._core.per_process import PerProcess
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.memory.conversions import from_array
-from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_set
+from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_layout
 from torch_dpflow.pool.messages import ArraySource
 from torch_dpflow.pool.reader.lookup import check_directory
-from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.reader.pool_reader import PoolReader
 from torch_dpflow.pool.sources import source_of
 from torch_dpflow.pool.transport.address import AddressLike, find_address
 from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.segments import PoolRegion
+from torch_dpflow.pool.transport.segments import Segment
 
 #: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
@@ -67,9 +67,9 @@ class PooledArray(Dataset[Rows]):
         check_keys(pool)
         check_directory(pool)
         check_seconds("silence_s", silence_s)
-        self._rows = array_set(source)
+        self._rows = array_layout(source)
         name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
-        self._reading = PerProcess(partial(SetReading, pool, plain, name, silence_s))
+        self._reading = PerProcess(partial(PoolReader, pool, plain, name, silence_s))
         self._storage = PerProcess(partial(ArrayReader, source, read_options))
         self._lend: Lend = _lends_nothing
 
@@ -173,9 +173,9 @@ class PooledArray(Dataset[Rows]):
             is_there[at : at + count] = has_come
 
     @staticmethod
-    def _merged(places: list[tuple[PoolRegion, _Numbers]]) -> list[tuple[PoolRegion, _Numbers]]:
+    def _merged(places: list[tuple[Segment, _Numbers]]) -> list[tuple[Segment, _Numbers]]:
         """One for each region."""
-        found: dict[int, tuple[PoolRegion, _Numbers]] = {}
+        found: dict[int, tuple[Segment, _Numbers]] = {}
         for region, begins in places:
             known = found.get(id(region))
             found[id(region)] = region, begins if known is None else np.maximum(begins, known[1])

@@ -18,7 +18,7 @@ from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, DPFlowError, OptionError, StorageError, TruncatedObjectError
 from torch_dpflow.pool.hdf5_files import HDF5Dataset, is_hdf5
 from torch_dpflow.pool.messages import ArraySource
-from torch_dpflow.pool.planning.layout import ArraySet, identity
+from torch_dpflow.pool.planning.layout import ArrayLayout, identity
 
 #: The first bytes of a file, with all headers of `.npy` that numpy reads (10,000 bytes).
 _HEAD_BYTES = 16 << 10
@@ -62,7 +62,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
         start=start,
         stamp=stamp,
     )
-    rows = array_set(found)
+    rows = array_layout(found)
     if start is not None and (ends := start + rows.records * rows.record_bytes) > size:
         raise TruncatedObjectError(f"{name} has {size:,} bytes of {ends:,}; restore it from a copy")
     return found
@@ -81,13 +81,13 @@ def array_identity(source: ArraySource) -> bytes:
     return identity("array", facts)
 
 
-def array_set(source: ArraySource) -> ArraySet:
+def array_layout(source: ArraySource) -> ArrayLayout:
     """Where its rows lie. Raises OptionError, OptionTypeError: it cannot be a set."""
     if not source.shape:
         raise OptionError(
             f"{source.ref} is a single number (0-d), and has no records; give it a first dimension"
         )
-    return ArraySet(array_identity(source), source.shape[0], source.dtype, source.shape[1:])
+    return ArrayLayout(array_identity(source), source.shape[0], source.dtype, source.shape[1:])
 
 
 class ArrayReader:
@@ -97,7 +97,7 @@ class ArrayReader:
     """
 
     def __init__(self, source: ArraySource, read_options: ReadOptions | None = None) -> None:
-        self._source, self._rows = source, array_set(source)
+        self._source, self._rows = source, array_layout(source)
         self._objects = ObjectReader(source.options, options=read_options)
         self._lock = threading.Lock()
         self._hdf5: HDF5Dataset | None = None

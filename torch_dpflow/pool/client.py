@@ -15,9 +15,9 @@ from torch_dpflow.datasets.sample_reader import Sample, SampleReader, check_stor
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import OptionError, StorageError, UsageError
 from torch_dpflow.pool.array import PooledArray, Rows
-from torch_dpflow.pool.array_files import array_set
+from torch_dpflow.pool.array_files import array_layout
 from torch_dpflow.pool.dataset import PooledDataset, PoolSamples
-from torch_dpflow.pool.messages import ArraySource, SetInfo
+from torch_dpflow.pool.messages import ArraySource, CachedDataset
 from torch_dpflow.pool.pushing import (
     Transform,
     appended_source,
@@ -65,11 +65,11 @@ class DataClient:
         *,
         fit: Literal["all", "part"] = "all",
         on_error: Literal["raise", "skip"] = "raise",
-        progress: Callable[[SetInfo], None] = lambda info: None,
+        progress: Callable[[CachedDataset], None] = lambda info: None,
         transform: Transform | None = None,
         rank: int = 0,
         world: int = 1,
-    ) -> SetInfo:
+    ) -> CachedDataset:
         """Load a dataset, or an array from `open_array`, which stays until it is unloaded; returns once it is there.
 
         Args:
@@ -123,7 +123,7 @@ class DataClient:
         name: str,
         array: npt.ArrayLike,
         *,
-        progress: Callable[[SetInfo], None] = lambda info: None,
+        progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
         """Hold an array from memory, which stays until it is unloaded; the first dimension counts records.
 
@@ -149,7 +149,7 @@ class DataClient:
         array: npt.ArrayLike,
         *,
         version: str | None = None,
-        progress: Callable[[SetInfo], None] = lambda info: None,
+        progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
         """Push a further version of an array that was pushed: its rows, and these behind them.
 
@@ -163,7 +163,7 @@ class DataClient:
         if any(one.pushed == old and one.loaded < one.records for one in self.sets()):
             raise UsageError(f"{name} is not in memory as a whole; push it to its end first")
         source = appended_source(old, rows, version)
-        first, count = source.shared * array_set(old).per_stripe, old.shape[0]
+        first, count = source.shared * array_layout(old).per_stripe, old.shape[0]
         tail = np.asarray(self.read_batch(old, range(first, count)))
 
         def rows_of(start: int, stop: int) -> npt.NDArray[Any]:
@@ -180,7 +180,7 @@ class DataClient:
             raise UsageError(f"no array {name!r} was pushed to this pool, or its server was lost; push it")
         return found[0]
 
-    def sets(self) -> list[SetInfo]:
+    def sets(self) -> list[CachedDataset]:
         """What the server holds. Raises PeerLostError."""
         with PoolConnection(self._address) as connection:
             return connection.contents().sets

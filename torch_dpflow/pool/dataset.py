@@ -16,7 +16,7 @@ from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.pool.reader.lookup import check_directory
-from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.reader.pool_reader import PoolReader
 from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import AddressLike, PoolAddress, find_address
 from torch_dpflow.pool.transport.authentication import check_keys
@@ -41,9 +41,9 @@ class PoolSamples:
     ) -> None:
         self._copy = copy
         source, self._identity = source_of(stored, storage_options), identity_of(stored)
-        self._reading = PerProcess(partial(SetReading, address, source, self._identity, silence_s))
+        self._reading = PerProcess(partial(PoolReader, address, source, self._identity, silence_s))
         #: The name of the order that was announced, and the process that has announced it.
-        self._order: str | None = None
+        self._plan: str | None = None
         self._announcer = 0
 
     def is_of(self, stored: StoredDataset) -> bool:
@@ -62,15 +62,15 @@ class PoolSamples:
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
         """Each sample that is in memory, or read ahead, a copy unless that was not wanted; None for the others."""
-        return self._reading.get().read(numbers, lengths, self._order, copy=self._copy)
+        return self._reading.get().read(numbers, lengths, self._plan, copy=self._copy)
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Have the server read ahead what it has no room for."""
         if self._announcer != os.getpid():
             # Ranks that are forked from one process read each in an order of its own.
-            self._announcer, self._order = os.getpid(), secrets.token_hex(8)
-        assert self._order is not None
-        self._reading.get().announce(self._order, order, spread, extends)
+            self._announcer, self._plan = os.getpid(), secrets.token_hex(8)
+        assert self._plan is not None
+        self._reading.get().announce(self._plan, order, spread, extends)
 
     def close(self) -> None:
         """End this process's connections. It may be used again."""

@@ -10,7 +10,7 @@ from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError
 
 #: Most names of datasets in an error.
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 
 
 #: The offsets at which an HDF5 file may begin: before it lies a user block, as in MATLAB's files.
@@ -118,7 +118,7 @@ class HDF5Dataset:
     def _names(self, kind: type) -> list[str]:
         found: list[str] = []
         self._file.visititems(lambda name, one: found.append(name) if isinstance(one, kind) else None)
-        return sorted(found)[:_MOST_NAMES]
+        return sorted(found)[:_MAX_NAMES]
 
 
 def _has_all(h5py: Any, mapped: Any, source: Any) -> bool:

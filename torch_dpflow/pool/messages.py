@@ -14,7 +14,7 @@ from torch_dpflow import errors
 from torch_dpflow.errors import DPFlowError
 
 
-class SetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A stored dataset whose bytes a set has."""
 
     #: The directory of the dataset store, and fsspec's options for it.
@@ -55,27 +55,27 @@ class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return not self.url
 
 
-AnySource: TypeAlias = SetSource | ArraySource
+AnySource: TypeAlias = DatasetSource | ArraySource
 
 
 #: Most records in one message, and in all orders of a set: 2^27 take a GiB.
-MOST_ANNOUNCED, LONGEST_ORDER = 15_000, 1 << 27
+MAX_ANNOUNCED, MAX_PLAN_RECORDS = 15_000, 1 << 27
 #: Records of an order that is extended which are announced and not read, at most: earlier ones are passed over.
-MOST_COMING = 1 << 16
+MAX_UPCOMING = 1 << 16
 #: Most orders of a set; each has its part of the memory.
-MOST_ORDERS = 4096
+MAX_PLANS = 4096
 #: In the place of a length.
 LEFT, COMES = -1, -2
 
 
-class AnnounceOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Records are read in this order from now on, which comes in parts; answered by Noted.
 
     Of an earlier order of this name nothing is left unless this extends it, and none of it when the connection ends.
     """
 
     identity: bytes
-    order: str
+    plan: str
     #: The place of the part's first record in the order, and the records of the whole.
     first: int
     total: int
@@ -83,7 +83,7 @@ class AnnounceOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     spread: int
     #: Whether they are read after those that this connection has announced by this name, if there are any.
     extends: bool = False
-    #: Little-endian numbers of 4 bytes, at most `MOST_ANNOUNCED`.
+    #: Little-endian numbers of 4 bytes, at most `MAX_ANNOUNCED`.
     records: bytes
 
 
@@ -93,15 +93,15 @@ class OpenAhead(msgspec.Struct, frozen=True, tag=True):
     identity: bytes
 
 
-class WantAhead(msgspec.Struct, frozen=True, tag=True):
-    """These records of an order are needed now, at most `MOST_RECORDS`; answered by AheadPlaces."""
+class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
+    """These records of an order are needed now, at most `MAX_RECORDS`; answered by AheadPlaces."""
 
     identity: bytes
-    order: str
+    plan: str
     records: list[int]
 
 
-class TookAhead(msgspec.Struct, frozen=True, tag=True):
+class ConfirmAhead(msgspec.Struct, frozen=True, tag=True):
     """These records, which this connection was told the places of, were copied; answered by Noted.
 
     Only that answer says that what was copied is right: until then nothing else was written there.
@@ -125,7 +125,7 @@ class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
     lengths: list[int]
 
 
-AheadRequest: TypeAlias = AnnounceOrder | OpenAhead | WantAhead | TookAhead
+AheadRequest: TypeAlias = AnnounceAccessPlan | OpenAhead | GetAheadPlaces | ConfirmAhead
 AheadAnswer: TypeAlias = AheadOpened | AheadPlaces
 
 
@@ -135,16 +135,16 @@ def memory_name(memory: int) -> bytes:
 
 
 #: Most bytes of a message.
-MOST_BYTES = 64 << 10
+MAX_MESSAGE_BYTES = 64 << 10
 #: Most records that one message asks for.
-MOST_RECORDS = 4096
+MAX_RECORDS = 4096
 #: Most regions of a set, which come with one message (SCM_MAX_FD is 253).
-MOST_REGIONS = 250
+MAX_SEGMENTS = 250
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
-class PreloadSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Hold this set; answered by SetInfo, which is asked for again until it is placed."""
+class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Hold this set; answered by CachedDataset, which is asked for again until it is placed."""
 
     source: AnySource
     identity: bytes
@@ -152,28 +152,28 @@ class PreloadSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     whole: bool
 
 
-class ReadSet(msgspec.Struct, frozen=True, tag=True):
+class StartReading(msgspec.Struct, frozen=True, tag=True):
     """This process reads this set from now on, until the connection ends; answered by Noted."""
 
     identity: bytes
 
 
-class OpenSet(msgspec.Struct, frozen=True, tag=True):
-    """Map what this server holds of a set; answered by SetOpened, with regions from this one on."""
+class OpenDataset(msgspec.Struct, frozen=True, tag=True):
+    """Map what this server holds of a set; answered by DatasetOpened, with regions from this one on."""
 
     identity: bytes
     first: int = 0
 
 
-class WantRecords(msgspec.Struct, frozen=True, tag=True):
-    """These records are needed now, at most `MOST_RECORDS`; answered by RecordStates.
+class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
+    """These records are needed now, at most `MAX_RECORDS`; answered by RecordStates.
 
     patience_s: how long the answer may wait for those that are on their way, seconds.
     """
 
     identity: bytes
     records: list[int]
-    patience_s: float = 1.0
+    wait_s: float = 1.0
 
 
 class PushStripe(msgspec.Struct, frozen=True, tag=True):
@@ -191,19 +191,19 @@ class CountReads(msgspec.Struct, frozen=True, tag=True):
     misses: _Count
 
 
-class ListSets(msgspec.Struct, frozen=True, tag=True):
-    """Answered by SetList, from the set with this number on."""
+class ListDatasets(msgspec.Struct, frozen=True, tag=True):
+    """Answered by CachedDatasetList, from the set with this number on."""
 
     first: int = 0
 
 
-class UnloadSet(msgspec.Struct, frozen=True, tag=True):
-    """Give up this set; answered by SetList."""
+class UnloadDataset(msgspec.Struct, frozen=True, tag=True):
+    """Give up this set; answered by CachedDatasetList."""
 
     identity: bytes
 
 
-class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One set in the pool."""
 
     identity: bytes
@@ -232,10 +232,10 @@ class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     error: str = ""
 
 
-class SetOpened(msgspec.Struct, frozen=True, tag=True):
+class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
     """Regions come as descriptors, as many as `regions`, of `total` that this server has of the set."""
 
-    regions: int
+    segments: int
     total: int
     #: Sets of older versions whose regions come too, and how many of their first stripes are this set's.
     shares: dict[bytes, int] = {}
@@ -256,10 +256,10 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
     held: int = 0
 
 
-class SetList(msgspec.Struct, frozen=True, tag=True):
+class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
     """As many sets as one message has room for, and the bytes of the pool that are free and in all."""
 
-    sets: list[SetInfo]
+    sets: list[CachedDataset]
     free: int
     capacity: int
     #: Sets in the pool.

@@ -20,14 +20,14 @@ from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.spec import DatasetRef, next_version
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, PoolFullError
-from torch_dpflow.pool.array_files import array_identity, array_set
+from torch_dpflow.pool.array_files import array_identity, array_layout
 from torch_dpflow.pool.messages import (
     ArraySource,
-    PreloadSet,
+    CachedDataset,
+    GetRecordStates,
+    PreloadDataset,
     PushStripe,
     RecordStates,
-    SetInfo,
-    WantRecords,
 )
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import AddressLike
@@ -49,7 +49,7 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
     _check_name(name)
     stamp = hashlib.blake2b(_bytes_of(array), digest_size=16).hexdigest()
     source = ArraySource(ref=name, dtype=array.dtype.str, shape=[*array.shape], stamp=stamp)
-    array_set(source)
+    array_layout(source)
     return source
 
 
@@ -71,7 +71,7 @@ def appended_source(old: ArraySource, array: _Array, version: str | None) -> Arr
     if name == old.ref:
         raise OptionError(f"version={version!r} is the version that is appended to; give another")
     stamp = hashlib.blake2b(old.stamp.encode() + _bytes_of(array), digest_size=16).hexdigest()
-    rows = array_set(old)
+    rows = array_layout(old)
     return ArraySource(
         ref=name,
         dtype=old.dtype,
@@ -88,25 +88,25 @@ def push(
     rows_of: RowsOf,
     *,
     stripes: Iterable[int] | None = None,
-    progress: Callable[[SetInfo], None] = lambda info: None,
-) -> SetInfo:
+    progress: Callable[[CachedDataset], None] = lambda info: None,
+) -> CachedDataset:
     """Have a server hold these rows, all or, by `stripes`, some of them; those that it has already are left out.
 
     Raises PoolFullError: there is no room; PeerLostError: there is no server, or it has died.
     """
-    rows = array_set(source)
-    request = PreloadSet(source=source, identity=array_identity(source), is_explicit=True, whole=True)
+    rows = array_layout(source)
+    request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
     with ExitStack() as opened:
         connection = opened.enter_context(PoolConnection(address))
-        head = connection.servers()[0]  # which has it, whomever this process asks
-        if head.is_near:
-            connection = opened.enter_context(PoolConnection(head.directory))
-        while not (info := connection.get(request, SetInfo)).is_placed:
+        leader = connection.servers()[0]  # which has it, whomever this process asks
+        if leader.is_near:
+            connection = opened.enter_context(PoolConnection(leader.directory))
+        while not (info := connection.get(request, CachedDataset)).is_placed:
             time.sleep(_POLL_S)
         for stripe in range(source.shared, rows.stripes) if stripes is None else stripes:
             if info.error:
                 raise PoolFullError(f"{source.ref}: {info.error}")
-            asked = WantRecords(rows.identity, [stripe * rows.blocks_per_stripe], 0.0)
+            asked = GetRecordStates(rows.identity, [stripe * rows.blocks_per_stripe], 0.0)
             if stripe in connection.get(asked, RecordStates).stripes:
                 continue
             own = rows.records_of(stripe)
@@ -116,7 +116,7 @@ def push(
                     f"rows of {content.dtype}{content.shape} for {source.ref}, of {rows.dtype}{(len(own), *rows.shape)}"
                 )
             _push_stripe(connection, rows.identity, stripe, content)
-            info = connection.get(request, SetInfo)
+            info = connection.get(request, CachedDataset)
             progress(info)
     return info
 
@@ -125,7 +125,7 @@ def _push_stripe(connection: PoolConnection, identity: bytes, stripe: int, rows:
     fd = os.memfd_create("torch_dpflow_push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _fill(fd, _bytes_of(rows))
-        connection.ask(PushStripe(identity, stripe), [fd])
+        connection.request(PushStripe(identity, stripe), [fd])
     finally:
         os.close(fd)
 
@@ -169,8 +169,8 @@ def push_decoded(
     *,
     rank: int = 0,
     world: int = 1,
-    progress: Callable[[SetInfo], None] = lambda info: None,
-) -> SetInfo:
+    progress: Callable[[CachedDataset], None] = lambda info: None,
+) -> CachedDataset:
     """Decode the stripes of this rank, every world-th one from its own number on, and push them.
 
     Raises:
@@ -184,7 +184,7 @@ def push_decoded(
         name = f"{stored.ref} by {fingerprint(transform)}"
         shape = [len(stored), *like.shape]
         source = ArraySource(ref=name, dtype=like.dtype.str, shape=shape, stamp=identity_of(stored).hex())
-        stripes = range(rank, array_set(source).stripes, world)
+        stripes = range(rank, array_layout(source).stripes, world)
         rows_of = partial(_decoded, reader, transform, like)
         return push(address, source, rows_of, stripes=stripes, progress=progress)
 

@@ -1,6 +1,6 @@
 """What servers of a pool say to each other, and where a reader finds what it reads.
 
-a member -> SetPart for each set that it holds, Enlist, then Beat about once a second, and soon again after orders
+a member -> DatasetPart for each set that it holds, Enlist, then Beat about once a second, and soon again after orders
 its head -> Noted, then Orders
 """
 
@@ -18,11 +18,11 @@ import msgspec
 from torch_dpflow.pool.messages import AnySource
 
 #: Most servers of a pool.
-MOST_SERVERS = 100
+MAX_SERVERS = 100
 #: In a server's directory: the lock of its address, with the name of its incarnation.
 LOCK_FILE = "lock"
 #: Most stripes in one message; a table or an order that has more comes in parts.
-MOST_STRIPES = 8192
+MAX_STRIPES = 8192
 
 
 @cache
@@ -68,8 +68,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
-class SetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stripes of a set, at most `MOST_STRIPES`: of a member those that it holds, of its head what it is to hold too.
+class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Stripes of a set, at most `MAX_STRIPES`: of a member those that it holds, of its head what it is to hold too.
 
     A member says so of all of its sets before it enlists; answered by Noted. An order with no stripes: the set's other
     facts have changed.
@@ -82,20 +82,20 @@ class SetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cut: int
     stripes: list[int]
 
-    def split(self) -> list[SetPart]:
+    def split(self) -> list[DatasetPart]:
         """The same, of any number of stripes, in parts that may be sent."""
-        firsts = range(0, max(1, len(self.stripes)), MOST_STRIPES)
+        firsts = range(0, max(1, len(self.stripes)), MAX_STRIPES)
         return [
-            msgspec.structs.replace(self, stripes=self.stripes[first : first + MOST_STRIPES])
+            msgspec.structs.replace(self, stripes=self.stripes[first : first + MAX_STRIPES])
             for first in firsts
         ]
 
 
-class Noted(msgspec.Struct, frozen=True, tag=True):
+class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     """It was understood."""
 
 
-class Enlist(msgspec.Struct, frozen=True, tag=True):
+class JoinPool(msgspec.Struct, frozen=True, tag=True):
     """This server joins the pool, with what it has reported; answered by Noted."""
 
     server: ServerInfo
@@ -105,7 +105,7 @@ class Enlist(msgspec.Struct, frozen=True, tag=True):
 ALL_FAILED = -1
 
 
-class SetState(msgspec.Struct, frozen=True, kw_only=True):
+class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
     """How far a member is with a set."""
 
     identity: bytes
@@ -117,40 +117,40 @@ class SetState(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A member lives; answered by Orders, after so many seconds at most.
 
     obeyed: the number of the last order that `states` tell of, which are those that have changed.
     """
 
-    obeyed: int
-    states: list[SetState]
-    patience_s: float
+    applied: int
+    states: list[DatasetState]
+    wait_s: float
 
 
-class DropOrder(msgspec.Struct, frozen=True, tag=True):
+class DropDataset(msgspec.Struct, frozen=True, tag=True):
     """Give up a set; readers are told why."""
 
     identity: bytes
     why: int
 
 
-class Orders(msgspec.Struct, frozen=True, tag=True):
+class Instructions(msgspec.Struct, frozen=True, tag=True):
     """What a member has to do, in order, and the number of the last of them."""
 
-    orders: list[SetPart | DropOrder]
+    instructions: list[DatasetPart | DropDataset]
     last: int
 
 
-class AskTable(msgspec.Struct, frozen=True, tag=True):
-    """Who holds the stripes of a set from this one on; answered by TablePart."""
+class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
+    """Who holds the stripes of a set from this one on; answered by StripeTablePart."""
 
     identity: bytes
     first: int = 0
 
 
-class TablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The owners of at most `MOST_STRIPES` stripes: places in `servers`, or -1, little-endian numbers of 2 bytes."""
+class StripeTablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The owners of at most `MAX_STRIPES` stripes: places in `servers`, or -1, little-endian numbers of 2 bytes."""
 
     #: Another one: stripes have other owners.
     generation: int
@@ -162,7 +162,7 @@ class TablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Whether some samples have no place in memory: those are read ahead where an order is announced.
     is_part: bool
     #: The name of the server that was asked.
-    asked: str
+    answered_by: str
 
 
 class ListServers(msgspec.Struct, frozen=True, tag=True):
@@ -175,5 +175,5 @@ class ServerList(msgspec.Struct, frozen=True, tag=True):
     servers: list[ServerInfo]
 
 
-ServerRequest: TypeAlias = AskTable | ListServers | SetPart | Enlist | Beat
-ServerAnswer: TypeAlias = TablePart | ServerList | Noted | Orders
+ServerRequest: TypeAlias = GetStripeTable | ListServers | DatasetPart | JoinPool | Heartbeat
+ServerAnswer: TypeAlias = StripeTablePart | ServerList | Acknowledged | Instructions

@@ -24,9 +24,9 @@ from torch_dpflow.errors import (
     OptionError,
     OptionTypeError,
 )
-from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_set
-from torch_dpflow.pool.messages import AnySource, ArraySource, SetSource
-from torch_dpflow.pool.planning.layout import FileSet, identity
+from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_layout
+from torch_dpflow.pool.messages import AnySource, ArraySource, DatasetSource
+from torch_dpflow.pool.planning.layout import SampleLayout, identity
 
 #: Metadata shards that are read at the same time.
 _READ_THREADS = 16
@@ -59,7 +59,7 @@ class OpenedSource(NamedTuple):
     """What a server needs of a set."""
 
     url: str
-    records: FileSet
+    records: SampleLayout
     #: Whether the length of each record is known.
     known: npt.NDArray[np.bool_]
     #: None: clients push them.
@@ -84,7 +84,7 @@ def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, An
     source: AnySource = (
         stored
         if isinstance(stored, ArraySource)
-        else SetSource(
+        else DatasetSource(
             store=stored.url.removesuffix(f"/{stored.dataset.id}"),
             options=stored.options,
             ref=str(stored.ref),
@@ -102,14 +102,14 @@ def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, An
 def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
     """Open what is to be read. Raises DatasetError, StorageError, or OptionError: it is none."""
     if isinstance(source, ArraySource):
-        blocks = array_set(source).blocks()
+        blocks = array_layout(source).blocks()
         _check_name(array_identity(source), wanted, source.ref)
         known = np.ones(blocks.records, dtype=bool)
         where = "memory of a client" if source.is_pushed else without_login(source.url)
         return OpenedSource(where, blocks, known, None if source.is_pushed else ArrayReader(source))
     stored = DatasetStore(source.store, **source.options).open(source.ref)
     _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
-    records, known = record_set(stored)
+    records, known = sample_layout(stored)
     # Clients that wait read for themselves if the storage is away, and do so up to their deadline.
     limits = ReadOptions(concurrency=_CONCURRENCY, attempts=_ATTEMPTS)
     reader = SampleReader(stored, storage_options=source.data_options, read_options=limits)
@@ -121,7 +121,7 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
 def samples_in(source: AnySource, records: int) -> int:
     """How many samples so many records of a set are, for people: a record of an array is a block of rows."""
     if isinstance(source, ArraySource):
-        return min(records * array_set(source).per_block, source.shape[0])
+        return min(records * array_layout(source).per_block, source.shape[0])
     return records
 
 
@@ -142,11 +142,11 @@ def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
             yield from shard.samples
 
 
-def record_set(stored: StoredDataset) -> tuple[FileSet, npt.NDArray[np.bool_]]:
+def sample_layout(stored: StoredDataset) -> tuple[SampleLayout, npt.NDArray[np.bool_]]:
     """Where each sample lies, and whether its length is known: reads all metadata. Raises as `StoredDataset.shard`."""
     lengths = [-1 if one.length is None else one.length for one in all_samples(stored)]
     known = np.array(lengths, dtype=np.int64)
-    return FileSet(identity_of(stored), np.maximum(known, 0), stored.variant.shard_size), known >= 0
+    return SampleLayout(identity_of(stored), np.maximum(known, 0), stored.variant.shard_size), known >= 0
 
 
 class RecordPaths:

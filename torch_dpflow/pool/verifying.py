@@ -10,9 +10,9 @@ from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Problem
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
-from torch_dpflow.pool.array_files import ArrayReader, array_set
+from torch_dpflow.pool.array_files import ArrayReader, array_layout
 from torch_dpflow.pool.messages import ArraySource
-from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.reader.pool_reader import PoolReader
 from torch_dpflow.pool.sources import RecordReader, identity_of, source_of
 from torch_dpflow.pool.transport.address import AddressLike, find_address
 from torch_dpflow.pool.transport.control_connection import PoolConnection
@@ -58,7 +58,7 @@ def verify_pool(
     reader, per_record, at_once = _past_the_pool(stored)
     with (
         closing(reader) as storage,
-        closing(SetReading(find_address(address), source, identity, _SILENCE_S)) as memory,
+        closing(PoolReader(find_address(address), source, identity, _SILENCE_S)) as memory,
     ):
         records = -(-samples // per_record)
         for first in range(0, records, at_once):
@@ -80,7 +80,7 @@ def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, i
         return SampleReader(stored, check=True), 1, _AT_ONCE
     if stored.is_pushed:
         raise OptionError(f"{stored.ref} was pushed from memory, so there is no storage to compare it with")
-    rows = array_set(stored)
+    rows = array_layout(stored)
     return ArrayReader(stored), rows.per_block, max(1, _AT_ONCE_BYTES // (rows.per_block * rows.record_bytes))
 
 

@@ -27,11 +27,11 @@ import numpy.typing as npt
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.ipc.rpc.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
-from torch_dpflow.pool.planning.placement import NOBODY, place
+from torch_dpflow.pool.planning.placement import UNPLACED, place
 
 
 @dataclass(eq=False)
-class KeptSet:
+class AllocatedDataset:
     """A set of the keeper; it reserves the room."""
 
     sizes: npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class KeptSet:
 
 
 class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Who owns each stripe: places in `servers`, or `NOBODY`. A later table has a higher generation."""
+    """Who owns each stripe: places in `servers`, or `UNPLACED`. A later table has a higher generation."""
 
     generation: int
     servers: list[str]
@@ -92,7 +92,7 @@ class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
         """The stripes of each server."""
         of_each = [list[int]() for _ in self.servers]
         for stripe, owner in enumerate(self.owners):
-            if owner != NOBODY:
+            if owner != UNPLACED:
                 of_each[owner].append(stripe)
         return dict(zip(self.servers, of_each))
 
@@ -112,10 +112,10 @@ class Drop(msgspec.Struct, frozen=True):
     identity: bytes
 
 
-KeeperInstruction: TypeAlias = Fill | Drop
+AllocatorInstruction: TypeAlias = Fill | Drop
 
 
-class KeeperMachine:
+class StripeAllocator:
     """Decides what is held where. One thread owns it.
 
     Args:
@@ -130,7 +130,7 @@ class KeeperMachine:
         #: The bytes of each server, and those that are not reserved.
         self._capacity: dict[str, int] = {}
         self._room: dict[str, int] = {}
-        self._sets: dict[bytes, KeptSet] = {}
+        self._sets: dict[bytes, AllocatedDataset] = {}
 
     # -- servers ---------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class KeeperMachine:
         capacity_bytes: int,
         now: float,
         held: Mapping[bytes, Sequence[int]] | None = None,
-    ) -> list[KeeperInstruction]:
+    ) -> list[AllocatorInstruction]:
         """A server has begun, or lives on. A generation that was lost before is ignored.
 
         held: stripes of sets that are in its memory already; it keeps a set's, those that others own by now as copies
@@ -162,14 +162,14 @@ class KeeperMachine:
         """The bytes of each server, and those that are free."""
         return {name: (self._capacity[name], room) for name, room in sorted(self._room.items())}
 
-    def leave(self, server: str, generation: int, now: float) -> list[KeeperInstruction]:
+    def leave(self, server: str, generation: int, now: float) -> list[AllocatorInstruction]:
         """A server ends, or its end was seen."""
         self._lose(self._leases.handle(Leave(server, generation, now)), now)
         return self._place_all()
 
-    def expire(self, now: float) -> list[KeeperInstruction]:
+    def expire(self, now: float) -> list[AllocatorInstruction]:
         """Time has passed: servers that were silent are lost, sets that nobody reads go."""
-        out: list[KeeperInstruction] = []
+        out: list[AllocatorInstruction] = []
         for identity, one in list(self._sets.items()):
             if self._may_go(identity) and now - one.idle_since >= self._idle_s:
                 out += self._drop(identity)
@@ -190,7 +190,7 @@ class KeeperMachine:
         whole: bool,
         only: str | None = None,
         base: bytes = b"",
-    ) -> list[KeeperInstruction]:
+    ) -> list[AllocatorInstruction]:
         """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
 
         only: the one server that may have it; None: any.
@@ -201,7 +201,9 @@ class KeeperMachine:
         known = self._sets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
-            known = KeptSet(sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base)
+            known = AllocatedDataset(
+                sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base
+            )
         elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
@@ -223,11 +225,11 @@ class KeeperMachine:
         now: float,
         *,
         explicit: bool,
-    ) -> list[KeeperInstruction]:
+    ) -> list[AllocatorInstruction]:
         """Know a set that servers hold and this machine has not known; held: their stripes, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
-        self._sets[identity] = KeptSet(
+        self._sets[identity] = AllocatedDataset(
             sizes, explicit, [None] * len(sizes), idle_since=now, returns_until=until
         )
         return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
@@ -242,7 +244,7 @@ class KeeperMachine:
         elif known.readers.pop(server, None) is not None:
             known.idle_since = now
 
-    def unload(self, identity: bytes) -> list[KeeperInstruction]:
+    def unload(self, identity: bytes) -> list[AllocatorInstruction]:
         """Give up a set, whoever reads it. Raises UsageError: there is no such set."""
         self._set(identity)
         return [*self._drop(identity), *self._place_all()]
@@ -252,13 +254,13 @@ class KeeperMachine:
         one = self._set(identity)
         names = sorted({owner for owner in one.owners if owner is not None})
         place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
-        owners = [place_of.get(owner, NOBODY) for owner in one.owners]
+        owners = [place_of.get(owner, UNPLACED) for owner in one.owners]
         return StripeTable(
             generation=one.generation,
             servers=names,
             owners=owners,
             copies={name: sorted(own) for name, own in one.copies.items()},
-            placed_bytes=sum(size for size, owner in zip(one.sizes.tolist(), owners) if owner != NOBODY),
+            placed_bytes=sum(size for size, owner in zip(one.sizes.tolist(), owners) if owner != UNPLACED),
             readers=sum(one.readers.values()),
             is_settled=one.returns_until is None,
         )
@@ -269,7 +271,7 @@ class KeeperMachine:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _set(self, identity: bytes) -> KeptSet:
+    def _set(self, identity: bytes) -> AllocatedDataset:
         if identity not in self._sets:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return self._sets[identity]
@@ -280,7 +282,7 @@ class KeeperMachine:
         is_base = any(other.base == identity for other in self._sets.values())
         return not (one.is_explicit or one.readers or is_base)
 
-    def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[KeeperInstruction]:
+    def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[AllocatorInstruction]:
         """What a server holds already is its own, or a copy; Drop where most of it is others' by now."""
         known = self._sets.get(identity)
         if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
@@ -296,7 +298,9 @@ class KeeperMachine:
                 return []
         return [Drop(server, identity)]
 
-    def _make_room(self, identity: bytes, known: KeptSet, *, whole: bool) -> list[KeeperInstruction]:
+    def _make_room(
+        self, identity: bytes, known: AllocatedDataset, *, whole: bool
+    ) -> list[AllocatorInstruction]:
         """Drop idle sets, the oldest first, until what has no owner of this one fits, or none is left.
 
         whole: raise PoolFullError, with nothing dropped, where it does not fit even so.
@@ -306,20 +310,20 @@ class KeeperMachine:
         may_go = [one for one in self._sets if one not in (identity, known.base) and self._may_go(one)]
         idle = sorted(may_go, key=lambda one: self._sets[one].idle_since)
         capacity, room = self._open_to(known), self._room_without(idle)
-        if whole and NOBODY in place(identity, sizes, capacity, room, stripes):
+        if whole and UNPLACED in place(identity, sizes, capacity, room, stripes):
             free = sum(room[name] for name in capacity)
             raise PoolFullError(
                 f"the set takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
                 "memory, unload another set, or have a part of this one held"
             )
-        out: list[KeeperInstruction] = []
+        out: list[AllocatorInstruction] = []
         for oldest in idle:
-            if NOBODY not in place(identity, sizes, capacity, self._room, stripes):
+            if UNPLACED not in place(identity, sizes, capacity, self._room, stripes):
                 break
             out += self._drop(oldest)
         return out
 
-    def _open_to(self, one: KeptSet) -> dict[str, int]:
+    def _open_to(self, one: AllocatedDataset) -> dict[str, int]:
         """The capacities of the servers that may have it."""
         return {name: size for name, size in self._capacity.items() if one.only in (None, name)}
 
@@ -334,7 +338,7 @@ class KeeperMachine:
                 room[server] += one.copied_bytes(server)
         return room
 
-    def _drop(self, identity: bytes) -> list[KeeperInstruction]:
+    def _drop(self, identity: bytes) -> list[AllocatorInstruction]:
         self._room = self._room_without([identity])
         gone = self._sets.pop(identity)
         servers = {owner for owner in gone.owners if owner is not None} | gone.copies.keys()
@@ -352,21 +356,21 @@ class KeeperMachine:
                     one.owners[stripe] = None
                     one.generation += 1
 
-    def _place_all(self) -> list[KeeperInstruction]:
+    def _place_all(self) -> list[AllocatorInstruction]:
         return [one for identity in self._sets for one in self._place(identity)]
 
-    def _place(self, identity: bytes) -> list[KeeperInstruction]:
+    def _place(self, identity: bytes) -> list[AllocatorInstruction]:
         """Give the stripes that nobody has to servers that have room."""
         one = self._sets[identity]
         one.own_copies()
         if one.returns_until is not None:
             return []
-        homeless = one.without_owner()
+        unplaced = one.without_owner()
         capacity = self._open_to(one)
-        owners = place(identity, one.sizes[homeless], capacity, self._room, homeless)
+        owners = place(identity, one.sizes[unplaced], capacity, self._room, unplaced)
         names, fills = sorted(capacity), dict[str, list[int]]()
-        for stripe, owner in zip(homeless.tolist(), owners.tolist()):
-            if owner != NOBODY:
+        for stripe, owner in zip(unplaced.tolist(), owners.tolist()):
+            if owner != UNPLACED:
                 one.owners[stripe] = names[owner]
                 self._room[names[owner]] -= int(one.sizes[stripe])
                 fills.setdefault(names[owner], []).append(stripe)

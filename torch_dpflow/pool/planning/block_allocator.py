@@ -23,7 +23,7 @@ class _Block:
     left: int
 
 
-class BlockSpace:
+class BlockAllocator:
     """Places for samples in `capacity` bytes: each request's in one block, the first gap that is large enough.
 
     One thread owns it. Raises OptionError: a capacity below 1.

@@ -24,7 +24,7 @@ ALIGNMENT = 64
 #: Bytes of a stripe of an array set, at most, unless a record is larger.
 ARRAY_STRIPE_BYTES = 64 << 20
 #: Bytes of a block of rows, at most, unless a row is larger; and how many blocks a set may have: 4 TiB.
-ARRAY_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 1 << 24
+ARRAY_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 24
 _IDENTITY_BYTES = 16
 
 
@@ -38,7 +38,7 @@ def identity(kind: str, facts: dict[str, Any]) -> bytes:
     return hashlib.blake2b(encoded, digest_size=_IDENTITY_BYTES).digest()
 
 
-class RecordSet:
+class RecordLayout:
     """How the records of one set are dealt to stripes.
 
     Args:
@@ -66,7 +66,7 @@ class RecordSet:
         return range(first, min(first + self.per_stripe, self.records))
 
 
-class FileSet(RecordSet):
+class SampleLayout(RecordLayout):
     """Records of any length, one behind the other, each at a multiple of `ALIGNMENT`.
 
     lengths: bytes of each record.
@@ -97,7 +97,7 @@ class FileSet(RecordSet):
         return int(self._ends[first - 1]) if first else 0
 
 
-class ArraySet(RecordSet):
+class ArrayLayout(RecordLayout):
     """Rows of an array, in stripes of whole rows.
 
     A server knows blocks of rows, as files of one length (`blocks`): what it keeps of each row would take more memory
@@ -144,13 +144,13 @@ class ArraySet(RecordSet):
         self.per_block = max(1, fit // whole_lines * whole_lines or fit)
         self.blocks_per_stripe = max(1, stripe_bytes // (self.per_block * self.record_bytes))
         super().__init__(identity, records, self.per_block * self.blocks_per_stripe)
-        if -(-records // self.per_block) > _MOST_BLOCKS:
+        if -(-records // self.per_block) > _MAX_BLOCKS:
             raise OptionError(
                 f"{records:,} records of {self.record_bytes:,} bytes are too many; split the array"
             )
 
-    def blocks(self) -> FileSet:
+    def blocks(self) -> SampleLayout:
         """The blocks of rows, as a server holds them."""
         lengths = np.full(-(-self.records // self.per_block), self.per_block * self.record_bytes)
         lengths[-1] = (self.records - (len(lengths) - 1) * self.per_block) * self.record_bytes
-        return FileSet(self.identity, lengths, self.blocks_per_stripe)
+        return SampleLayout(self.identity, lengths, self.blocks_per_stripe)

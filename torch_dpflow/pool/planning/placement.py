@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.pool.planning.layout import ALIGNMENT, FileSet
+from torch_dpflow.pool.planning.layout import ALIGNMENT, SampleLayout
 
 #: The owner of a stripe for which no server had room.
-NOBODY = -1
+UNPLACED = -1
 
 
 def place(
@@ -29,7 +29,7 @@ def place(
     room: Mapping[str, int] | None = None,
     stripes: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """The owner of each stripe: its place in `sorted(servers)`, or `NOBODY`.
+    """The owner of each stripe: its place in `sorted(servers)`, or `UNPLACED`.
 
     Each server holds stripes in proportion to its weight, with the deviation of chance, about 1 / sqrt(stripes of
     one); what a server has no room for goes to the next in its order. Where there is not room for all, which of them
@@ -51,7 +51,7 @@ def place(
     sizes = np.asarray(stripe_bytes, dtype=np.int64)
     numbers = np.arange(len(sizes)) if stripes is None else np.asarray(stripes)
     if not names or not len(sizes):
-        return np.full(len(sizes), NOBODY, dtype=np.int32)
+        return np.full(len(sizes), UNPLACED, dtype=np.int32)
     left = [(servers if room is None else room)[name] for name in names]
     scores = np.stack([_scores(identity, name, servers[name], numbers) for name in names])
     owners: npt.NDArray[np.int32] = scores.argmax(axis=0).astype(np.int32)
@@ -64,7 +64,7 @@ def place(
 def _with_room(
     scores: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], room: list[int]
 ) -> npt.NDArray[np.int32]:
-    owners = np.full(len(sizes), NOBODY, dtype=np.int32)
+    owners = np.full(len(sizes), UNPLACED, dtype=np.int32)
     preferences = np.argsort(-scores, axis=0)
     for stripe in np.argsort(-scores.max(axis=0)).tolist():
         for server in preferences[:, stripe].tolist():
@@ -105,7 +105,7 @@ def resident(identity: bytes, records: int, cut: int) -> Flags:
     return stays
 
 
-def cut_that_fits(records: FileSet, room: int, largest: int) -> int:
+def cut_that_fits(records: SampleLayout, room: int, largest: int) -> int:
     """The cut with as many records as fit into `room` bytes; `ALL` where all do.
 
     largest: most bytes of a stripe, which has to fit into one server.
@@ -129,12 +129,12 @@ def _cut(sizes: npt.NDArray[np.int64], scores: npt.NDArray[np.uint64], room: int
     return int(scores[by_score[fit]])
 
 
-def resident_set(records: FileSet, cut: int) -> FileSet:
+def resident_layout(records: SampleLayout, cut: int) -> SampleLayout:
     """The set with no bytes for those that do not stay."""
     if cut == ALL:
         return records
     lengths = np.where(resident(records.identity, records.records, cut), records.lengths, 0)
-    return FileSet(records.identity, lengths, records.per_stripe)
+    return SampleLayout(records.identity, lengths, records.per_stripe)
 
 
 def _record_scores(identity: bytes, records: int) -> npt.NDArray[np.uint64]:

@@ -38,7 +38,7 @@ from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.errors import OptionError, UsageError
 
-_LARGEST_KEY = (1 << 31) - 1
+_MAX_KEY = (1 << 31) - 1
 
 
 class KnownOrder:
@@ -56,8 +56,8 @@ class KnownOrder:
         given = given if given.dtype == np.int32 else given.astype(np.int64)
         if given.ndim != 1:
             raise OptionError(f"order has {given.ndim} dimensions; give keys in a single list")
-        if len(given) and int(given.max()) > _LARGEST_KEY:
-            raise OptionError(f"key {int(given.max())} is above {_LARGEST_KEY}; give smaller ones")
+        if len(given) and int(given.max()) > _MAX_KEY:
+            raise OptionError(f"key {int(given.max())} is above {_MAX_KEY}; give smaller ones")
         self._order = given.astype(np.int32, copy=False)
         #: Every position before it was taken, and these behind it.
         self._nearest = 0

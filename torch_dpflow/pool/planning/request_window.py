@@ -29,7 +29,7 @@ MEASURED, MEASURED_RECORDS = 8, 64
 CLEARLY = 0.5
 #: Between trials that were of no use, seconds: ever longer. A reader that is suspended for a while looks like a timer
 #: that ran out; with pauses of up to 30 s, one such in 500 records kept the size at a third of what four links need.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 4.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0
 
 
 class SizeTrials:
@@ -95,7 +95,7 @@ class SizeTrials:
             self._kept = self.size / 2
         self._tried = None
         self._step, self._at = STEP, now + self._pause_s
-        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         self._begin()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class SizeTrials:
         self._at = now
         if self._in_vain >= 2:
             self._at += self._pause_s
-            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
 
     def _try(self, now: float) -> None:
         own = self.size
@@ -150,7 +150,7 @@ MEMORY_S = 10.0
 #: What may be asked for beyond what the line needs by Little's law.
 SURPLUS = 1.5
 #: What may be asked of each lane: while one record comes, the next one is under way.
-RECORDS_A_LANE = 2
+RECORDS_PER_CONNECTION = 2
 #: Bytes of a stage at most: while one of several lanes waits for it, its link is idle.
 STAGE = 64 << 10
 #: So much longer than usual, seconds, a record comes for which a retransmission timer ran out: Linux' least one.
@@ -166,7 +166,7 @@ class BatchWindow(ABC):
         self.bytes_out = self.records_out = 0
 
     @abstractmethod
-    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
+    def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
         """How many of the next records, of these lengths, are to be asked for now.
 
         At least one if nothing is out. Call `asked` for each of them. Call it after each arrival, also with no lengths:
@@ -217,7 +217,7 @@ class FixedWindow(BatchWindow):
         super().__init__(stages)
         self._size = check_int("size", size, minimum=1)
 
-    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
+    def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
         return self._fitting(lengths, self._size)
 
 
@@ -254,17 +254,19 @@ class MeasuredWindow(BatchWindow):
         """Bytes that may be out."""
         return int(self._trials.size)
 
-    def grant(self, lengths: Sequence[int], now: float, lanes: int = 1) -> int:
+    def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
         if not lengths:
             self._is_limited = False
             self._trials.pause()
             return 0
         if not self.records_out:
-            self._lanes, self._longest = lanes, 0
+            self._lanes, self._longest = connections, 0
         self._longest = max(self._longest, *lengths)
         self._bound(now)
         granted = self._fitting(lengths, self.size(), STAGE)
-        self._is_limited = granted < len(lengths) and lanes >= min(self._lanes, self.records_out + granted)
+        self._is_limited = granted < len(lengths) and connections >= min(
+            self._lanes, self.records_out + granted
+        )
         if not self._is_limited:
             self._trials.pause()
         return granted
@@ -296,7 +298,7 @@ class MeasuredWindow(BatchWindow):
         rate, round_trip = self._rate.value(now), self._round_trip.value(now)
         held = 0.0 if rate is None or round_trip is None else SURPLUS * rate * round_trip
         least = max(LEAST, self._longest)
-        of_use = max(RECORDS_A_LANE * self._lanes * self._longest, held)
+        of_use = max(RECORDS_PER_CONNECTION * self._lanes * self._longest, held)
         self._trials.bound(least, max(least, min(MOST, of_use)), max(1, self._longest))
 
 
@@ -321,7 +323,7 @@ class _Extreme:
         return seen[0][1] if seen else None
 
 
-class LaneQueues:
+class ConnectionQueues:
     """Places of a batch's records, by lane. The lane that has the fewest bytes under way is asked next.
 
     Lanes that have the same are asked in the order of what they have left, so that all of them end together.
@@ -332,11 +334,11 @@ class LaneQueues:
         together: what one lane is asked for before the next at least, bytes, where so much may be asked for.
     """
 
-    def __init__(self, lanes: Sequence[str], sizes: Sequence[int], together: int = 0) -> None:
-        self._lanes, self._sizes, self._together = lanes, sizes, together
+    def __init__(self, connections: Sequence[str], sizes: Sequence[int], together: int = 0) -> None:
+        self._lanes, self._sizes, self._together = connections, sizes, together
         self._waiting: dict[str, deque[int]] = {}
-        for place, lane in enumerate(lanes):
-            self._waiting.setdefault(lane, deque()).append(place)
+        for place, connection in enumerate(connections):
+            self._waiting.setdefault(connection, deque()).append(place)
         #: Bytes under way, by lane.
         self._out = dict.fromkeys(self._waiting, 0)
         #: The lane that is asked, and for how many bytes in a row it was.
@@ -345,7 +347,7 @@ class LaneQueues:
         self._order, self._at = [*sizes], 0
 
     @property
-    def lanes(self) -> list[str]:
+    def connections(self) -> list[str]:
         """Those that have something left."""
         return [*self._waiting]
 
@@ -358,19 +360,21 @@ class LaneQueues:
         share = (sum(self._out.values()) + room) / max(1, len(self._waiting))
         taken = list[int]()
         while self._waiting:
-            lane = self._next()
-            queue = self._waiting[lane]
-            while queue and (not self._run or self._run < self._together or self._has_room(lane, share)):
+            connection = self._next()
+            queue = self._waiting[connection]
+            while queue and (
+                not self._run or self._run < self._together or self._has_room(connection, share)
+            ):
                 size = self._sizes[queue[0]]
                 if taken and size > room:
                     self._at += len(taken)
                     return taken
                 room -= size
                 self._run += max(1, size)
-                self._out[lane] += size
+                self._out[connection] += size
                 taken.append(queue.popleft())
             if not queue:
-                del self._waiting[lane]
+                del self._waiting[connection]
         self._at += len(taken)
         return taken
 
@@ -381,8 +385,8 @@ class LaneQueues:
             self._run = 0
         return self._asked
 
-    def _has_room(self, lane: str, share: float) -> bool:
-        return self._out[lane] + self._sizes[self._waiting[lane][0]] <= share
+    def _has_room(self, connection: str, share: float) -> bool:
+        return self._out[connection] + self._sizes[self._waiting[connection][0]] <= share
 
     def came(self, place: int) -> None:
         """It is not under way any more."""
@@ -393,7 +397,7 @@ class LaneQueues:
         self._waiting.setdefault(self._lanes[place], deque()).append(place)
         self._order.append(self._sizes[place])
 
-    def drop(self, lane: str) -> None:
+    def drop(self, connection: str) -> None:
         """Nothing is asked for over it any more, and nothing comes."""
-        self._at += len(self._waiting.pop(lane, ()))
-        self._out[lane] = 0
+        self._at += len(self._waiting.pop(connection, ()))
+        self._out[connection] = 0

@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 
 from torch_dpflow._core.checks import check_int, check_seconds
 
-LaneT = TypeVar("LaneT", bound=Hashable)
+ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
-class SendTurns(Generic[LaneT]):
+class SendTurns(Generic[ConnectionT]):
     """Turns of lanes, which are any hashable values.
 
     Args:
@@ -27,38 +27,38 @@ class SendTurns(Generic[LaneT]):
     def __init__(self, *, most: int = 64, stall_s: float = 1.0) -> None:
         self._most = check_int("most", most, minimum=1)
         self._stall_s = check_seconds("stall_s", stall_s)
-        self._line: OrderedDict[LaneT, None] = OrderedDict()
+        self._line: OrderedDict[ConnectionT, None] = OrderedDict()
         #: When each that is in the midst of a turn has sent something last.
-        self._sending: dict[LaneT, float] = {}
+        self._sending: dict[ConnectionT, float] = {}
 
-    def add(self, lane: LaneT) -> None:
+    def add(self, connection: ConnectionT) -> None:
         """It has something to send."""
-        if lane not in self._sending:
-            self._line.setdefault(lane)
+        if connection not in self._sending:
+            self._line.setdefault(connection)
 
-    def next(self, now: float) -> LaneT | None:
+    def next(self, now: float) -> ConnectionT | None:
         """Who begins a turn; call `sent` or `done` for it. None: nobody may."""
         if not self._line or not self.has_room(now):
             return None
-        lane, _ = self._line.popitem(last=False)
-        self._sending[lane] = now
-        return lane
+        connection, _ = self._line.popitem(last=False)
+        self._sending[connection] = now
+        return connection
 
-    def sent(self, lane: LaneT, now: float) -> None:
+    def sent(self, connection: ConnectionT, now: float) -> None:
         """It has sent a part of its turn, and can send no more for now."""
-        if lane in self._sending:
-            self._sending[lane] = now
+        if connection in self._sending:
+            self._sending[connection] = now
 
-    def done(self, lane: LaneT, *, more: bool) -> None:
+    def done(self, connection: ConnectionT, *, more: bool) -> None:
         """Its turn has ended; more: it has something left to send."""
-        self._sending.pop(lane, None)
+        self._sending.pop(connection, None)
         if more:
-            self.add(lane)
+            self.add(connection)
 
-    def drop(self, lane: LaneT) -> None:
+    def drop(self, connection: ConnectionT) -> None:
         """It has gone."""
-        self._sending.pop(lane, None)
-        self._line.pop(lane, None)
+        self._sending.pop(connection, None)
+        self._line.pop(connection, None)
 
     def __len__(self) -> int:
         """How many stand in line."""

@@ -15,37 +15,37 @@ from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
     COMES,
-    MOST_ANNOUNCED,
-    MOST_RECORDS,
+    MAX_ANNOUNCED,
+    MAX_RECORDS,
     AheadOpened,
     AheadPlaces,
-    AnnounceOrder,
+    AnnounceAccessPlan,
+    ConfirmAhead,
+    GetAheadPlaces,
     OpenAhead,
-    TookAhead,
-    WantAhead,
     memory_name,
 )
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.data_reader import LaneReader
+from torch_dpflow.pool.transport.data_reader import DataReader
 from torch_dpflow.pool.transport.segments import map_sealed
 
 #: A record, and where it lies: offset and length.
 AheadRecord: TypeAlias = tuple[int, int, int]
 
 
-class FarMemory:
+class RemoteMemory:
     """What a server of another host reads ahead into, through its lanes."""
 
-    def __init__(self, lanes: LaneReader, server: str) -> None:
-        self._lanes, self._server = lanes, server
+    def __init__(self, connections: DataReader, server: str) -> None:
+        self._data, self._server = connections, server
 
     def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
         """Those of these records that have come; what lies in the memory of this number."""
         filled = [one for one in there if one[2]]
         name, servers = memory_name(number), [self._server] * len(filled)
-        contents = self._lanes.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
-        self._lanes.gone.discard(name)
+        contents = self._data.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
+        self._data.gone.discard(name)
         empty = {record: b"" for record, _, length in there if not length}
         return empty | {
             one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)
@@ -67,7 +67,7 @@ class AheadReader:
     def announce(
         self,
         connection: PoolConnection,
-        order: str,
+        plan: str,
         keys: npt.NDArray[np.integer[Any]],
         spread: int,
         extends: bool,
@@ -77,27 +77,27 @@ class AheadReader:
         extends: without waiting for the server, as a training loop draws them.
         """
         numbers = keys.astype("<i4")
-        for first in range(0, max(len(numbers), not extends), MOST_ANNOUNCED):
-            part = AnnounceOrder(
+        for first in range(0, max(len(numbers), not extends), MAX_ANNOUNCED):
+            part = AnnounceAccessPlan(
                 identity=self._identity,
-                order=order,
+                plan=plan,
                 first=first,
                 total=len(numbers),
                 spread=spread,
                 extends=extends,
-                records=numbers[first : first + MOST_ANNOUNCED].tobytes(),
+                records=numbers[first : first + MAX_ANNOUNCED].tobytes(),
             )
             try:
                 if extends:
                     connection.post(part)
                 else:
-                    connection.ask(part)
+                    connection.request(part)
             except (UsageError, PoolFullError) as error:  # it has no memory for that
                 DATASETS.info("the pool reads nothing ahead: %s", error)
                 return
 
     def read(
-        self, connection: PoolConnection, order: str, records: Sequence[int], far: FarMemory | None
+        self, connection: PoolConnection, plan: str, records: Sequence[int], far: RemoteMemory | None
     ) -> dict[int, bytes]:
         """Those of these records that the server has read, or reads now. Raises as `PoolConnection.ask`.
 
@@ -108,8 +108,8 @@ class AheadReader:
         deadline = time.monotonic() + self._silence_s
         try:
             while left and time.monotonic() < deadline:
-                asked, rest = left[:MOST_RECORDS], left[MOST_RECORDS:]
-                places, _ = connection.ask(WantAhead(self._identity, order, asked))
+                asked, rest = left[:MAX_RECORDS], left[MAX_RECORDS:]
+                places, _ = connection.request(GetAheadPlaces(self._identity, plan, asked))
                 assert isinstance(places, AheadPlaces)
                 there = [one for one in zip(asked, places.offsets, places.lengths) if one[2] >= 0]
                 if far is None:
@@ -117,7 +117,7 @@ class AheadReader:
                 else:
                     copied = far.read(places.memory, there)
                 if copied:
-                    connection.ask(TookAhead(self._identity, [*copied]))
+                    connection.request(ConfirmAhead(self._identity, [*copied]))
                     found |= copied
                     deadline = time.monotonic() + self._silence_s
                 left = [one for one, length in zip(asked, places.lengths) if length == COMES] + rest
@@ -137,7 +137,7 @@ class AheadReader:
 
     def _mapped(self, connection: PoolConnection, number: int) -> mmap.mmap:
         if self._memory is None or number != self._number:
-            opened, fds = connection.ask(OpenAhead(self._identity))
+            opened, fds = connection.request(OpenAhead(self._identity))
             try:
                 assert isinstance(opened, AheadOpened)
                 self._memory, self._number = map_sealed(fds[0]), opened.memory

@@ -15,24 +15,24 @@ from torch_dpflow.errors import DPFlowError
 from torch_dpflow.pool.messages import (
     ELSEWHERE,
     HERE,
-    MOST_RECORDS,
+    MAX_RECORDS,
     PENDING,
-    OpenSet,
+    DatasetOpened,
+    GetRecordStates,
+    OpenDataset,
     RecordStates,
-    SetOpened,
-    WantRecords,
 )
 from torch_dpflow.pool.reader.lookup import log_fallback
 from torch_dpflow.pool.transport.control_connection import PoolConnection
-from torch_dpflow.pool.transport.segments import PoolRegion, map_region
+from torch_dpflow.pool.transport.segments import Segment, map_segment
 
 #: Between attempts to reach a server, seconds: doubles from the first to the second with each that fails.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 #: How long an answer may wait for records that are on their way, seconds; half a client's patience if that is less.
 _ANSWER_S = 1.0
 
 
-class NearServer:
+class LocalServer:
     """Reads records of one set that a server on this host holds. One thread at a time.
 
     What was mapped stays readable when the server is gone.
@@ -48,7 +48,7 @@ class NearServer:
         identity: bytes,
         per_stripe: int,
         silence_s: float,
-        ready: dict[int, PoolRegion],
+        ready: dict[int, Segment],
     ) -> None:
         self._directory, self._identity = directory, identity
         self._per_stripe, self._silence_s = per_stripe, silence_s
@@ -57,18 +57,18 @@ class NearServer:
         #: Number of the holding that `_mapped`, `_regions` and `_states` are of; see `RecordStates`.
         self._held = 0
         #: Regions in the order in which the server has them, and each stripe's.
-        self._mapped: list[PoolRegion] = []
-        self._regions: dict[int, PoolRegion] = {}
+        self._mapped: list[Segment] = []
+        self._segments: dict[int, Segment] = {}
         self._ready = ready
         #: What it has mapped and some of which is still read.
-        self._known: set[PoolRegion] = set()
+        self._known: set[Segment] = set()
         #: What the server has said of records in other stripes, where that is final.
         self._states: dict[int, int] = {}
 
     @property
     def retired(self) -> set[int]:
         """Why the server has given up what is mapped, if it has."""
-        return {why for region in self._known if (why := region.retired) is not None}
+        return {why for segment in self._known if (why := segment.retired) is not None}
 
     @property
     def is_there(self) -> bool:
@@ -78,31 +78,31 @@ class NearServer:
     def read(self, record: int, *, copy: bool) -> bytes | memoryview | None:
         """A record, if it is known to be there: a copy, or its memory."""
         stripe, number = divmod(record, self._per_stripe)
-        region = self._ready.get(stripe)
-        if region is None and self._states.get(record) == HERE:
-            region = self._regions[stripe]
-        return None if region is None else region.read(stripe, number, copy=copy)
+        segment = self._ready.get(stripe)
+        if segment is None and self._states.get(record) == HERE:
+            segment = self._segments[stripe]
+        return None if segment is None else segment.read(stripe, number, copy=copy)
 
     def offsets(
         self, stripe: int, records: npt.NDArray[np.int64]
-    ) -> tuple[PoolRegion, npt.NDArray[np.int64]] | None:
+    ) -> tuple[Segment, npt.NDArray[np.int64]] | None:
         """The region of a stripe, and where these records of it begin there; -1: not there, as far as is known."""
-        region = self._ready.get(stripe)
+        segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True
-        if region is None and stripe in self._regions:
-            region = self._regions[stripe]
+        if segment is None and stripe in self._segments:
+            segment = self._segments[stripe]
             here = np.array([self._states.get(one) == HERE for one in records.tolist()])
-        if region is None:
+        if segment is None:
             return None
-        return region, np.where(here, region.offsets(stripe, records % self._per_stripe), -1)
+        return segment, np.where(here, segment.offsets(stripe, records % self._per_stripe), -1)
 
     def pending(self, records: Iterable[int]) -> list[int]:
-        """Those of these that only the server can tell of, at most `MOST_RECORDS`."""
+        """Those of these that only the server can tell of, at most `MAX_RECORDS`."""
         return [
             one
             for one in records
             if one // self._per_stripe not in self._ready and self._states.get(one, PENDING) == PENDING
-        ][:MOST_RECORDS]
+        ][:MAX_RECORDS]
 
     def lacks(self, record: int) -> bool:
         """Whether the server is gone, or has said that the record is not its own."""
@@ -118,30 +118,30 @@ class NearServer:
             self._try(self._map_more)
 
     def send(self, records: Sequence[int]) -> bool:
-        """Ask for these, at most `MOST_RECORDS`; whether `hear` is to be called."""
+        """Ask for these, at most `MAX_RECORDS`; whether `hear` is to be called."""
         if not self.is_there:
             return False
 
-        def ask() -> None:
+        def request() -> None:
             if self._connection is None:
                 self._connect()
             assert self._connection is not None
-            patience_s = min(_ANSWER_S, self._silence_s / 2)
-            self._connection.send(WantRecords(self._identity, [*records], patience_s))
+            wait_s = min(_ANSWER_S, self._silence_s / 2)
+            self._connection.send(GetRecordStates(self._identity, [*records], wait_s))
 
-        return self._try(ask)
+        return self._try(request)
 
-    def hear(self, records: Sequence[int]) -> bool:
+    def receive(self, records: Sequence[int]) -> bool:
         """Take the answer to `send` for the same records; whether it tells of any."""
         came = dict[int, int]()
 
         def take() -> None:
             assert self._connection is not None
-            answer, _ = self._connection.hear()
+            answer, _ = self._connection.receive()
             assert isinstance(answer, RecordStates)
             states = {one: state for one, state in zip(records, answer.states) if state != PENDING}
             here = {one // self._per_stripe for one, state in states.items() if state == HERE}
-            if self._is_of_another(answer) or not self._regions.keys() >= here:
+            if self._is_of_another(answer) or not self._segments.keys() >= here:
                 self._map_more()
             if self._is_of_another(answer):
                 return  # the set was given up and held again meanwhile: other regions are filled
@@ -149,9 +149,9 @@ class NearServer:
             self._states |= {
                 one: state
                 for one, state in came.items()
-                if state != HERE or one // self._per_stripe in self._regions
+                if state != HERE or one // self._per_stripe in self._segments
             }
-            self._ready |= {one: self._regions[one] for one in answer.stripes if one in self._regions}
+            self._ready |= {one: self._segments[one] for one in answer.stripes if one in self._segments}
 
         return self._try(take) and bool(came)
 
@@ -171,20 +171,20 @@ class NearServer:
 
     def _leave_regions(self, held: int) -> None:
         """Go on with a new holding: what was said of records holds for earlier regions alone; whole stripes stay."""
-        self._held, self._states, self._mapped, self._regions = held, {}, [], {}
+        self._held, self._states, self._mapped, self._segments = held, {}, [], {}
         self._known &= {*self._ready.values()}
 
-    def _is_of_another(self, answer: RecordStates | SetOpened) -> bool:
+    def _is_of_another(self, answer: RecordStates | DatasetOpened) -> bool:
         """Whether an answer is of a holding whose regions are not those that are mapped."""
         return answer.held not in (0, self._held)
 
     def _map_more(self) -> None:
         assert self._connection is not None
         while True:
-            opened, fds = self._connection.ask(OpenSet(self._identity, len(self._mapped)))
-            assert isinstance(opened, SetOpened)
+            opened, fds = self._connection.request(OpenDataset(self._identity, len(self._mapped)))
+            assert isinstance(opened, DatasetOpened)
             try:
-                regions = [map_region(fd, [self._identity, *opened.shares]) for fd in fds]
+                segments = [map_segment(fd, [self._identity, *opened.shares]) for fd in fds]
             finally:
                 for fd in fds:
                     os.close(fd)  # a mapping has a descriptor of its own
@@ -193,11 +193,11 @@ class NearServer:
                 self._leave_regions(opened.held)
                 if not are_first:
                     continue
-            for region in regions:
-                self._mapped.append(region)
-                self._known.add(region)
-                shared = opened.shares.get(region.identity, math.inf)
-                self._regions |= {stripe: region for stripe in region.stripes if stripe < shared}
+            for segment in segments:
+                self._mapped.append(segment)
+                self._known.add(segment)
+                shared = opened.shares.get(segment.identity, math.inf)
+                self._segments |= {stripe: segment for stripe in segment.stripes if stripe < shared}
             if not fds or len(self._mapped) >= opened.total:
                 return
 
@@ -208,7 +208,7 @@ class NearServer:
         except DPFlowError as error:
             self.disconnect()
             self._retry_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             log_fallback(f"the server of the pool at {self._directory} is left for now", error)
             return False
         except BaseException:  # Control-C: what has come is not noted, and would be waited for

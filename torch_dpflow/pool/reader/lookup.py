@@ -11,8 +11,8 @@ import numpy as np
 
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
-from torch_dpflow.pool.messages import AnySource, CountReads, PreloadSet, ReadSet, SetInfo
-from torch_dpflow.pool.server_messages import AskTable, ServerInfo, TablePart
+from torch_dpflow.pool.messages import AnySource, CachedDataset, CountReads, PreloadDataset, StartReading
+from torch_dpflow.pool.server_messages import GetStripeTable, ServerInfo, StripeTablePart
 from torch_dpflow.pool.transport.address import PoolAddress, check_private
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 
@@ -44,10 +44,10 @@ def log_fallback(what: str, error: DPFlowError) -> None:
 
 
 #: How often a server is told how many samples were read, seconds.
-_TELL_S = 1.0
+_COUNTS_INTERVAL_S = 1.0
 
 
-class SetTable(NamedTuple):
+class StripeOwners(NamedTuple):
     """Who holds each stripe of a set: places in `servers`, or -1."""
 
     per_stripe: int
@@ -56,12 +56,12 @@ class SetTable(NamedTuple):
     #: Whether all of them have made room for it.
     is_placed: bool
     #: The name of the server that was asked.
-    asked: str
+    answered_by: str
     #: Whether some samples have no place in memory.
     is_part: bool
 
 
-class PoolEntry:
+class PoolLookup:
     """Asks a pool for one set, for one process. One thread at a time.
 
     Args:
@@ -72,7 +72,7 @@ class PoolEntry:
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._address, self._source, self._identity = address, source, identity
         #: Where the server is that was asked last.
-        self.asked = address
+        self.contacted = address
         self._silence_s = silence_s
         #: To the server that is asked; None: there is none for now.
         self.connection: PoolConnection | None = None
@@ -81,16 +81,16 @@ class PoolEntry:
         #: Other servers of this host.
         self._others: list[PoolAddress] = []
         #: How many samples were read from memory and from storage, as servers were told, and when.
-        self._told, self._told_at = (0, 0), 0.0
+        self._reported, self._reported_at = (0, 0), 0.0
 
-    def table(self) -> SetTable | None:
+    def table(self) -> StripeOwners | None:
         """Who holds the set, which the pool begins to hold if it does not; None: that is not known yet.
 
         Raises PeerLostError: no server answers; and what keeps the set from being held.
         """
         for address in [self._address, *self._others]:
             if self.connection is None:
-                self.asked = address
+                self.contacted = address
             try:
                 connection = self.connection = self.connection or PoolConnection(
                     address, silence_s=self._silence_s
@@ -117,14 +117,14 @@ class PoolEntry:
             self.connection = PoolConnection(self._address, silence_s=self._silence_s)
         return all(one.identity != self._identity for one in self.connection.contents().sets)
 
-    def tell(self, hits: int, misses: int, pause_s: float = _TELL_S) -> None:
+    def send_nowait(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
         """Tell a server how many samples were read in all, for people, if the last time is so long ago."""
         now = time.monotonic()
-        if self.connection is None or now < self._told_at + pause_s:
+        if self.connection is None or now < self._reported_at + pause_s:
             return
-        before = self._told
-        if self.connection.tell(CountReads(self._identity, hits - before[0], misses - before[1])):
-            self._told, self._told_at = (hits, misses), now
+        before = self._reported
+        if self.connection.send_nowait(CountReads(self._identity, hits - before[0], misses - before[1])):
+            self._reported, self._reported_at = (hits, misses), now
 
     def close(self) -> None:
         """End the connection; the pool then knows that this reader has ended."""
@@ -134,16 +134,16 @@ class PoolEntry:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _table(self, connection: PoolConnection) -> SetTable | None:
-        request = PreloadSet(source=self._source, identity=self._identity, is_explicit=False, whole=False)
-        info = connection.get(request, SetInfo)
+    def _table(self, connection: PoolConnection) -> StripeOwners | None:
+        request = PreloadDataset(source=self._source, identity=self._identity, is_explicit=False, whole=False)
+        info = connection.get(request, CachedDataset)
         if not info.records:
             return None
-        connection.ask(ReadSet(self._identity))
+        connection.request(StartReading(self._identity))
         try:
-            parts = [connection.get(AskTable(self._identity), TablePart)]
+            parts = [connection.get(GetStripeTable(self._identity), StripeTablePart)]
             while (known := sum(len(one.owners) // 2 for one in parts)) < parts[0].stripes:
-                parts.append(connection.get(AskTable(self._identity, known), TablePart))
+                parts.append(connection.get(GetStripeTable(self._identity, known), StripeTablePart))
                 if parts[-1].generation != parts[0].generation or not parts[-1].owners:
                     return None
         except UsageError:  # it has been given up since
@@ -154,16 +154,18 @@ class PoolEntry:
         owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
             raise MessageError("the pool's table of a set cannot be read")
-        return SetTable(table.per_stripe, table.servers, owners, info.is_placed, table.asked, table.is_part)
+        return StripeOwners(
+            table.per_stripe, table.servers, owners, info.is_placed, table.answered_by, table.is_part
+        )
 
-    def _come_near(self, table: TablePart) -> None:
+    def _come_near(self, table: StripeTablePart) -> None:
         """Ask the server over its socket, by which memory comes, where this process may map it."""
-        asked = next((one for one in table.servers if one.name == table.asked), None)
-        if self.connection is None or self.connection.maps or asked is None or not asked.is_near:
+        contacted = next((one for one in table.servers if one.name == table.answered_by), None)
+        if self.connection is None or self.connection.maps or contacted is None or not contacted.is_near:
             return
         try:
-            near = PoolConnection(PoolAddress(directory=Path(asked.directory)), silence_s=self._silence_s)
-            near.ask(ReadSet(self._identity))
+            near = PoolConnection(PoolAddress(directory=Path(contacted.directory)), silence_s=self._silence_s)
+            near.request(StartReading(self._identity))
         except DPFlowError:  # it answers over the network
             return
         self.connection.close()

@@ -27,13 +27,13 @@ from torch_dpflow.pool.messages import (
     COMES,
     IN_STORAGE,
     LEFT,
-    LONGEST_ORDER,
-    MOST_COMING,
-    MOST_ORDERS,
+    MAX_PLAN_RECORDS,
+    MAX_PLANS,
+    MAX_UPCOMING,
     AheadPlaces,
-    AnnounceOrder,
+    AnnounceAccessPlan,
 )
-from torch_dpflow.pool.planning.block_allocator import BlockSpace
+from torch_dpflow.pool.planning.block_allocator import BlockAllocator
 from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.sources import RecordReader
@@ -56,7 +56,7 @@ class AheadPlace:
         self._free()
 
 
-class AnnouncedOrder:
+class AccessPlan:
     """One reader's order, of those records that have no place in memory.
 
     owner: the connection that has announced it.
@@ -95,7 +95,7 @@ REQUEST_SAMPLES, FETCHERS = 16, 4
 #: The part of the memory that is planned with: blocks of several samples are free once all of them were read.
 _PLANNED = 0.85
 #: Requests for which there is room at least.
-_LEAST_BLOCKS = 16
+_MIN_BLOCKS = 16
 #: How long an answer waits for room that others have to free, and for a piece of an order that is on its way, seconds.
 _REFUSED_S, _ON_ITS_WAY_S = 0.05, 0.05
 
@@ -128,24 +128,24 @@ class AheadReading:
         mean = max(1, int(lengths[may_read].mean())) if may_read.any() else 1
         planned = max(1, int(_PLANNED * memory_bytes))
         # A block is in use until the last of its samples was read, so many small ones waste less.
-        k = min(REQUEST_SAMPLES, max(1, planned // mean // _LEAST_BLOCKS))
+        k = min(REQUEST_SAMPLES, max(1, planned // mean // _MIN_BLOCKS))
         self._machine = ReadAhead(capacity_bytes=planned, k=k, lead=1, sample_bytes=mean)
-        self._space = BlockSpace(memory_bytes)
+        self._space = BlockAllocator(memory_bytes)
         #: The length of what lies at each offset.
         self._stored_at: dict[int, int] = {}
         # Reentrant: a place is freed by whoever drops the last reference to it.
         self._changed = threading.Condition(threading.RLock())
-        self._orders: dict[str, AnnouncedOrder] = {}
+        self._plans: dict[str, AccessPlan] = {}
         #: Of orders that are not whole, by connection and name.
         self._parts: dict[str, dict[str, list[Keys]]] = {}
         #: What each connection may copy: order and position of each record, and its place.
-        self._lent: dict[str, dict[int, tuple[AnnouncedOrder, int, AheadPlace]]] = {}
+        self._lent: dict[str, dict[int, tuple[AccessPlan, int, AheadPlace]]] = {}
         self._requests: deque[list[Load]] = deque()
         self._cancelled: set[int] = set()
         self._threads = 0
         self._is_closed = False
 
-    def announce(self, connection: str, part: AnnounceOrder) -> None:
+    def announce(self, connection: str, part: AnnounceAccessPlan) -> None:
         """Take a part of an order; with the last one reading begins. Raises UsageError: it is no such part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
@@ -154,56 +154,56 @@ class AheadReading:
             whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
             if whole is not None:
                 keys, spread = whole[self._may_read[whole]], max(1, part.spread)
-                order = self._orders.get(part.order)
-                if part.extends and order is not None and order.owner == connection:
-                    self._extend(part.order, order, keys, spread)
+                plan = self._plans.get(part.plan)
+                if part.extends and plan is not None and plan.owner == connection:
+                    self._extend(part.plan, plan, keys, spread)
                 else:
                     grows = part.extends or not part.total
-                    self._begin(part.order, AnnouncedOrder(connection, spread, keys, grows=grows))
+                    self._begin(part.plan, AccessPlan(connection, spread, keys, grows=grows))
 
-    def want(self, connection: str, name: str, records: Sequence[int], patience_s: float) -> AheadPlaces:
+    def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
         """Where these are, once none is on its way, or after so many seconds, or when there is no room for all."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + wait_s
         with self._changed:
-            order = self._known(name, records)
-            positions = {} if order is None else self._open(name, order, records)
-            if order is None:
+            plan = self._known(name, records)
+            positions = {} if plan is None else self._open(name, plan, records)
+            if plan is None:
                 return AheadPlaces(self.number, [0] * len(records), [LEFT] * len(records))
             for position in positions.values():
-                if position not in order.served:
-                    self._obey(self._machine.read(name, position), is_urgent=True)
-            due = positions.values() - order.served.keys()
+                if position not in plan.served:
+                    self._apply(self._machine.read(name, position), is_urgent=True)
+            due = positions.values() - plan.served.keys()
             while due and not self._is_closed:
                 # What is refused has room once others are taken: at once if the asker has some, and else soon.
-                refused = bool(due & order.refused)
-                left = min(deadline - time.monotonic(), _REFUSED_S if refused else patience_s)
+                refused = bool(due & plan.refused)
+                left = min(deadline - time.monotonic(), _REFUSED_S if refused else wait_s)
                 if (refused and due < set(positions.values())) or not self._changed.wait(left):
                     break
-                due -= order.served.keys()
-            order.refused -= due
+                due -= plan.served.keys()
+            plan.refused -= due
             return self._places(
-                connection, name, order, [(one, positions.get(one, -1)) for one in records], due
+                connection, name, plan, [(one, positions.get(one, -1)) for one in records], due
             )
 
     def _places(
-        self, connection: str, name: str, order: AnnouncedOrder, asked: list[tuple[int, int]], due: set[int]
+        self, connection: str, name: str, plan: AccessPlan, asked: list[tuple[int, int]], due: set[int]
     ) -> AheadPlaces:
         """The answer, by which the connection may copy what is there; what cannot be read is consumed."""
         lent = self._lent.setdefault(connection, {})
         places: list[tuple[int, int]] = []
         for record, position in asked:
-            place = order.served.get(position)
+            place = plan.served.get(position)
             if isinstance(place, AheadPlace):
-                lent[record] = order, position, place
+                lent[record] = plan, position, place
                 places.append((place.offset, place.length))
             else:
                 places.append((0, COMES if position in due and not self._is_closed else LEFT))
-        failed = [position for _, position in asked if isinstance(order.served.get(position), DPFlowError)]
-        self._consume(name, order, failed)
+        failed = [position for _, position in asked if isinstance(plan.served.get(position), DPFlowError)]
+        self._consume(name, plan, failed)
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
-        """For lanes, as of `HeldSet`: what lies there, or `IN_STORAGE`. Whether that was right `took` says."""
+        """For lanes, as of `HeldDataset`: what lies there, or `IN_STORAGE`. Whether that was right `took` says."""
         with self._changed:
             length = self._stored_at.get(offset)
             if length is None or self._is_closed:
@@ -216,9 +216,9 @@ class AheadReading:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:
                 raise UsageError(f"record {missing[0]} was not read ahead for this connection")
-            for name, order in list(self._orders.items()):
-                own = [one for one in records if lent[one][0] is order]
-                self._consume(name, order, [lent[one][1] for one in own])
+            for name, plan in list(self._plans.items()):
+                own = [one for one in records if lent[one][0] is plan]
+                self._consume(name, plan, [lent[one][1] for one in own])
             for record in records:
                 lent.pop(record, None)
 
@@ -227,19 +227,19 @@ class AheadReading:
         with self._changed:
             self._lent.pop(connection, None)
             self._parts.pop(connection, None)
-            for name in [name for name, order in self._orders.items() if order.owner == connection]:
+            for name in [name for name, plan in self._plans.items() if plan.owner == connection]:
                 self._end(name)
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody has announced an order."""
-        return not self._orders and not any(self._parts.values())
+        return not self._plans and not any(self._parts.values())
 
     def close(self) -> None:
         """Give everything up; readers that map the memory drop what they copy."""
         with self._changed:
             self._is_closed = True
-            for name in list(self._orders):
+            for name in list(self._plans):
                 self._end(name)
             self._lent = {}
             self._changed.notify_all()
@@ -249,33 +249,33 @@ class AheadReading:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _joined(self, own: dict[str, list[Keys]], part: AnnounceOrder, keys: Keys) -> Keys | None:
+    def _joined(self, own: dict[str, list[Keys]], part: AnnounceAccessPlan, keys: Keys) -> Keys | None:
         """The whole order, if this is its last part. Raises UsageError: it is no such part, or there are too many."""
-        parts = own.get(part.order, []) if part.first else []
+        parts = own.get(part.plan, []) if part.first else []
         come = sum(map(len, parts))
-        if part.first != come or not come + len(keys) <= part.total <= LONGEST_ORDER:
+        if part.first != come or not come + len(keys) <= part.total <= MAX_PLAN_RECORDS:
             raise UsageError(f"records {part.first} of an order of {part.total}, of which {come} have come")
-        others = [len(order.keys) for name, order in self._orders.items() if name != part.order]
+        others = [len(plan.keys) for name, plan in self._plans.items() if name != part.plan]
         others += [
             sum(map(len, of))
             for waiting in self._parts.values()
             for name, of in waiting.items()
-            if waiting is not own or name != part.order
+            if waiting is not own or name != part.plan
         ]
-        if len(others) >= MOST_ORDERS or sum(others) + come + len(keys) > LONGEST_ORDER:
+        if len(others) >= MAX_PLANS or sum(others) + come + len(keys) > MAX_PLAN_RECORDS:
             raise UsageError(
                 f"{len(others)} orders of {sum(others)} records in all are announced of this set; at most "
-                f"{MOST_ORDERS} of {LONGEST_ORDER} are allowed"
+                f"{MAX_PLANS} of {MAX_PLAN_RECORDS} are allowed"
             )
-        own[part.order] = parts
+        own[part.plan] = parts
         parts.append(keys)
-        return np.concatenate(own.pop(part.order)) if come + len(keys) == part.total else None
+        return np.concatenate(own.pop(part.plan)) if come + len(keys) == part.total else None
 
-    def _begin(self, name: str, order: AnnouncedOrder) -> None:
-        if name in self._orders:
+    def _begin(self, name: str, plan: AccessPlan) -> None:
+        if name in self._plans:
             self._end(name)
-        self._obey(self._machine.announce(name, order.keys))
-        self._orders[name] = order
+        self._apply(self._machine.announce(name, plan.keys))
+        self._plans[name] = plan
         self._machine.lead = max(1, self._machine.room - 1)
         for _ in range(FETCHERS - self._threads):
             try:
@@ -285,48 +285,48 @@ class AheadReading:
                 break
             self._threads += 1
 
-    def _extend(self, name: str, order: AnnouncedOrder, keys: Keys, spread: int) -> None:
-        self._pass_over(name, order, order.end + len(keys) - MOST_COMING)
-        order.extend(keys, spread)
-        self._obey(self._machine.extend(name, keys))
+    def _extend(self, name: str, plan: AccessPlan, keys: Keys, spread: int) -> None:
+        self._pass_over(name, plan, plan.end + len(keys) - MAX_UPCOMING)
+        plan.extend(keys, spread)
+        self._apply(self._machine.extend(name, keys))
         self._changed.notify_all()
 
-    def _pass_over(self, name: str, order: AnnouncedOrder, before: int) -> None:
+    def _pass_over(self, name: str, plan: AccessPlan, before: int) -> None:
         """Positions before this one are not read any more."""
-        order.passed = max(order.passed, min(before, order.end))
-        self._obey(self._machine.pass_over(name, order.passed))
-        for position in [one for one in order.served if one < order.passed]:
-            del order.served[position]
+        plan.passed = max(plan.passed, min(before, plan.end))
+        self._apply(self._machine.pass_over(name, plan.passed))
+        for position in [one for one in plan.served if one < plan.passed]:
+            del plan.served[position]
 
     def _end(self, name: str) -> None:
-        self._orders.pop(name).served.clear()
-        self._obey(self._machine.leave(name))
+        self._plans.pop(name).served.clear()
+        self._apply(self._machine.leave(name))
 
-    def _known(self, name: str, records: Sequence[int]) -> AnnouncedOrder | None:
+    def _known(self, name: str, records: Sequence[int]) -> AccessPlan | None:
         """An order, once it has these records, or after a while: nobody waits until his is announced."""
         deadline = time.monotonic() + _ON_ITS_WAY_S
-        while (order := self._orders.get(name)) is not None and order.grows:
+        while (plan := self._plans.get(name)) is not None and plan.grows:
             left = deadline - time.monotonic()
-            if all(map(order.positions, records)) or not self._changed.wait(left):
+            if all(map(plan.positions, records)) or not self._changed.wait(left):
                 break
-        return order
+        return plan
 
-    def _open(self, name: str, order: AnnouncedOrder, records: Sequence[int]) -> dict[int, int]:
+    def _open(self, name: str, plan: AccessPlan, records: Sequence[int]) -> dict[int, int]:
         """The position of each of these that was not consumed; those that were passed over are now."""
         found: dict[int, int] = {}
         for record in records:
-            where = (one for one in order.positions(record) if self._machine.is_open(name, one))
+            where = (one for one in plan.positions(record) if self._machine.is_open(name, one))
             if (position := next(where, None)) is not None:
                 found[record] = position
-        self._pass_over(name, order, max(found.values(), default=0) + 1 - order.spread)
-        return {record: position for record, position in found.items() if position >= order.passed}
+        self._pass_over(name, plan, max(found.values(), default=0) + 1 - plan.spread)
+        return {record: position for record, position in found.items() if position >= plan.passed}
 
-    def _consume(self, name: str, order: AnnouncedOrder, positions: list[int]) -> None:
+    def _consume(self, name: str, plan: AccessPlan, positions: list[int]) -> None:
         for position in positions:
-            order.served.pop(position, None)
-        self._obey(self._machine.consumed(name, positions))
+            plan.served.pop(position, None)
+        self._apply(self._machine.consumed(name, positions))
 
-    def _obey(self, instructions: Iterable[ReadAheadInstruction], *, is_urgent: bool = False) -> None:
+    def _apply(self, instructions: Iterable[ReadAheadInstruction], *, is_urgent: bool = False) -> None:
         for one in instructions:
             match one:
                 case StorageRequest(loads):
@@ -334,11 +334,11 @@ class AheadReading:
                     self._changed.notify_all()
                 case Serve(request, samples):
                     name, position = self._machine.asked_by(request)
-                    order = self._orders.get(name)
-                    if order is not None and samples:
-                        order.served[position] = samples[0][1]
-                    elif order is not None:
-                        order.refused.add(position)
+                    plan = self._plans.get(name)
+                    if plan is not None and samples:
+                        plan.served[position] = samples[0][1]
+                    elif plan is not None:
+                        plan.refused.add(position)
                     self._changed.notify_all()
                 case Cancel(loads):
                     self._cancelled.update(loads)
@@ -372,7 +372,7 @@ class AheadReading:
                 for load, value in zip(loads, self._stored(contents))
             ]
             self._cancelled.difference_update(one.load for one in loads)
-            self._obey(self._machine.arrived(arrivals))
+            self._apply(self._machine.arrived(arrivals))
 
     def _stored(self, contents: Sequence[bytes | DPFlowError]) -> list[AheadPlace | DPFlowError]:
         """Put these into memory together, or where there is no such room, each by itself."""

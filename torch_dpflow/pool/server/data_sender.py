@@ -15,7 +15,7 @@ from functools import partial
 
 from torch_dpflow.errors import DPFlowError, MessageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.messages import IN_STORAGE, MOST_RECORDS, PENDING
+from torch_dpflow.pool.messages import IN_STORAGE, MAX_RECORDS, PENDING
 from torch_dpflow.pool.planning.send_turns import SendTurns
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.transport.data_frames import (
@@ -33,23 +33,23 @@ from torch_dpflow.pool.transport.data_frames import (
 #: Bytes that a lane sends before it is another's turn.
 TURN_BYTES = 1 << 20
 #: Records of a lane that are asked for and not answered, above which nothing is read from it; or LATER and not READY.
-MOST_ASKED = 4 * MOST_RECORDS
+MAX_REQUESTED = 4 * MAX_RECORDS
 #: What is read from a lane at a time.
 _READ_BYTES = 64 << 10
 #: Most pieces of memory that one call sends (IOV_MAX).
-_MOST_VIEWS = 1024
+_MAX_VIEWS = 1024
 #: What readers are told of records that are not in memory.
 _ANSWERS = {PENDING: LATER, IN_STORAGE: ABSENT}
 #: How long the thread sleeps where lanes wait for others that have stalled, seconds.
-_HELD_UP_S = 0.1
+_STALL_POLL_S = 0.1
 
 
-class _Lane:
+class _Connection:
     """One connection, as the thread of lanes sees it."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.is_tls = isinstance(connection, ssl.SSLSocket)
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.is_tls = isinstance(sock, ssl.SSLSocket)
         self.incoming = bytearray()
         self.requests: deque[RecordRequest] = deque()
         #: Records of the first request that are answered, and of all that are not.
@@ -97,7 +97,7 @@ class _Lane:
         for view in self.outgoing:
             views.append(view if len(view) <= room else view[:room])
             room -= len(view)
-            if room <= 0 or len(views) == _MOST_VIEWS:
+            if room <= 0 or len(views) == _MAX_VIEWS:
                 break
         return views
 
@@ -125,7 +125,7 @@ class _Lane:
                     return
 
 
-class LaneServer:
+class DataSender:
     """Answers the requests of all lanes. `run` is its thread; `adopt` and `close` may be called by any.
 
     holdings: what this server holds.
@@ -133,8 +133,8 @@ class LaneServer:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._lanes: dict[int, _Lane] = {}
-        self._turns: SendTurns[_Lane] = SendTurns()
+        self._data: dict[int, _Connection] = {}
+        self._turns: SendTurns[_Connection] = SendTurns()
         self._calls: deque[Callable[[], None]] = deque()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -143,15 +143,15 @@ class LaneServer:
         self._is_running = self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._data)
 
-    def adopt(self, connection: socket.socket) -> None:
+    def adopt(self, sock: socket.socket) -> None:
         """Answer what comes here from now on, and close it at the end."""
         with self._lock:
             if self._is_closed:
-                connection.close()
+                sock.close()
                 return
-            self._calls.append(partial(self._adopt, connection))
+            self._calls.append(partial(self._adopt, sock))
             self._wake_up()
 
     def close(self) -> None:
@@ -169,17 +169,17 @@ class LaneServer:
             self._wake_up()  # lanes may have come before
         while self._is_running and not self._is_closed:
             may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
-            self._handle(0 if may_go_on else _HELD_UP_S if len(self._turns) else None)
+            self._handle(0 if may_go_on else _STALL_POLL_S if len(self._turns) else None)
             for _ in range(len(self._turns)):
-                lane = self._turns.next(time.monotonic())
-                if lane is None:
+                connection = self._turns.next(time.monotonic())
+                if connection is None:
                     break
-                lane.turn = TURN_BYTES
-                self._go_on(lane)
+                connection.turn = TURN_BYTES
+                self._go_on(connection)
         if self._is_running:
             self._make_calls()  # what was adopted meanwhile is closed too
-        for lane in list(self._lanes.values()):
-            self._drop(lane)
+        for connection in list(self._data.values()):
+            self._drop(connection)
         with self._lock:
             self._is_running = False
             self._release()
@@ -204,12 +204,12 @@ class LaneServer:
             self._epoll.close()
             os.close(self._wake)
 
-    def _adopt(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        lane = _Lane(connection)
-        self._lanes[connection.fileno()] = lane
-        self._epoll.register(connection, lane.events)
-        self._guarded(lane, self._receive)  # what came with the handshake
+    def _adopt(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        connection = _Connection(sock)
+        self._data[sock.fileno()] = connection
+        self._epoll.register(sock, connection.events)
+        self._guarded(connection, self._receive)  # what came with the handshake
 
     def _handle(self, timeout: float | None) -> None:
         """Let events happen."""
@@ -217,75 +217,75 @@ class LaneServer:
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 self._make_calls()
-            elif (lane := self._lanes.get(fd)) is not None:
+            elif (connection := self._data.get(fd)) is not None:
                 if events & ~select.EPOLLOUT:
-                    self._guarded(lane, self._receive)
-                if events & select.EPOLLOUT and lane.is_open:
-                    self._go_on(lane)
+                    self._guarded(connection, self._receive)
+                if events & select.EPOLLOUT and connection.is_open:
+                    self._go_on(connection)
 
-    def _guarded(self, lane: _Lane, act: Callable[[_Lane], None]) -> None:
+    def _guarded(self, connection: _Connection, act: Callable[[_Connection], None]) -> None:
         """Drop a lane that fails; others go on."""
         try:
-            act(lane)
+            act(connection)
         except OSError:
-            self._drop(lane)
+            self._drop(connection)
         except DPFlowError as error:
             SERVICE.warning("a lane of the pool is closed: %s", error)
-            self._drop(lane)
+            self._drop(connection)
 
-    def _receive(self, lane: _Lane) -> None:
-        lane.receive()
-        self._settle(lane)
-        if lane.has_work:
-            self._turns.add(lane)
+    def _receive(self, connection: _Connection) -> None:
+        connection.receive()
+        self._settle(connection)
+        if connection.has_work:
+            self._turns.add(connection)
 
-    def _go_on(self, lane: _Lane) -> None:
-        self._guarded(lane, self._send)
+    def _go_on(self, connection: _Connection) -> None:
+        self._guarded(connection, self._send)
 
-    def _send(self, lane: _Lane) -> None:
+    def _send(self, connection: _Connection) -> None:
         """Send until the turn ends, or the connection takes no more."""
         is_taken = True
-        while is_taken and lane.turn > 0 and (lane.outgoing or self._prepare(lane)):
-            is_taken = lane.send()
+        while is_taken and connection.turn > 0 and (connection.outgoing or self._prepare(connection)):
+            is_taken = connection.send()
         if is_taken:
-            self._turns.done(lane, more=lane.has_work)
+            self._turns.done(connection, more=connection.has_work)
         else:
-            self._turns.sent(lane, time.monotonic())
-        self._settle(lane, blocked=not is_taken)
+            self._turns.sent(connection, time.monotonic())
+        self._settle(connection, blocked=not is_taken)
 
-    def _settle(self, lane: _Lane, *, blocked: bool | None = None) -> None:
+    def _settle(self, connection: _Connection, *, blocked: bool | None = None) -> None:
         """Have the kernel tell what is waited for."""
-        out = lane.events & select.EPOLLOUT if blocked is None else blocked * select.EPOLLOUT
-        events = out | (select.EPOLLIN if lane.asked < MOST_ASKED else 0)
-        if events != lane.events:
-            lane.events = events
-            self._epoll.modify(lane.socket, events)
+        out = connection.events & select.EPOLLOUT if blocked is None else blocked * select.EPOLLOUT
+        events = out | (select.EPOLLIN if connection.asked < MAX_REQUESTED else 0)
+        if events != connection.events:
+            connection.events = events
+            self._epoll.modify(connection.socket, events)
 
-    def _prepare(self, lane: _Lane) -> bool:
+    def _prepare(self, connection: _Connection) -> bool:
         """The next answer, of as many records as the turn has room for; whether there is one."""
-        if lane.ready:
-            identity = lane.ready[0][0]
+        if connection.ready:
+            identity = connection.ready[0][0]
             entries = list[tuple[int, int]]()
-            while lane.ready and lane.ready[0][0] == identity and len(entries) < MOST_RECORDS:
-                _, record, state = lane.ready.popleft()
-                lane.watched.discard((identity, record))
+            while connection.ready and connection.ready[0][0] == identity and len(entries) < MAX_RECORDS:
+                _, record, state = connection.ready.popleft()
+                connection.watched.discard((identity, record))
                 entries.append((record, state))
-            lane.outgoing.append(memoryview(pack_answer(READY, identity, entries)))
+            connection.outgoing.append(memoryview(pack_answer(READY, identity, entries)))
             return True
-        if not lane.requests:
+        if not connection.requests:
             return False
-        request = lane.requests[0]
-        self._answer(lane, request)
-        if lane.position == len(request.parts):
-            lane.requests.popleft()
-            lane.position = 0
+        request = connection.requests[0]
+        self._answer(connection, request)
+        if connection.position == len(request.parts):
+            connection.requests.popleft()
+            connection.position = 0
         return True
 
-    def _answer(self, lane: _Lane, request: RecordRequest) -> None:
+    def _answer(self, connection: _Connection, request: RecordRequest) -> None:
         identity, entries, contents, room = request.identity, list[tuple[int, int]](), deque[memoryview](), 0
         held = self._holdings.on_lanes(identity)
-        watch = partial(self._watch, lane, identity)
-        for record, begin, length in request.parts[lane.position :]:
+        watch = partial(self._watch, connection, identity)
+        for record, begin, length in request.parts[connection.position :]:
             found = GONE if held is None else held.look(record, watch)
             if isinstance(found, memoryview):
                 if length != WHOLE:  # one beyond its end comes shorter, which the reader refuses
@@ -296,31 +296,31 @@ class LaneServer:
                 room += len(found)
             else:
                 entries.append((record, _ANSWERS.get(found, found)))
-            if room >= lane.turn:
+            if room >= connection.turn:
                 break
-        lane.position += len(entries)
-        lane.asked -= len(entries)
-        lane.outgoing.append(memoryview(pack_answer(DATA, identity, entries)))
-        lane.outgoing.extend(contents)
+        connection.position += len(entries)
+        connection.asked -= len(entries)
+        connection.outgoing.append(memoryview(pack_answer(DATA, identity, entries)))
+        connection.outgoing.extend(contents)
 
-    def _watch(self, lane: _Lane, identity: bytes, record: int) -> Callable[[bool], None] | None:
+    def _watch(self, connection: _Connection, identity: bytes, record: int) -> Callable[[bool], None] | None:
         """What to call when a record is there, or never will be; None: this is known, or there are too many."""
-        if (identity, record) in lane.watched:
+        if (identity, record) in connection.watched:
             return None
-        if len(lane.watched) >= MOST_ASKED:
-            raise MessageError(f"a reader that waits for more than {MOST_ASKED} records")
-        lane.watched.add((identity, record))
-        return lambda is_here: self._call(partial(self._tell, lane, identity, record, is_here))
+        if len(connection.watched) >= MAX_REQUESTED:
+            raise MessageError(f"a reader that waits for more than {MAX_REQUESTED} records")
+        connection.watched.add((identity, record))
+        return lambda is_here: self._call(partial(self._tell, connection, identity, record, is_here))
 
-    def _tell(self, lane: _Lane, identity: bytes, record: int, is_here: bool) -> None:
-        if lane.is_open:
-            lane.ready.append((identity, record, 0 if is_here else ABSENT))
-            self._turns.add(lane)
+    def _tell(self, connection: _Connection, identity: bytes, record: int, is_here: bool) -> None:
+        if connection.is_open:
+            connection.ready.append((identity, record, 0 if is_here else ABSENT))
+            self._turns.add(connection)
 
-    def _drop(self, lane: _Lane) -> None:
-        lane.is_open = False
-        self._turns.drop(lane)
-        self._lanes.pop(lane.socket.fileno(), None)
+    def _drop(self, connection: _Connection) -> None:
+        connection.is_open = False
+        self._turns.drop(connection)
+        self._data.pop(connection.socket.fileno(), None)
         with contextlib.suppress(OSError, ValueError):
-            self._epoll.unregister(lane.socket)
-        lane.socket.close()
+            self._epoll.unregister(connection.socket)
+        connection.socket.close()

@@ -22,34 +22,34 @@ from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.ipc.transport.base import is_loopback
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    AnnounceOrder,
+    AnnounceAccessPlan,
+    ConfirmAhead,
     CountReads,
-    ListSets,
+    DatasetOpened,
+    GetAheadPlaces,
+    GetRecordStates,
+    ListDatasets,
     OpenAhead,
-    OpenSet,
+    OpenDataset,
     PoolRefusal,
-    PreloadSet,
+    PreloadDataset,
     PushStripe,
-    ReadSet,
-    SetOpened,
-    TookAhead,
-    UnloadSet,
-    WantAhead,
-    WantRecords,
+    StartReading,
+    UnloadDataset,
 )
-from torch_dpflow.pool.server.follower import PoolMember
-from torch_dpflow.pool.server.holdings import ANSWER_S, MOST_SETS, Holdings
+from torch_dpflow.pool.server.follower import PoolFollower
+from torch_dpflow.pool.server.holdings import ANSWER_S, MAX_DATASETS, Holdings
 from torch_dpflow.pool.server.leader import PoolLeader
-from torch_dpflow.pool.server.listener import MOST_CONNECTIONS, StreamDoor
+from torch_dpflow.pool.server.listener import MAX_CONNECTIONS, PoolListener
 from torch_dpflow.pool.server_messages import (
     LOCK_FILE,
-    AskTable,
-    Beat,
-    Enlist,
+    Acknowledged,
+    DatasetPart,
+    GetStripeTable,
+    Heartbeat,
+    JoinPool,
     ListServers,
-    Noted,
     ServerInfo,
-    SetPart,
     boot_id,
 )
 from torch_dpflow.pool.transport.address import (
@@ -72,7 +72,7 @@ from torch_dpflow.pool.transport.control_connection import (
 )
 
 #: Most memory for reading ahead where none is given.
-MOST_AHEAD = 1 << 30
+MAX_AHEAD_BYTES = 1 << 30
 #: How long a signal that ends the process may wait for the thread that serves, seconds.
 _LOOK_S = 1.0
 
@@ -85,7 +85,7 @@ class DataServer:
         address: the directory of its socket; "auto" as for clients.
         idle_s: how long a set that no command has loaded stays when nobody reads it, seconds; the head's counts.
         ahead_bytes: memory beside that, for reading ahead what has no room; None: an eighth of `memory_bytes`, and at
-            most `MOST_AHEAD`.
+            most `MAX_AHEAD_BYTES`.
         listen: where other hosts reach it; None: nowhere.
         join: where the head of a pool is, whose member it is to be; None: it is the head of a pool of its own.
 
@@ -107,7 +107,7 @@ class DataServer:
         check_int("memory_bytes", memory_bytes, minimum=1)
         check_seconds("idle_s", idle_s, zero=True)
         if ahead_bytes is None:
-            ahead_bytes = min(memory_bytes // 8, MOST_AHEAD)
+            ahead_bytes = min(memory_bytes // 8, MAX_AHEAD_BYTES)
         check_int("ahead_bytes", ahead_bytes, minimum=0)
         check_memory("memory_bytes and ahead_bytes", memory_bytes + ahead_bytes)
         self._holdings = Holdings(ahead_bytes)
@@ -115,19 +115,19 @@ class DataServer:
         self._connections: set[socket.socket] = set()
         self._stop = threading.Event()
         self.directory = find_directory(address)
-        head = None if join is None else find_address(join)
-        if head is not None and head.directory == self.directory:
+        leader = None if join is None else find_address(join)
+        if leader is not None and leader.directory == self.directory:
             raise OptionError(
-                f"join={str(head)!r} is this server itself; give the address of the pool's head"
+                f"join={str(leader)!r} is this server itself; give the address of the pool's head"
             )
         if listen is not None:
             check_type("listen", listen, PoolAddress, "a PoolAddress, as find_address makes it")
-        if head is not None and head.directory is None:
-            _check_reach(listen, head)
-            check_keys(head)
-        self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
+        if leader is not None and leader.directory is None:
+            _check_reach(listen, leader)
+            check_keys(leader)
+        self._tcp_listener = None if listen is None else PoolListener(listen, self._talk_afar, self._holdings)
         #: Where other hosts reach it.
-        self.address = None if self._door is None else self._door.address
+        self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
         self._listener, self._held_lock = _listen(self.directory, incarnation)
         server = ServerInfo(
@@ -138,17 +138,17 @@ class DataServer:
             listen=self.address,
             incarnation=incarnation,
         )
-        self._pool: PoolLeader | PoolMember
-        if head is None:
+        self._pool: PoolLeader | PoolFollower
+        if leader is None:
             self._pool = PoolLeader(server, idle_s, self._holdings)
         else:
-            self._pool = PoolMember(server, head, self._holdings)
+            self._pool = PoolFollower(server, leader, self._holdings)
 
     def serve(self) -> None:
         """Serve until `stop`."""
         threading.Thread(target=self._pool.run, name="dpflow-beat", daemon=True).start()
-        if self._door is not None:
-            threading.Thread(target=self._door.run, name="dpflow-door", daemon=True).start()
+        if self._tcp_listener is not None:
+            threading.Thread(target=self._tcp_listener.run, name="dpflow-door", daemon=True).start()
         while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -159,7 +159,7 @@ class DataServer:
                     break
                 time.sleep(0.1)  # no descriptor is free
                 continue
-            if peer_uid(connection) != os.getuid() or len(self._connections) >= MOST_CONNECTIONS:
+            if peer_uid(connection) != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
                 connection.close()
                 continue
             self._connections.add(connection)
@@ -183,8 +183,8 @@ class DataServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        if self._door is not None:
-            self._door.close()
+        if self._tcp_listener is not None:
+            self._tcp_listener.close()
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -204,7 +204,7 @@ class DataServer:
         self._talk(StreamChannel(connection))
 
     def _talk(self, channel: Channel) -> None:
-        client = _PoolClient(f"reader {next(self._readers)}", maps=channel.carries_regions)
+        client = _PoolClient(f"reader {next(self._readers)}", maps=channel.passes_memory)
         try:
             while True:
                 request, given = channel.receive(REQUESTS, 1)
@@ -230,8 +230,8 @@ class DataServer:
             channel.close()
 
     def _leave(self, client: _PoolClient) -> None:
-        if client.member is not None and isinstance(self._pool, PoolLeader):
-            self._pool.gone(*client.member)
+        if client.follower is not None and isinstance(self._pool, PoolLeader):
+            self._pool.gone(*client.follower)
         self._holdings.leave(client.name)
         if client.reads:
             self._pool.count_readers()
@@ -240,58 +240,60 @@ class DataServer:
         self, request: PoolRequest, client: _PoolClient, given: list[int]
     ) -> tuple[PoolAnswer, list[int]]:
         match request:
-            case PreloadSet():
+            case PreloadDataset():
                 return self._pool.preload(request), []
-            case AskTable(identity, first):
+            case GetStripeTable(identity, first):
                 return self._pool.table(identity, max(0, first)), []
-            case ReadSet(identity):
+            case StartReading(identity):
                 client.reads = True
                 self._holdings.read(identity, client.name)
                 self._pool.count_readers()
-                return Noted(), []
-            case OpenSet(identity, first):
-                return self._holdings.open(identity, max(0, first)) if client.maps else (SetOpened(0, 0), [])
-            case WantRecords(identity, records, patience_s):
-                return self._holdings.want(identity, records, patience_s), []
+                return Acknowledged(), []
+            case OpenDataset(identity, first):
+                return (
+                    self._holdings.open(identity, max(0, first)) if client.maps else (DatasetOpened(0, 0), [])
+                )
+            case GetRecordStates(identity, records, wait_s):
+                return self._holdings.want(identity, records, wait_s), []
             case PushStripe(identity, stripe):
                 return self._holdings.get(identity).push(stripe, given), []
-            case AnnounceOrder(identity=identity):
+            case AnnounceAccessPlan(identity=identity):
                 self._holdings.ahead.announce(self._holdings.get(identity), client.name, request)
-                return Noted(), []
+                return Acknowledged(), []
             case OpenAhead(identity):
                 return self._holdings.ahead.open(identity)
-            case WantAhead(identity, order, records):
+            case GetAheadPlaces(identity, order, records):
                 reading = self._holdings.ahead.of(identity, records)
                 return reading.want(client.name, order, records, ANSWER_S), []
-            case TookAhead(identity, records):
+            case ConfirmAhead(identity, records):
                 self._holdings.ahead.of(identity).took(client.name, records)
-                return Noted(), []
-            case UnloadSet(identity):
+                return Acknowledged(), []
+            case UnloadDataset(identity):
                 return self._pool.unload(identity), []
-            case ListSets(first):
+            case ListDatasets(first):
                 return self._pool.contents(max(0, first)), []
             case ListServers():
                 return self._pool.servers(), []
-            case SetPart() | Enlist() | Beat():
+            case DatasetPart() | JoinPool() | Heartbeat():
                 return self._answer_member(request, client), []
 
-    def _answer_member(self, request: SetPart | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
+    def _answer_member(self, request: DatasetPart | JoinPool | Heartbeat, client: _PoolClient) -> PoolAnswer:
         if not isinstance(self._pool, PoolLeader):
-            raise UsageError(f"this server is a member itself; join its head, at {self._pool.head}")
+            raise UsageError(f"this server is a member itself; join its head, at {self._pool.leader}")
         match request:
-            case SetPart():
-                if len(client.reports) >= MOST_SETS:
-                    raise UsageError(f"{MOST_SETS} parts of sets were reported; more are not allowed")
+            case DatasetPart():
+                if len(client.reports) >= MAX_DATASETS:
+                    raise UsageError(f"{MAX_DATASETS} parts of sets were reported; more are not allowed")
                 client.reports.append(request)
-                return Noted()
-            case Enlist(server):
-                generation = self._pool.enlist(server, client.reports)
-                client.member, client.reports = (server.name, generation), []
-                return Noted()
-            case Beat():
-                if client.member is None:
+                return Acknowledged()
+            case JoinPool(server):
+                generation = self._pool.join(server, client.reports)
+                client.follower, client.reports = (server.name, generation), []
+                return Acknowledged()
+            case Heartbeat():
+                if client.follower is None:
                     raise UsageError("a server has to enlist before it beats")
-                return self._pool.beat(*client.member, request)
+                return self._pool.heartbeat(*client.follower, request)
 
 
 @dataclass(eq=False)
@@ -303,21 +305,21 @@ class _PoolClient:
     maps: bool
     reads: bool = False
     #: What a server has said that it holds, before it enlists.
-    reports: list[SetPart] = field(default_factory=list)
+    reports: list[DatasetPart] = field(default_factory=list)
     #: The member that speaks over it, and its generation.
-    member: tuple[str, int] | None = None
+    follower: tuple[str, int] | None = None
 
 
-def _check_reach(listen: PoolAddress | None, head: PoolAddress) -> None:
+def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
     """Raises OptionError: what this server holds would be read by nobody on the head's host."""
     if listen is None:
         raise OptionError(
-            f"join={str(head)!r}: who reaches its head over a network is reached over one too; give it an address, "
+            f"join={str(leader)!r}: who reaches its head over a network is reached over one too; give it an address, "
             "--listen or listen="
         )
-    if is_loopback(str(listen)) and not is_loopback(str(head)):
+    if is_loopback(str(listen)) and not is_loopback(str(leader)):
         raise OptionError(
-            f"--listen {listen}: the pool at {head} and its readers cannot reach it; give an "
+            f"--listen {listen}: the pool at {leader} and its readers cannot reach it; give an "
             "address of this host"
         )
 
@@ -346,7 +348,7 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
         os.unlink(socket_path(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(socket_path(path))
-    listener.listen(MOST_CONNECTIONS)  # a reader whose turn does not come is refused, and goes to storage
+    listener.listen(MAX_CONNECTIONS)  # a reader whose turn does not come is refused, and goes to storage
     # A signal that the kernel gives to another thread, as it may after SIGCONT, does not end `accept`.
     listener.settimeout(_LOOK_S)
     return listener, lock

@@ -10,20 +10,27 @@ import numpy as np
 
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.messages import CountReads, ListSets, PreloadSet, SetInfo, SetList, UnloadSet
-from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.pool.server.leader_state import KnownSet
+from torch_dpflow.pool.messages import (
+    CachedDataset,
+    CachedDatasetList,
+    CountReads,
+    ListDatasets,
+    PreloadDataset,
+    UnloadDataset,
+)
+from torch_dpflow.pool.server.holdings import MAX_DATASETS, Holdings
+from torch_dpflow.pool.server.leader_state import KnownDataset
 from torch_dpflow.pool.server_messages import (
-    MOST_STRIPES,
-    AskTable,
-    Beat,
-    Enlist,
+    MAX_STRIPES,
+    DatasetState,
+    GetStripeTable,
+    Heartbeat,
+    Instructions,
+    JoinPool,
     ListServers,
-    Orders,
     ServerInfo,
     ServerList,
-    SetState,
-    TablePart,
+    StripeTablePart,
 )
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection, PoolRequest
@@ -36,17 +43,17 @@ _BUSY_S, _CALM_S = 0.1, 1.0
 #: Between attempts to reach the head, seconds.
 _RETRY_S = 0.5
 #: Most states in one beat.
-_MOST_STATES = 200
+_MAX_STATES = 200
 
 
-class _PassedOn:
+class _LeaderConnection:
     """A connection to the head, made when it is needed. Thread-safe: one request at a time.
 
     silence_s: how long an answer may take, seconds.
     """
 
-    def __init__(self, head: PoolAddress, silence_s: float) -> None:
-        self._head, self._silence_s = head, silence_s
+    def __init__(self, leader: PoolAddress, silence_s: float) -> None:
+        self._leader, self._silence_s = leader, silence_s
         self._lock = threading.Lock()
         self._connection: PoolConnection | None = None
         self._retry_at = 0.0
@@ -58,21 +65,21 @@ class _PassedOn:
         """
         with self._lock:
             if time.monotonic() < self._retry_at:
-                raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
+                raise PeerLostError(f"the head of the pool at {self._leader} does not answer; start it anew")
             try:
                 if self._connection is None:
-                    self._connection = PoolConnection(self._head, silence_s=self._silence_s)
+                    self._connection = PoolConnection(self._leader, silence_s=self._silence_s)
                 return self._connection.get(request, kind)
             except PeerLostError:
                 self.close()
                 self._retry_at = time.monotonic() + _RETRY_S
                 raise
 
-    def tell(self, reads: CountReads) -> None:
+    def send_nowait(self, reads: CountReads) -> None:
         """Tell the head, if it is connected."""
         with self._lock:
             if self._connection is not None:
-                self._connection.tell(reads)
+                self._connection.send_nowait(reads)
 
     def close(self) -> None:
         """End the connection, also while somebody waits for an answer."""
@@ -81,56 +88,59 @@ class _PassedOn:
             connection.close()
 
 
-class PoolMember:
+class PoolFollower:
     """What clients ask of a server that is not the head, and its life as a member. Thread-safe.
 
     server: this one.
     head: where the head is.
     """
 
-    def __init__(self, server: ServerInfo, head: PoolAddress, holdings: Holdings) -> None:
+    def __init__(self, server: ServerInfo, leader: PoolAddress, holdings: Holdings) -> None:
         self._server = server
-        self.head = head
+        self.leader = leader
         self._holdings = holdings
         self._stop = threading.Event()
         #: What readers ask, and what commands do, which may wait longer: nobody waits behind one of these but another.
-        self._reading, self._commands = _PassedOn(head, _READING_S), _PassedOn(head, _COMMAND_S)
+        self._reading, self._commands = (
+            _LeaderConnection(leader, _READING_S),
+            _LeaderConnection(leader, _COMMAND_S),
+        )
         #: The head's last word on who holds what, for readers that begin while there is no head.
-        self._tables: dict[tuple[bytes, int], TablePart] = {}
+        self._tables: dict[tuple[bytes, int], StripeTablePart] = {}
 
     # -- what clients ask for --------------------------------------------------------------------------------
 
-    def preload(self, request: PreloadSet) -> SetInfo:
+    def preload(self, request: PreloadDataset) -> CachedDataset:
         """As the head does; without it, what is held here can be read."""
         try:
-            return (self._commands if request.is_explicit else self._reading).get(request, SetInfo)
+            return (self._commands if request.is_explicit else self._reading).get(request, CachedDataset)
         except PeerLostError:
             if request.is_explicit or not (held := self._own(request)):
                 raise
             return held
 
-    def table(self, identity: bytes, first: int) -> TablePart:
+    def table(self, identity: bytes, first: int) -> StripeTablePart:
         """As the head does; without it, as it has said last, or what is held here."""
         try:
-            answer = self._reading.get(AskTable(identity, first), TablePart)
+            answer = self._reading.get(GetStripeTable(identity, first), StripeTablePart)
         except PeerLostError:
             return self._tables.get((identity, first)) or self._own_table(identity, first)
         except UsageError:
             self._tables.pop((identity, first), None)
             raise
-        answer = msgspec.structs.replace(answer, asked=self._server.name)
-        if len(self._tables) >= MOST_SETS:
+        answer = msgspec.structs.replace(answer, answered_by=self._server.name)
+        if len(self._tables) >= MAX_DATASETS:
             self._tables.clear()
         self._tables[identity, first] = answer
         return answer
 
-    def unload(self, identity: bytes) -> SetList:
+    def unload(self, identity: bytes) -> CachedDatasetList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        return self._commands.get(UnloadSet(identity), SetList)
+        return self._commands.get(UnloadDataset(identity), CachedDatasetList)
 
-    def contents(self, first: int) -> SetList:
+    def contents(self, first: int) -> CachedDatasetList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        return self._commands.get(ListSets(first), SetList)
+        return self._commands.get(ListDatasets(first), CachedDatasetList)
 
     def servers(self) -> ServerList:
         """As the head does. Raises PeerLostError: it does not answer."""
@@ -138,7 +148,7 @@ class PoolMember:
 
     def count(self, reads: CountReads) -> None:
         """Tell the head how much was read, if it is there."""
-        self._reading.tell(reads)
+        self._reading.send_nowait(reads)
 
     def count_readers(self) -> None:
         """Somebody has begun to read a set here, or reads sets no longer; the next beat tells."""
@@ -150,14 +160,14 @@ class PoolMember:
         is_lost = False
         while not self._stop.is_set():
             try:
-                with PoolConnection(self.head, silence_s=_SILENCE_S) as connection:
+                with PoolConnection(self.leader, silence_s=_SILENCE_S) as connection:
                     self._enlist(connection)
-                    SERVICE.info("joined the pool at %s", self.head)
+                    SERVICE.info("joined the pool at %s", self.leader)
                     is_lost = False
                     self._serve(connection)
             except DPFlowError as error:
                 if not is_lost:
-                    SERVICE.warning("the head of the pool at %s is lost: %s", self.head, error)
+                    SERVICE.warning("the head of the pool at %s is lost: %s", self.leader, error)
                 is_lost = True
                 self._stop.wait(_RETRY_S)
 
@@ -172,44 +182,44 @@ class PoolMember:
     def _enlist(self, connection: PoolConnection) -> None:
         for report in self._holdings.reports():
             for part in report.split() if report.stripes else ():
-                connection.ask(part)
-        connection.ask(Enlist(self._server))
+                connection.request(part)
+        connection.request(JoinPool(self._server))
 
     def _serve(self, connection: PoolConnection) -> None:
-        told, obeyed = dict[bytes, SetState](), 0
+        told, applied = dict[bytes, DatasetState](), 0
         while not self._stop.is_set():
             states = self._holdings.states()
             left = told.keys() - {one.identity for one in states}
             states += [self._holdings.state(identity) for identity in left]
-            changed = [one for one in states if told.get(one.identity) != one][:_MOST_STATES]
-            patience_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
-            answer = connection.get(Beat(obeyed=obeyed, states=changed, patience_s=patience_s), Orders)
+            changed = [one for one in states if told.get(one.identity) != one][:_MAX_STATES]
+            wait_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
+            answer = connection.get(Heartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions)
             told |= {one.identity: one for one in changed}
             told = {identity: one for identity, one in told.items() if identity not in left}
-            for order in answer.orders:
-                self._holdings.obey(order)
-                told.pop(order.identity, None)
-            obeyed = answer.last
+            for instruction in answer.instructions:
+                self._holdings.apply(instruction)
+                told.pop(instruction.identity, None)
+            applied = answer.last
 
-    def _own(self, request: PreloadSet) -> SetInfo | None:
+    def _own(self, request: PreloadDataset) -> CachedDataset | None:
         """A set that is held here, as this server knows it."""
         try:
             held = self._holdings.get(request.identity)
         except UsageError:
             return None
-        info = KnownSet(request, is_explicit=False, whole=False, held=held).info()
+        info = KnownDataset(request, is_explicit=False, whole=False, held=held).info()
         return msgspec.structs.replace(info, records=held.records.records, is_placed=held.is_placed)
 
-    def _own_table(self, identity: bytes, first: int) -> TablePart:
+    def _own_table(self, identity: bytes, first: int) -> StripeTablePart:
         held = self._holdings.get(identity)
         owners = np.full(held.records.stripes, -1, dtype="<i2")
         owners[held.stripes] = 0
-        return TablePart(
+        return StripeTablePart(
             generation=0,
             per_stripe=held.records.per_stripe,
             stripes=len(owners),
             servers=[self._server],
-            asked=self._server.name,
+            answered_by=self._server.name,
             is_part=held.is_part,
-            owners=owners[first : first + MOST_STRIPES].tobytes(),
+            owners=owners[first : first + MAX_STRIPES].tobytes(),
         )

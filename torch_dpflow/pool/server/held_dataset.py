@@ -22,14 +22,14 @@ from torch_dpflow.pool.messages import (
     AnySource,
     RecordStates,
 )
-from torch_dpflow.pool.planning.placement import ALL, resident, resident_set
+from torch_dpflow.pool.planning.placement import ALL, resident, resident_layout
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.ahead import AheadReading
 from torch_dpflow.pool.sources import OpenedSource
-from torch_dpflow.pool.transport.segments import PoolRegion, check_pushed, create_region
+from torch_dpflow.pool.transport.segments import Segment, check_pushed, create_segment
 
 
-class WantedRecords:
+class RecordQueue:
     """Those of a set that are to be read before others, each once, in the order in which they were asked for."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class WantedRecords:
         """Have somebody told, once, whether a record is there."""
         self._watchers.setdefault(record, []).append(told)
 
-    def tell(self, record: int, *, is_here: bool) -> None:
+    def notify(self, record: int, *, is_here: bool) -> None:
         """Tell those who watch a record."""
         for told in self._watchers.pop(record, ()):
             told(is_here)
@@ -60,19 +60,19 @@ class WantedRecords:
     def give_up(self) -> None:
         """Tell all that their records do not come."""
         for record in [*self._watchers]:
-            self.tell(record, is_here=False)
+            self.notify(record, is_here=False)
 
 
 #: Samples that are read at the same time, by the thread that reads everything.
 _AT_ONCE = 64
 #: Least bytes to read ahead into: some samples.
-_LEAST_AHEAD = 64 << 10
+_MIN_AHEAD_BYTES = 64 << 10
 #: Before what is read again whose storage did not answer, at first and later, at most: seconds.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 _NUMBERS = count(1)
 
 
-class HeldSet:
+class HeldDataset:
     """The regions of a set, and their threads. Thread-safe.
 
     A record that somebody waits for is read before all others; one that cannot be read is left to its readers, and read
@@ -92,20 +92,20 @@ class HeldSet:
         self.cut, self.is_part = cut, cut != ALL
         stays = resident(records.identity, records.records, cut)
         #: Where those that have a place lie; the others take none.
-        self._places = resident_set(records, cut)
+        self._places = resident_layout(records, cut)
         self._has_place, self._may_read_ahead, self._stays = known & stays, known & ~stays, stays
-        self.regions: list[PoolRegion] = []
+        self.segments: list[Segment] = []
         #: The first error of a sample, or of its memory.
         self.error = ""
         self._changed = threading.Condition()
         #: The state of each record.
         self._states = bytearray([ELSEWHERE]) * records.records
-        self._region_of: dict[int, PoolRegion] = {}
+        self._segment_of: dict[int, Segment] = {}
         #: Records that a thread reads or has read.
         self._taken = bytearray(records.records)
         #: Those that have memory, or are about to.
         self._stripes: set[int] = set()
-        self._wanted = WantedRecords()
+        self._wanted = RecordQueue()
         #: Records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
         #: Fills whose memory is not there yet.
@@ -129,7 +129,7 @@ class HeldSet:
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
         """Begin to read ahead what has no place. Raises PoolFullError: there is not so much memory, or none."""
-        if memory_bytes < _LEAST_AHEAD or self._reader is None:
+        if memory_bytes < _MIN_AHEAD_BYTES or self._reader is None:
             raise PoolFullError(
                 f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
             )
@@ -150,19 +150,19 @@ class HeldSet:
     def leading(self) -> int:
         """How many stripes are in memory as a whole before the first that is not."""
         with self._changed:
-            return next(one for one in count() if one not in self._region_of or self._left[one])
+            return next(one for one in count() if one not in self._segment_of or self._left[one])
 
-    def share(self, older: HeldSet, stripes: int) -> None:
+    def share(self, older: HeldDataset, stripes: int) -> None:
         """Have the first stripes of an older version, whose memory lives as long as one of the two.
 
         Raises UsageError: not all of them are in memory.
         """
         with older._changed, self._changed:
-            if any(one not in older._region_of or older._left[one] for one in range(stripes)):
+            if any(one not in older._segment_of or older._left[one] for one in range(stripes)):
                 raise UsageError(f"{older.source.ref} is not in memory as a whole; push it to its end first")
-            shared = {id(one): one.share() for one in older.regions}
-            self.regions += shared.values()
-            self._region_of |= {one: shared[id(older._region_of[one])] for one in range(stripes)}
+            shared = {id(one): one.share() for one in older.segments}
+            self.segments += shared.values()
+            self._segment_of |= {one: shared[id(older._segment_of[one])] for one in range(stripes)}
             self._stripes.update(range(stripes))
             end = self.records.records_of(stripes - 1).stop if stripes else 0
             self._states[:end] = older._states[:end]
@@ -177,16 +177,16 @@ class HeldSet:
 
         Raises UsageError: it has no place, or the memory is not that of its rows.
         """
-        if self._reader is not None or stripe not in self._region_of or len(fds) != 1:
+        if self._reader is not None or stripe not in self._segment_of or len(fds) != 1:
             raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
-        own, region = self.records.records_of(stripe), self._region_of[stripe]
+        own, segment = self.records.records_of(stripe), self._segment_of[stripe]
         check_pushed(fds[0], int(self.records.lengths[own.start : own.stop].sum()))
         with self._changed:
             is_new = not self._taken[own.start]
             self._taken[own.start : own.stop] = bytes([True]) * len(own)
         at = 0
         for number in range(len(own)) if is_new else ():
-            at += region.copy_from(fds[0], at, stripe, number)
+            at += segment.copy_from(fds[0], at, stripe, number)
         with self._changed:
             if is_new:
                 self._states[own.start : own.stop] = bytes([HERE]) * len(own)
@@ -194,7 +194,7 @@ class HeldSet:
                 self._loaded += len(own)
                 self._changed.notify_all()
                 for one in own:
-                    self._wanted.tell(one, is_here=True)
+                    self._wanted.notify(one, is_here=True)
             ready = [] if self._left[stripe] else [stripe]
             return RecordStates(bytes(self._states[own.start : own.stop]), ready, self.number)
 
@@ -212,10 +212,10 @@ class HeldSet:
         except PoolFullError as error:
             self._leave(stripes, error)
 
-    def want(self, records: Iterable[int], patience_s: float) -> RecordStates:
+    def want(self, records: Iterable[int], wait_s: float) -> RecordStates:
         """The states of these, once none is on its way, or after so many seconds; those are read first."""
         asked = list(records)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + wait_s
         with self._changed:
             for one in asked:
                 self._want(one)
@@ -224,7 +224,7 @@ class HeldSet:
                 if not self._changed.wait(deadline - time.monotonic()):
                     break
             stripes = {one // self.records.per_stripe for one in asked}
-            ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
+            ready = [one for one in sorted(stripes) if one in self._segment_of and not self._left[one]]
             return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
     def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
@@ -238,16 +238,16 @@ class HeldSet:
         if self._states[record] == PENDING:
             with self._changed:
                 if self._states[record] == PENDING and not self._is_closed:
-                    tell = watch(record)
-                    if tell is not None:
-                        self._wanted.watch(record, tell)
+                    notify = watch(record)
+                    if notify is not None:
+                        self._wanted.watch(record, notify)
                     self._want(record)
                     self._changed.notify_all()
                     return PENDING
         if self._states[record] != HERE:
             return IN_STORAGE
         stripe, number = divmod(record, self.records.per_stripe)
-        found = self._region_of[stripe].read(stripe, number, copy=False)
+        found = self._segment_of[stripe].read(stripe, number, copy=False)
         return found if isinstance(found, memoryview) else IN_STORAGE
 
     def close(self, why: int | None = None) -> None:
@@ -256,10 +256,10 @@ class HeldSet:
             self._is_closed = True
             self._changed.notify_all()
             self._wanted.give_up()
-        for region in self.regions:
+        for segment in self.segments:
             if why is not None:
-                region.retire(why)
-            region.close()
+                segment.retire(why)
+            segment.close()
         if self._reader is not None:
             self._reader.close()
 
@@ -273,17 +273,17 @@ class HeldSet:
     def _fill(self, stripes: Sequence[int]) -> None:
         own = [one for stripe in stripes for one in self.records.records_of(stripe)]
         try:
-            region = create_region(self._places, stripes, self._has_place)
+            segment = create_segment(self._places, stripes, self._has_place)
         except (DPFlowError, OSError) as error:
             self._leave(stripes, error)
             return
         with self._changed:
             if self._is_closed:  # meanwhile, so nobody else would free it
                 self._making -= 1
-                region.close()
+                segment.close()
                 return
-            self.regions.append(region)
-            self._region_of |= dict.fromkeys(stripes, region)
+            self.segments.append(segment)
+            self._segment_of |= dict.fromkeys(stripes, segment)
             for one in own:
                 if self._has_place[one]:
                     self._states[one] = PENDING
@@ -317,7 +317,7 @@ class HeldSet:
 
     def _read_again(self, records: Sequence[int]) -> None:
         """Read those again whose storage was gone, until all are there; nobody waits for them meanwhile."""
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while records := [one for one in records if self._states[one] in (PENDING, ELSEWHERE)]:
             before = self._loaded
             self._load([one for one in records if self._states[one] == ELSEWHERE][:_AT_ONCE])
@@ -357,28 +357,30 @@ class HeldSet:
             if problem is not None:
                 self._note(problem)
             # A reader asks again for what is elsewhere, and takes the rest as final.
-            gone = ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
-            states.append((one, HERE if problem is None else gone))
+            state_if_unread = (
+                ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
+            )
+            states.append((one, HERE if problem is None else state_if_unread))
         with self._changed:
             for one, state in states:
                 self._failed += (state != HERE) - (self._states[one] != PENDING)
                 self._states[one] = state
                 self._left[one // self.records.per_stripe] -= state == HERE
                 self._loaded += state == HERE
-                self._wanted.tell(one, is_here=state == HERE)
+                self._wanted.notify(one, is_here=state == HERE)
             self.error = self.error if self._failed else ""
             self._changed.notify_all()
 
     def _put(self, record: int, content: bytes) -> DPFlowError | None:
         """Put it into its place; what is wrong with it instead."""
         stripe, number = divmod(record, self.records.per_stripe)
-        region = self._region_of[stripe]
-        length = region.place(stripe, number)[1]
+        segment = self._segment_of[stripe]
+        length = segment.place(stripe, number)[1]
         if length != len(content):
             return DamagedStoreError(
                 f"sample {record} has {len(content)} bytes, and {length} by the dataset's metadata"
             )
-        region.write(stripe, number, content)
+        segment.write(stripe, number, content)
         return None
 
     def _note(self, error: BaseException) -> None:

@@ -16,18 +16,18 @@ from torch_dpflow.errors import StorageError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
     ELSEWHERE,
-    MOST_RECORDS,
-    MOST_REGIONS,
+    MAX_RECORDS,
+    MAX_SEGMENTS,
     AheadOpened,
-    AnnounceOrder,
+    AnnounceAccessPlan,
+    DatasetOpened,
     RecordStates,
-    SetOpened,
     memory_name,
 )
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.ahead import AheadReading
-from torch_dpflow.pool.server.held_dataset import FIRST_PAUSE_S, LONGEST_PAUSE_S, HeldSet
-from torch_dpflow.pool.server_messages import ALL_FAILED, DropOrder, SetPart, SetState
+from torch_dpflow.pool.server.held_dataset import FIRST_PAUSE_S, MAX_PAUSE_S, HeldDataset
+from torch_dpflow.pool.server_messages import ALL_FAILED, DatasetPart, DatasetState, DropDataset
 from torch_dpflow.pool.sources import open_source
 
 
@@ -43,7 +43,7 @@ class AheadMemory:
         self._lock = threading.RLock()
         self._readings: dict[bytes, AheadReading] = {}
 
-    def announce(self, held: HeldSet, connection: str, part: AnnounceOrder) -> None:
+    def announce(self, held: HeldDataset, connection: str, part: AnnounceAccessPlan) -> None:
         """Take a part of an order. Raises PoolFullError: there is no memory for it; UsageError: it is no such part."""
         with self._lock:
             reading = self._readings.get(part.identity)
@@ -61,8 +61,8 @@ class AheadMemory:
 
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
         """What reads a set ahead, for somebody who asks for these. Raises UsageError: nothing does; too many."""
-        if len(records) > MOST_RECORDS:
-            raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} are allowed")
+        if len(records) > MAX_RECORDS:
+            raise UsageError(f"{len(records)} records: at most {MAX_RECORDS} are allowed")
         with self._lock:
             try:
                 return self._readings[identity]
@@ -99,19 +99,19 @@ class AheadMemory:
             self._left += reading.memory_bytes
 
 
-#: How long an answer to `WantRecords` waits for what is on its way at most, seconds.
+#: How long an answer to `GetRecordStates` waits for what is on its way at most, seconds.
 ANSWER_S = 1.0
 #: Most sets of a pool.
-MOST_SETS = 4096
+MAX_DATASETS = 4096
 #: Most characters of an error in a list.
-_LONGEST_ERROR = 2000
+_MAX_ERROR_CHARS = 2000
 
 
 @dataclass(eq=False)
 class _Holding:
     is_explicit: bool
     #: None while its metadata is read.
-    held: HeldSet | None = None
+    held: HeldDataset | None = None
     #: Stripes that are to be read once its metadata is there.
     waiting: list[list[int]] = field(default_factory=list)
     #: Why its metadata could not be read, and whether that may pass.
@@ -136,29 +136,29 @@ class Holdings:
 
     # -- what it is told to hold -----------------------------------------------------------------------------
 
-    def add(self, identity: bytes, held: HeldSet, is_explicit: bool) -> None:
+    def add(self, identity: bytes, held: HeldDataset, is_explicit: bool) -> None:
         """Know a set, of which nothing is held yet."""
         with self._lock:
             self._sets[identity] = _Holding(is_explicit, held)
 
-    def obey(self, order: SetPart | DropOrder) -> None:
+    def apply(self, instruction: DatasetPart | DropDataset) -> None:
         """Hold more, or less. Raises PoolFullError: no thread can start."""
-        if isinstance(order, DropOrder):
-            self.drop(order.identity, order.why)
+        if isinstance(instruction, DropDataset):
+            self.drop(instruction.identity, instruction.why)
             return
         with self._lock:
             if self._is_closed:
                 return
-            holding = self._sets.get(order.identity)
+            holding = self._sets.get(instruction.identity)
             if holding is None:
-                holding = _Holding(order.is_explicit)
-                start_thread(partial(self._open, order, holding), "dpflow-plan")
-                self._sets[order.identity] = holding
-            holding.is_explicit = order.is_explicit
+                holding = _Holding(instruction.is_explicit)
+                start_thread(partial(self._open, instruction, holding), "dpflow-plan")
+                self._sets[instruction.identity] = holding
+            holding.is_explicit = instruction.is_explicit
             if holding.held is None:
-                holding.waiting.append(order.stripes)
-            elif order.stripes:
-                holding.held.fill(order.stripes)
+                holding.waiting.append(instruction.stripes)
+            elif instruction.stripes:
+                holding.held.fill(instruction.stripes)
 
     def drop(self, identity: bytes, why: int) -> None:
         """Give a set up, and tell its readers why."""
@@ -182,17 +182,17 @@ class Holdings:
 
     # -- what it is asked for --------------------------------------------------------------------------------
 
-    def get(self, identity: bytes) -> HeldSet:
+    def get(self, identity: bytes) -> HeldDataset:
         """A set. Raises UsageError: it is not here."""
         if (held := self._held(identity)) is None:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return held
 
-    def on_lanes(self, name: bytes) -> HeldSet | AheadReading | None:
+    def on_lanes(self, name: bytes) -> HeldDataset | AheadReading | None:
         """What lanes call so: a set, or what is read ahead of one. None: it was given up."""
         return self._held(name) if name in self._sets else self.ahead.named(name)
 
-    def all(self) -> list[HeldSet]:
+    def all(self) -> list[HeldDataset]:
         """Every set whose metadata is here."""
         with self._lock:
             return [one.held for one in self._sets.values() if one.held is not None]
@@ -200,30 +200,30 @@ class Holdings:
     def read(self, identity: bytes, reader: str) -> None:
         """A reader has begun to read a set. Raises UsageError: too many are read."""
         with self._lock:
-            if identity not in self._readers and len(self._readers) >= MOST_SETS:
-                raise UsageError(f"{MOST_SETS} sets are read here; close one")
+            if identity not in self._readers and len(self._readers) >= MAX_DATASETS:
+                raise UsageError(f"{MAX_DATASETS} sets are read here; close one")
             self._readers.setdefault(identity, set()).add(reader)
 
-    def open(self, identity: bytes, first: int) -> tuple[SetOpened, list[int]]:
+    def open(self, identity: bytes, first: int) -> tuple[DatasetOpened, list[int]]:
         """Regions of a set from this one on; the caller closes the descriptors. Raises OSError: none is free."""
         if (held := self._held(identity)) is None:
-            return SetOpened(0, 0), []
+            return DatasetOpened(0, 0), []
         fds: list[int] = []
         try:
-            fds.extend(os.dup(region.fd) for region in held.regions[first : first + MOST_REGIONS])
+            fds.extend(os.dup(segment.fd) for segment in held.segments[first : first + MAX_SEGMENTS])
         except OSError:
             for fd in fds:
                 os.close(fd)
             raise
-        return SetOpened(len(fds), len(held.regions), held.shares, held.number), fds
+        return DatasetOpened(len(fds), len(held.segments), held.shares, held.number), fds
 
-    def want(self, identity: bytes, records: Sequence[int], patience_s: float) -> RecordStates:
+    def want(self, identity: bytes, records: Sequence[int], wait_s: float) -> RecordStates:
         """The states of these records, which are read first. Raises UsageError: one does not exist."""
         if (held := self._held(identity)) is None:
             return RecordStates(bytes([ELSEWHERE]) * len(records), [])
-        if len(records) > MOST_RECORDS or not all(0 <= one < held.records.records for one in records):
-            raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} that exist are allowed")
-        return held.want(records, min(patience_s, ANSWER_S))
+        if len(records) > MAX_RECORDS or not all(0 <= one < held.records.records for one in records):
+            raise UsageError(f"{len(records)} records: at most {MAX_RECORDS} that exist are allowed")
+        return held.want(records, min(wait_s, ANSWER_S))
 
     def leave(self, reader: str) -> None:
         """A reader has ended."""
@@ -240,12 +240,12 @@ class Holdings:
 
     # -- what its head is told -------------------------------------------------------------------------------
 
-    def reports(self) -> list[SetPart]:
+    def reports(self) -> list[DatasetPart]:
         """What is in memory."""
         with self._lock:
             held = [(one.is_explicit, one.held) for one in self._sets.values() if one.held is not None]
         return [
-            SetPart(
+            DatasetPart(
                 source=one.source,
                 identity=one.records.identity,
                 is_explicit=is_explicit,
@@ -255,12 +255,12 @@ class Holdings:
             for is_explicit, one in held
         ]
 
-    def states(self) -> list[SetState]:
+    def states(self) -> list[DatasetState]:
         """How far each set is that is held or read here."""
         with self._lock:
             return [self.state(identity) for identity in self._sets.keys() | self._readers.keys()]
 
-    def state(self, identity: bytes) -> SetState:
+    def state(self, identity: bytes) -> DatasetState:
         """How far a set is here."""
         holding = self._sets.get(identity)
         held = None if holding is None else holding.held
@@ -268,34 +268,34 @@ class Holdings:
         error = held.error if held is not None else "" if holding is None else holding.error
         if held is None and error:
             failed = ALL_FAILED
-        return SetState(
+        return DatasetState(
             identity=identity,
             is_placed=holding is None or bool(holding.error) or (held is not None and held.is_placed),
             loaded=loaded,
             failed=failed,
             readers=self.readers(identity),
-            error=error[:_LONGEST_ERROR],
+            error=error[:_MAX_ERROR_CHARS],
         )
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _held(self, identity: bytes) -> HeldSet | None:
+    def _held(self, identity: bytes) -> HeldDataset | None:
         holding = self._sets.get(identity)
         return None if holding is None else holding.held
 
-    def _open(self, order: SetPart, holding: _Holding) -> None:
+    def _open(self, instruction: DatasetPart, holding: _Holding) -> None:
         """Read its metadata, again and again where its storage does not answer; then hold it."""
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        while (held := self._opened(order, holding)) is None and holding.is_gone:
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        while (held := self._opened(instruction, holding)) is None and holding.is_gone:
             with self._changed:
                 if self._changed.wait_for(
-                    lambda: self._sets.get(order.identity) is not holding, backoff.pause_s()
+                    lambda: self._sets.get(instruction.identity) is not holding, backoff.pause_s()
                 ):
                     return
         if held is None:
             return
         with self._lock:
-            if self._sets.get(order.identity) is holding:
+            if self._sets.get(instruction.identity) is holding:
                 holding.held = held
                 for stripes in holding.waiting:
                     if stripes:
@@ -303,12 +303,14 @@ class Holdings:
                 return
         held.close()  # it was given up meanwhile
 
-    def _opened(self, order: SetPart, holding: _Holding) -> HeldSet | None:
+    def _opened(self, instruction: DatasetPart, holding: _Holding) -> HeldDataset | None:
         try:
-            held = HeldSet(order.source, open_source(order.source, order.identity), order.cut)
+            held = HeldDataset(
+                instruction.source, open_source(instruction.source, instruction.identity), instruction.cut
+            )
         except Exception as error:  # its readers have to go on, whatever it is
             if not holding.error:
-                SERVICE.warning("%s cannot be held: %s", order.source.ref, error)
+                SERVICE.warning("%s cannot be held: %s", instruction.source.ref, error)
             holding.error = f"{type(error).__name__}: {error}"
             holding.is_gone = isinstance(error, StorageError) and is_transient(error)
             return None

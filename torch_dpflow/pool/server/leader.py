@@ -19,36 +19,36 @@ from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    MOST_BYTES,
+    MAX_MESSAGE_BYTES,
+    CachedDataset,
+    CachedDatasetList,
     CountReads,
     PoolRefusal,
-    PreloadSet,
-    SetInfo,
-    SetList,
+    PreloadDataset,
 )
-from torch_dpflow.pool.planning.allocator import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.pool.planning.placement import resident_set
+from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Fill, StripeAllocator
+from torch_dpflow.pool.planning.placement import resident_layout
 from torch_dpflow.pool.server import start_thread
-from torch_dpflow.pool.server.held_dataset import HeldSet
-from torch_dpflow.pool.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.pool.server.held_dataset import HeldDataset
+from torch_dpflow.pool.server.holdings import MAX_DATASETS, Holdings
 from torch_dpflow.pool.server.leader_state import (
-    KnownSet,
-    Members,
-    check_pushed_set,
+    Followers,
+    KnownDataset,
+    check_pushed_dataset,
     cut_in,
     droppable,
     find_base,
     stripe_bytes,
 )
 from torch_dpflow.pool.server_messages import (
-    MOST_STRIPES,
-    Beat,
-    DropOrder,
-    Orders,
+    MAX_STRIPES,
+    DatasetPart,
+    DropDataset,
+    Heartbeat,
+    Instructions,
     ServerInfo,
     ServerList,
-    SetPart,
-    TablePart,
+    StripeTablePart,
 )
 from torch_dpflow.pool.sources import open_source
 from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
@@ -69,21 +69,21 @@ class PoolLeader:
 
     def __init__(self, server: ServerInfo, idle_s: float, holdings: Holdings) -> None:
         self._server = server
-        self._keeper = KeeperMachine(lease_s=LEASE_S, idle_s=idle_s)
+        self._allocator = StripeAllocator(lease_s=LEASE_S, idle_s=idle_s)
         self._holdings = holdings
         self._changed = threading.Condition()
-        self._sets: dict[bytes, KnownSet] = {}
-        self._members = Members(server.directory)
+        self._sets: dict[bytes, KnownDataset] = {}
+        self._followers = Followers(server.directory)
         self._generations = itertools.count(1)
         self._is_closed = False
         self._clock = SuspendAwareClock()  # so a head that was frozen loses no member
         #: Until when members of an earlier head may come back.
-        self._returns_until = self._clock() + LEASE_S if self._members.had_some else 0.0
-        self._keeper.renew(server.name, 0, server.memory, self._clock())
+        self._returns_until = self._clock() + LEASE_S if self._followers.had_some else 0.0
+        self._allocator.renew(server.name, 0, server.memory, self._clock())
 
     # -- what clients ask for --------------------------------------------------------------------------------
 
-    def preload(self, request: PreloadSet) -> SetInfo:
+    def preload(self, request: PreloadDataset) -> CachedDataset:
         """Hold a set, and tell how far that is. Raises PoolFullError, and what kept it from being held."""
         with self._changed:
             known = self._sets.get(request.identity)
@@ -101,31 +101,31 @@ class PoolLeader:
                             f"{request.source.ref} is held in part, as there was no room for more: unload it to load "
                             "all of it, or have a part of this one held"
                         )
-                    self._obey(
-                        self._keeper.preload(
+                    self._apply(
+                        self._allocator.preload(
                             request.identity, [], self._clock(), explicit=True, whole=request.whole
                         )
                     )
                 known.is_unloaded = False
                 if not known.is_explicit:
                     known.is_explicit = True
-                    self._tell(request.identity)
+                    self._send_changes(request.identity)
                 known.whole |= request.whole
             return self._info(known)
 
-    def table(self, identity: bytes, first: int) -> TablePart:
+    def table(self, identity: bytes, first: int) -> StripeTablePart:
         """Who holds the stripes of a set from this one on. Raises UsageError: it is not here, or not yet."""
         with self._changed:
-            table, held = self._keeper.table(identity), self._holdings.get(identity)
+            table, held = self._allocator.table(identity), self._holdings.get(identity)
             infos = self._infos()
-            return TablePart(
+            return StripeTablePart(
                 generation=table.generation,
                 per_stripe=held.records.per_stripe,
                 stripes=len(table.owners),
                 servers=[infos[name] for name in table.servers],
-                asked=self._server.name,
+                answered_by=self._server.name,
                 is_part=held.is_part,
-                owners=np.array(table.owners[first : first + MOST_STRIPES], dtype="<i2").tobytes(),
+                owners=np.array(table.owners[first : first + MAX_STRIPES], dtype="<i2").tobytes(),
             )
 
     def count_readers(self) -> None:
@@ -133,7 +133,7 @@ class PoolLeader:
         with self._changed:
             for identity in self._sets:
                 readers = self._holdings.readers(identity)
-                self._keeper.read_by(identity, self._server.name, readers, self._clock())
+                self._allocator.read_by(identity, self._server.name, readers, self._clock())
 
     def count(self, reads: CountReads) -> None:
         """A reader has read so many more samples."""
@@ -143,7 +143,7 @@ class PoolLeader:
                 known.hits += reads.hits
                 known.misses += reads.misses
 
-    def unload(self, identity: bytes) -> SetList:
+    def unload(self, identity: bytes) -> CachedDatasetList:
         """Give a set up. Raises UsageError: it is not there."""
         with self._changed:
             known = self._sets.get(identity)
@@ -156,7 +156,7 @@ class PoolLeader:
                 self._drop_unloaded()
             return self._list(0)
 
-    def contents(self, first: int) -> SetList:
+    def contents(self, first: int) -> CachedDatasetList:
         """The sets from this number on, as many as one message has room for."""
         with self._changed:
             return self._list(first)
@@ -168,48 +168,48 @@ class PoolLeader:
 
     # -- what members say ------------------------------------------------------------------------------------
 
-    def enlist(self, server: ServerInfo, reports: Iterable[SetPart]) -> int:
+    def join(self, server: ServerInfo, reports: Iterable[DatasetPart]) -> int:
         """A server joins, with what it holds; returns its generation. Raises UsageError: there are too many."""
         with self._changed:
             generation, held = next(self._generations), dict[bytes, list[int]]()
-            self._members.add(server, generation)
+            self._followers.add(server, generation)
             for report in reports:
                 known = self._sets.get(report.identity)
                 if known is None:
                     source, is_explicit = report.source, report.is_explicit
-                    request = PreloadSet(
+                    request = PreloadDataset(
                         source=source, identity=report.identity, is_explicit=is_explicit, whole=False
                     )
                     known = self._begin(request)
                 known.is_explicit |= report.is_explicit
                 if not known.take_back(server.name, report):
-                    self._members.order(server.name, DropOrder(report.identity, IDLE))
+                    self._followers.instruction(server.name, DropDataset(report.identity, IDLE))
                 elif known.held is not None:
                     held.setdefault(report.identity, []).extend(report.stripes)
-            self._obey(self._keeper.renew(server.name, generation, server.memory, self._clock(), held))
+            self._apply(self._allocator.renew(server.name, generation, server.memory, self._clock(), held))
             return generation
 
-    def beat(self, name: str, generation: int, beat: Beat) -> Orders:
+    def heartbeat(self, name: str, generation: int, heartbeat: Heartbeat) -> Instructions:
         """A member lives; what it has to do, once there is something or its patience ends.
 
         Raises PeerLostError: it was given up meanwhile, and has to enlist anew.
         """
-        until = time.monotonic() + min(beat.patience_s, _BEAT_S)
+        until = time.monotonic() + min(heartbeat.wait_s, _BEAT_S)
         with self._changed:
-            member = self._members.get(name, generation)
-            self._obey(self._keeper.renew(name, generation, member.info.memory, self._clock()))
-            for state in member.take(beat):
-                self._keeper.read_by(state.identity, name, state.readers, self._clock())
-            while not member.orders and not self._is_closed:
+            follower = self._followers.get(name, generation)
+            self._apply(self._allocator.renew(name, generation, follower.info.memory, self._clock()))
+            for state in follower.take(heartbeat):
+                self._allocator.read_by(state.identity, name, state.readers, self._clock())
+            while not follower.instructions and not self._is_closed:
                 if not self._changed.wait(until - time.monotonic()):
                     break
-            self._members.get(name, generation)
-            return member.next_orders()
+            self._followers.get(name, generation)
+            return follower.next_instructions()
 
     def gone(self, name: str, generation: int) -> None:
         """A member's connection has ended."""
         with self._changed:
-            self._obey(self._keeper.leave(name, generation, self._clock()))
+            self._apply(self._allocator.leave(name, generation, self._clock()))
             self._forget_lost()
 
     def run(self) -> None:
@@ -230,23 +230,23 @@ class PoolLeader:
 
     def _tick(self) -> None:
         now = self._clock()
-        self._obey(self._keeper.renew(self._server.name, 0, self._server.memory, now))
-        self._obey(self._keeper.expire(now))
+        self._apply(self._allocator.renew(self._server.name, 0, self._server.memory, now))
+        self._apply(self._allocator.expire(now))
         self._forget_lost()
         self._drop_unloaded()
         for identity in [one for one, known in self._sets.items() if known.is_forgotten(now)]:
             del self._sets[identity]
 
-    def _begin(self, request: PreloadSet) -> KnownSet:
-        if len(self._sets) >= MOST_SETS:
-            raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
-        check_pushed_set(request, self._sets.values())
-        known = KnownSet(request, request.is_explicit, request.whole)
+    def _begin(self, request: PreloadDataset) -> KnownDataset:
+        if len(self._sets) >= MAX_DATASETS:
+            raise PoolFullError(f"the pool has {MAX_DATASETS} sets; unload one")
+        check_pushed_dataset(request, self._sets.values())
+        known = KnownDataset(request, request.is_explicit, request.whole)
         start_thread(partial(self._plan, known), "dpflow-plan")
         self._sets[request.identity] = known
         return known
 
-    def _plan(self, known: KnownSet) -> None:
+    def _plan(self, known: KnownDataset) -> None:
         request, held = known.request, None
         identity = request.identity
         try:
@@ -257,29 +257,29 @@ class PoolLeader:
                     if opened.reader is not None:
                         opened.reader.close()
                     return
-                base = find_base(known, opened, self._holdings, self._keeper)
+                base = find_base(known, opened, self._holdings, self._allocator)
                 cut = known.cut
                 if base is None and not (known.whole or known.returned):
-                    cut = cut_in(opened.records, self._keeper.rooms())
-                held = HeldSet(request.source, opened, cut)
-                sizes = stripe_bytes(resident_set(opened.records, cut))
+                    cut = cut_in(opened.records, self._allocator.rooms())
+                held = HeldDataset(request.source, opened, cut)
+                sizes = stripe_bytes(resident_layout(opened.records, cut))
                 if base is not None:
                     held.share(*base)
                     known.base, sizes[: base.stripes] = base.base, [0] * base.stripes
                 instructions = self._place(known, sizes)
                 known.held = held
                 self._holdings.add(identity, held, known.is_explicit)
-                self._obey(instructions)
+                self._apply(instructions)
         except Exception as error:  # whoever asked has to be told, whatever it is
             SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))  # not its frames
             with self._changed:
                 known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)
-                for name in filter(self._members.__contains__, known.returned):
-                    self._order(name, DropOrder(identity, IDLE))
+                for name in filter(self._followers.__contains__, known.returned):
+                    self._send(name, DropDataset(identity, IDLE))
             if held is not None and known.held is None:
                 held.close()
 
-    def _await_members(self, known: KnownSet) -> None:
+    def _await_members(self, known: KnownDataset) -> None:
         """Members of an earlier head come first: what they hold says which part of a set is held."""
         identity = known.request.identity
         while known.pushed is None and not known.returned and self._sets.get(identity) is known:
@@ -288,66 +288,66 @@ class PoolLeader:
                 return
             self._changed.wait(left_s)
 
-    def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
+    def _place(self, known: KnownDataset, sizes: list[int]) -> list[AllocatorInstruction]:
         identity, now = known.request.identity, self._clock()
         only = None if known.pushed is None else self._server.name
         if only is None and known.returned:
-            living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
-            return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
+            living = {name: stripes for name, stripes in known.returned.items() if name in self._followers}
+            return self._allocator.recover(identity, sizes, living, now, explicit=known.is_explicit)
         how = {"explicit": known.is_explicit, "whole": known.whole}
-        return self._keeper.preload(identity, sizes, now, only=only, base=known.base, **how)
+        return self._allocator.preload(identity, sizes, now, only=only, base=known.base, **how)
 
-    def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
+    def _apply(self, instructions: Iterable[AllocatorInstruction], why: int = IDLE) -> None:
         if self._is_closed:
             return
         for one in instructions:
             if isinstance(one, Fill):
-                self._order(one.server, self._sets[one.identity].order(one.stripes))
+                self._send(one.server, self._sets[one.identity].instruction(one.stripes))
             else:
-                self._order(one.server, DropOrder(one.identity, why))
+                self._send(one.server, DropDataset(one.identity, why))
         for identity, known in list(self._sets.items()):
-            if known.held is not None and not self._keeper.holds(identity):
+            if known.held is not None and not self._allocator.holds(identity):
                 self._holdings.drop(identity, why)
                 del self._sets[identity]
 
-    def _order(self, server: str, order: SetPart | DropOrder) -> None:
+    def _send(self, server: str, instruction: DatasetPart | DropDataset) -> None:
         if server != self._server.name:
-            self._members.order(server, order)
+            self._followers.instruction(server, instruction)
             self._changed.notify_all()
-        elif isinstance(order, SetPart):
-            self._holdings.obey(order)
+        elif isinstance(instruction, DatasetPart):
+            self._holdings.apply(instruction)
 
     def _drop_unloaded(self) -> None:
         while (free := droppable(self._sets)) is not None:
-            self._obey(self._keeper.unload(free), UNLOADED)
+            self._apply(self._allocator.unload(free), UNLOADED)
 
-    def _tell(self, identity: bytes) -> None:
+    def _send_changes(self, identity: bytes) -> None:
         """Tell who holds a set what has changed of it."""
         if self._sets[identity].held is not None:
-            for server in self._keeper.table(identity).servers:
-                self._order(server, self._sets[identity].order([]))
+            for server in self._allocator.table(identity).servers:
+                self._send(server, self._sets[identity].instruction([]))
 
     def _forget_lost(self) -> None:
-        self._members.forget(self._keeper.lives)
+        self._followers.forget(self._allocator.lives)
         self._changed.notify_all()
 
     def _infos(self) -> dict[str, ServerInfo]:
-        return self._members.infos(self._server, self._keeper.servers())
+        return self._followers.infos(self._server, self._allocator.servers())
 
-    def _list(self, first: int) -> SetList:
+    def _list(self, first: int) -> CachedDatasetList:
         """The sets from this number on, as many as one message has room for."""
         known = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
         sets = [self._info(one) for one in known]
         ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
-        count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
-        capacity, free = (sum(of) for of in zip(*self._keeper.servers().values()))
-        return SetList([*sets[first : first + count]], free, capacity, len(sets))
+        count = max(1, sum(end <= MAX_MESSAGE_BYTES // 2 for end in ends))
+        capacity, free = (sum(of) for of in zip(*self._allocator.servers().values()))
+        return CachedDatasetList([*sets[first : first + count]], free, capacity, len(sets))
 
-    def _info(self, known: KnownSet) -> SetInfo:
+    def _info(self, known: KnownDataset) -> CachedDataset:
         held = known.held
         if held is None:
             return known.info()
         identity = known.request.identity
-        table = self._keeper.table(identity)
-        states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
+        table = self._allocator.table(identity)
+        states = self._followers.states(identity) | {self._server.name: self._holdings.state(identity)}
         return known.progress(held, table, states)

@@ -14,22 +14,28 @@ import msgspec
 
 from torch_dpflow.errors import PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.pool.array_files import array_set
-from torch_dpflow.pool.messages import MOST_BYTES, ArraySource, PoolRefusal, PreloadSet, SetInfo
-from torch_dpflow.pool.planning.allocator import KeeperMachine, StripeTable
-from torch_dpflow.pool.planning.layout import FileSet
+from torch_dpflow.pool.array_files import array_layout
+from torch_dpflow.pool.messages import (
+    MAX_MESSAGE_BYTES,
+    ArraySource,
+    CachedDataset,
+    PoolRefusal,
+    PreloadDataset,
+)
+from torch_dpflow.pool.planning.allocator import StripeAllocator, StripeTable
+from torch_dpflow.pool.planning.layout import SampleLayout
 from torch_dpflow.pool.planning.placement import ALL, cut_that_fits
-from torch_dpflow.pool.server.held_dataset import HeldSet
+from torch_dpflow.pool.server.held_dataset import HeldDataset
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.server_messages import (
     ALL_FAILED,
-    MOST_SERVERS,
-    Beat,
-    DropOrder,
-    Orders,
+    MAX_SERVERS,
+    DatasetPart,
+    DatasetState,
+    DropDataset,
+    Heartbeat,
+    Instructions,
     ServerInfo,
-    SetPart,
-    SetState,
 )
 from torch_dpflow.pool.sources import OpenedSource, samples_in
 
@@ -38,47 +44,47 @@ _FILE = "members"
 
 
 @dataclass(eq=False)
-class EnlistedServer:
+class FollowerRecord:
     """One server, from when it has enlisted."""
 
     info: ServerInfo
     generation: int
     #: Orders that it has not got, and how many there were in all.
-    orders: deque[SetPart | DropOrder] = field(default_factory=deque)
-    ordered: int = 0
+    instructions: deque[DatasetPart | DropDataset] = field(default_factory=deque)
+    issued: int = 0
     #: The number of the last order about each set, and the last word on it that tells of that.
-    last_orders: dict[bytes, int] = field(default_factory=dict)
-    states: dict[bytes, SetState] = field(default_factory=dict)
+    last_instruction: dict[bytes, int] = field(default_factory=dict)
+    states: dict[bytes, DatasetState] = field(default_factory=dict)
 
-    def order(self, order: SetPart | DropOrder) -> None:
+    def instruction(self, instruction: DatasetPart | DropDataset) -> None:
         """Have it do this."""
-        parts = [order] if isinstance(order, DropOrder) else order.split()
-        self.orders.extend(parts)
-        self.ordered += len(parts)
-        self.last_orders[order.identity] = self.ordered
-        self.states.pop(order.identity, None)
-        if isinstance(order, DropOrder):
-            del self.last_orders[order.identity]
+        parts = [instruction] if isinstance(instruction, DropDataset) else instruction.split()
+        self.instructions.extend(parts)
+        self.issued += len(parts)
+        self.last_instruction[instruction.identity] = self.issued
+        self.states.pop(instruction.identity, None)
+        if isinstance(instruction, DropDataset):
+            del self.last_instruction[instruction.identity]
 
-    def take(self, beat: Beat) -> Iterator[SetState]:
+    def take(self, heartbeat: Heartbeat) -> Iterator[DatasetState]:
         """Believe what it says of sets about which it has got all orders."""
-        for state in beat.states:
-            if self.last_orders.get(state.identity, 0) <= beat.obeyed:
+        for state in heartbeat.states:
+            if self.last_instruction.get(state.identity, 0) <= heartbeat.applied:
                 self.states[state.identity] = state
                 yield state
 
-    def next_orders(self) -> Orders:
+    def next_instructions(self) -> Instructions:
         """As many orders as one message has room for."""
-        orders, room = list[SetPart | DropOrder](), MOST_BYTES // 2
-        while self.orders:
-            room -= len(msgspec.msgpack.encode(self.orders[0]))
-            if room < 0 and orders:
+        instructions, room = list[DatasetPart | DropDataset](), MAX_MESSAGE_BYTES // 2
+        while self.instructions:
+            room -= len(msgspec.msgpack.encode(self.instructions[0]))
+            if room < 0 and instructions:
                 break
-            orders.append(self.orders.popleft())
-        return Orders(orders, self.ordered - len(self.orders))
+            instructions.append(self.instructions.popleft())
+        return Instructions(instructions, self.issued - len(self.instructions))
 
 
-class Members:
+class Followers:
     """All members, by name.
 
     directory: the head's own.
@@ -86,62 +92,62 @@ class Members:
 
     def __init__(self, directory: str) -> None:
         self._file = Path(directory, _FILE)
-        self._members: dict[str, EnlistedServer] = {}
+        self._followers: dict[str, FollowerRecord] = {}
         #: Whether an earlier head at this address had some.
         self.had_some = self._file.exists()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._members
+        return name in self._followers
 
     def add(self, info: ServerInfo, generation: int) -> None:
         """A server enlists. Raises UsageError: there are too many."""
-        if len(self._members) >= MOST_SERVERS - 1 and info.name not in self._members:
-            raise UsageError(f"the pool has {MOST_SERVERS} servers; have it join another one")
-        self._members[info.name] = EnlistedServer(info, generation)
+        if len(self._followers) >= MAX_SERVERS - 1 and info.name not in self._followers:
+            raise UsageError(f"the pool has {MAX_SERVERS} servers; have it join another one")
+        self._followers[info.name] = FollowerRecord(info, generation)
         self._write()
         SERVICE.info("server %s has joined the pool", info.name)
 
-    def get(self, name: str, generation: int) -> EnlistedServer:
+    def get(self, name: str, generation: int) -> FollowerRecord:
         """A member. Raises PeerLostError: it has been given up."""
-        member = self._members.get(name)
-        if member is None or member.generation != generation:
+        follower = self._followers.get(name)
+        if follower is None or follower.generation != generation:
             raise PeerLostError(
                 f"server {name} of the pool was given up, as nothing was heard of it; it may join anew"
             )
-        return member
+        return follower
 
-    def order(self, name: str, order: SetPart | DropOrder) -> None:
+    def instruction(self, name: str, instruction: DatasetPart | DropDataset) -> None:
         """Have a member do this."""
-        self._members[name].order(order)
+        self._followers[name].instruction(instruction)
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
         """Forget those that do not live."""
-        for name, member in list(self._members.items()):
-            if not lives(name, member.generation):
+        for name, follower in list(self._followers.items()):
+            if not lives(name, follower.generation):
                 SERVICE.warning("server %s of the pool is lost", name)
-                del self._members[name]
+                del self._followers[name]
                 self._write()
 
-    def infos(self, head: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
+    def infos(self, leader: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
         """Who they and their head are. rooms: the bytes of each that counts, and those that are free."""
-        infos = {head.name: head, **{name: member.info for name, member in self._members.items()}}
+        infos = {leader.name: leader, **{name: follower.info for name, follower in self._followers.items()}}
         return {
             name: msgspec.structs.replace(info, free=rooms[name][1])
             for name, info in infos.items()
             if name in rooms
         }
 
-    def states(self, identity: bytes) -> dict[str, SetState]:
+    def states(self, identity: bytes) -> dict[str, DatasetState]:
         """What each has said of a set."""
         return {
-            name: member.states[identity]
-            for name, member in self._members.items()
-            if identity in member.states
+            name: follower.states[identity]
+            for name, follower in self._followers.items()
+            if identity in follower.states
         }
 
     def _write(self) -> None:
-        if self._members:
-            self._file.write_text("".join(f"{name}\n" for name in self._members))
+        if self._followers:
+            self._file.write_text("".join(f"{name}\n" for name in self._followers))
         else:
             self._file.unlink(missing_ok=True)
 
@@ -153,15 +159,15 @@ _REFUSAL_S = 2.0
 
 
 @dataclass(eq=False)
-class KnownSet:
+class KnownDataset:
     """A set from when it is first asked for."""
 
-    request: PreloadSet
+    request: PreloadDataset
     is_explicit: bool
     #: Whether somebody wants all of it or nothing.
     whole: bool
     #: None while its metadata is read.
-    held: HeldSet | None = None
+    held: HeldDataset | None = None
     #: Of what members hold, if they do.
     cut: int = ALL
     #: What members hold of it, by their names, that have said so meanwhile.
@@ -187,7 +193,7 @@ class KnownSet:
         source = self.request.source
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
-    def take_back(self, server: str, report: SetPart) -> bool:
+    def take_back(self, server: str, report: DatasetPart) -> bool:
         """A member has come back with a part of it; whether that is of the part that is held."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
@@ -195,9 +201,9 @@ class KnownSet:
             self.returned.setdefault(server, []).extend(report.stripes)
         return report.cut == cut
 
-    def info(self) -> SetInfo:
+    def info(self) -> CachedDataset:
         """What is known without asking anybody."""
-        return SetInfo(
+        return CachedDataset(
             identity=self.request.identity,
             ref=self.request.source.ref,
             url="not opened yet" if self.held is None else self.held.url,
@@ -207,7 +213,9 @@ class KnownSet:
             pushed=self.pushed,
         )
 
-    def progress(self, held: HeldSet, table: StripeTable, states: Mapping[str, SetState]) -> SetInfo:
+    def progress(
+        self, held: HeldDataset, table: StripeTable, states: Mapping[str, DatasetState]
+    ) -> CachedDataset:
         """How far it is over all of its servers, as people and clients are told.
 
         states: what servers have said last, of their copies too; without those that have not heard of all of their
@@ -236,10 +244,10 @@ class KnownSet:
         """Whether it was refused, and whoever asks now asks anew."""
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
-    def order(self, stripes: list[int]) -> SetPart:
+    def instruction(self, stripes: list[int]) -> DatasetPart:
         """What has a server hold these."""
         request = self.request
-        return SetPart(
+        return DatasetPart(
             source=request.source,
             identity=request.identity,
             is_explicit=self.is_explicit,
@@ -248,7 +256,7 @@ class KnownSet:
         )
 
 
-def check_pushed_set(request: PreloadSet, others: Iterable[KnownSet]) -> None:
+def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]) -> None:
     """Raises UsageError: a set that nobody has pushed is asked for, or another has its name."""
     source = request.source
     if not isinstance(source, ArraySource) or not source.is_pushed:
@@ -264,13 +272,13 @@ def check_pushed_set(request: PreloadSet, others: Iterable[KnownSet]) -> None:
         )
 
 
-def cut_in(records: FileSet, rooms: list[int]) -> int:
+def cut_in(records: SampleLayout, rooms: list[int]) -> int:
     """The cut with as many records as have room in servers that have so many bytes each."""
     room = sum(rooms) - _index_bytes(records.stripes, records.records)
     return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
 
 
-def stripe_bytes(records: FileSet) -> list[int]:
+def stripe_bytes(records: SampleLayout) -> list[int]:
     """What each stripe takes in a region."""
     return [
         records.stripe_bytes(stripe) + _index_bytes(1, len(records.records_of(stripe)))
@@ -286,7 +294,7 @@ def _index_bytes(stripes: int, records: int) -> int:
 class SharedStripes(NamedTuple):
     """The first stripes of a version, as many as a further one has too."""
 
-    older: HeldSet
+    older: HeldDataset
     stripes: int
 
     @property
@@ -296,7 +304,7 @@ class SharedStripes(NamedTuple):
 
 
 def find_base(
-    known: KnownSet, opened: OpenedSource, holdings: Holdings, keeper: KeeperMachine
+    known: KnownDataset, opened: OpenedSource, holdings: Holdings, allocator: StripeAllocator
 ) -> SharedStripes | None:
     """What a set shares with an older version; one that does fits as a whole, or is wanted so.
 
@@ -306,16 +314,16 @@ def find_base(
     """
     if known.pushed is not None:
         return _pushed_base(known.request, holdings)
-    if known.returned or len(keeper.servers()) > 1:
+    if known.returned or len(allocator.servers()) > 1:
         return None
     base = _stored_base(opened, holdings)
     if base is None or known.whole:
         return base
     rest = sum(stripe_bytes(opened.records)[base.stripes :])
-    return base if rest <= sum(keeper.rooms(base.base)) else None
+    return base if rest <= sum(allocator.rooms(base.base)) else None
 
 
-def _pushed_base(request: PreloadSet, holdings: Holdings) -> SharedStripes | None:
+def _pushed_base(request: PreloadDataset, holdings: Holdings) -> SharedStripes | None:
     source = request.source
     if not isinstance(source, ArraySource) or not source.base:
         return None
@@ -324,7 +332,7 @@ def _pushed_base(request: PreloadSet, holdings: Holdings) -> SharedStripes | Non
     if (
         not isinstance(its, ArraySource)
         or (its.dtype, its.shape[1:]) != (source.dtype, source.shape[1:])
-        or source.shared > min(its.shape[0], source.shape[0]) // array_set(source).per_stripe
+        or source.shared > min(its.shape[0], source.shape[0]) // array_layout(source).per_stripe
     ):
         raise UsageError(f"{source.ref} is no further version of {its.ref}; append to what it continues")
     return SharedStripes(older, source.shared)
@@ -337,14 +345,14 @@ def _stored_base(opened: OpenedSource, holdings: Holdings) -> SharedStripes | No
     return best if best is not None and best.stripes else None
 
 
-def _common(opened: OpenedSource, older: HeldSet) -> int:
+def _common(opened: OpenedSource, older: HeldDataset) -> int:
     if opened.records.per_stripe != older.records.per_stripe:
         return 0
     equal = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(opened.parts, older.parts))
     return min(older.leading, sum(1 for _ in equal))
 
 
-def droppable(sets: Mapping[bytes, KnownSet]) -> bytes | None:
+def droppable(sets: Mapping[bytes, KnownDataset]) -> bytes | None:
     """A set that was unloaded, and whose memory no further version shares."""
     bases = {one.base for one in sets.values()}
     free = (name for name, one in sets.items() if one.is_unloaded and one.held and name not in bases)

@@ -19,19 +19,19 @@ from torch_dpflow._core.descriptors import soft_limit
 from torch_dpflow.errors import DPFlowError, OptionError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.server import start_thread
-from torch_dpflow.pool.server.data_sender import LaneServer
+from torch_dpflow.pool.server.data_sender import DataSender
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.transport.address import PoolAddress
-from torch_dpflow.pool.transport.authentication import Admission, admit_stream, guard_of
+from torch_dpflow.pool.transport.authentication import Handshake, accept_stream, authenticator_for
 from torch_dpflow.pool.transport.data_frames import LANE
 
 #: Connections that have not proved anything yet: how many there may be, how long each may take, and after how long the
 #: oldest has to go where there are so many, seconds. Meanwhile others wait in the kernel.
-MOST_STRANGERS, STRANGER_S, LEAST_S = 1024, 2.0, 0.25
+MAX_UNAUTHENTICATED, HANDSHAKE_TIMEOUT_S, MIN_HANDSHAKE_S = 1024, 2.0, 0.25
 #: The part of a process's descriptors that these may take.
-_THEIR_PART = 4
+_DESCRIPTOR_SHARE = 4
 #: Most that have.
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 #: At most one line of the log for those who are turned away, seconds.
 _LOG_S = 10.0
 #: How long the door waits where nothing happens, seconds.
@@ -39,17 +39,17 @@ _LOOK_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stranger:
+class _UnauthenticatedPeer:
     """A connection that has not proved anything yet."""
 
     connection: socket.socket
-    admission: Admission[tuple[socket.socket, int]]
+    admission: Handshake[tuple[socket.socket, int]]
     name: str
     #: When it came, seconds.
     since: float
 
 
-class StreamDoor:
+class PoolListener:
     """Listens at a port.
 
     Args:
@@ -67,15 +67,15 @@ class StreamDoor:
             raise OptionError(
                 f"nobody can listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that"
             )
-        self._guard = guard_of(address, serves=True)
+        self._authenticator = authenticator_for(address, serves=True)
         self._talk = talk
         #: By descriptor, the one that came first at first.
-        self._strangers: dict[int, _Stranger] = {}
-        self._most_strangers = min(MOST_STRANGERS, soft_limit() // _THEIR_PART)
+        self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}
+        self._max_unauthenticated = min(MAX_UNAUTHENTICATED, soft_limit() // _DESCRIPTOR_SHARE)
         self._talking: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_running = self._is_closed = False
-        self._logged_at, self._turned_away = -_LOG_S, 0
+        self._logged_at, self._rejected = -_LOG_S, 0
         try:
             family, _, _, _, place = socket.getaddrinfo(
                 address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -87,7 +87,7 @@ class StreamDoor:
                 f"nobody can listen at {address}: {error.strerror or error}; give another address"
             ) from None
         self._listener.setblocking(False)
-        self._lanes = LaneServer(holdings)
+        self._data = DataSender(holdings)
         #: Where clients find it.
         self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
 
@@ -97,7 +97,7 @@ class StreamDoor:
             self._is_running = not self._is_closed
         if not self._is_running:
             return
-        threading.Thread(target=self._lanes.run, name="dpflow-lanes", daemon=True).start()
+        threading.Thread(target=self._data.run, name="dpflow-lanes", daemon=True).start()
         with select.epoll() as poll, self._listener:
             listener = self._listener.fileno()
             poll.register(listener, select.EPOLLIN)
@@ -105,14 +105,19 @@ class StreamDoor:
                 now = time.monotonic()
                 is_full = self._is_full(now)
                 poll.modify(listener, 0 if is_full else select.EPOLLIN)
-                came = [fd for fd, _ in poll.poll(self._wait_s(now, LEAST_S if is_full else STRANGER_S))]
+                came = [
+                    fd
+                    for fd, _ in poll.poll(
+                        self._wait_s(now, MIN_HANDSHAKE_S if is_full else HANDSHAKE_TIMEOUT_S)
+                    )
+                ]
                 for fd in came:
                     if fd != listener:
                         self._go_on(fd, poll)
                 if listener in came:
                     self._let_come(poll)
                 self._end_late(time.monotonic())
-            for fd in [*self._strangers]:
+            for fd in [*self._unauthenticated]:
                 self._end(fd)
 
     def close(self) -> None:
@@ -121,7 +126,7 @@ class StreamDoor:
             self._is_closed = True
             if not self._is_running:
                 self._listener.close()
-        self._lanes.close()
+        self._data.close()
         for connection in (self._listener, *self._talking):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -130,17 +135,17 @@ class StreamDoor:
 
     def _is_full(self, now: float) -> bool:
         """Whether nobody else may come before the oldest has had its time."""
-        oldest = next(iter(self._strangers.values()), None)
+        oldest = next(iter(self._unauthenticated.values()), None)
         return (
             oldest is not None
-            and len(self._strangers) >= self._most_strangers
-            and now < oldest.since + LEAST_S
+            and len(self._unauthenticated) >= self._max_unauthenticated
+            and now < oldest.since + MIN_HANDSHAKE_S
         )
 
-    def _wait_s(self, now: float, patience_s: float) -> float:
+    def _wait_s(self, now: float, wait_s: float) -> float:
         """How long until the oldest has had so long, at most `_LOOK_S`."""
-        oldest = next(iter(self._strangers.values()), None)
-        return _LOOK_S if oldest is None else min(_LOOK_S, max(0.0, oldest.since + patience_s - now))
+        oldest = next(iter(self._unauthenticated.values()), None)
+        return _LOOK_S if oldest is None else min(_LOOK_S, max(0.0, oldest.since + wait_s - now))
 
     def _let_come(self, poll: select.epoll) -> None:
         """Take who waits in the kernel, as far as there is room; the oldest have to make it."""
@@ -154,31 +159,31 @@ class StreamDoor:
                     SERVICE.warning("a client of the pool is refused: %s", error)
                     time.sleep(0.1)
                 return
-            if len(self._strangers) >= self._most_strangers:
-                self._turn_away(next(iter(self._strangers)), "it proves nothing, and others wait")
+            if len(self._unauthenticated) >= self._max_unauthenticated:
+                self._reject(next(iter(self._unauthenticated)), "it proves nothing, and others wait")
             fd = connection.fileno()
-            admission = admit_stream(connection, self._guard)
-            self._strangers[fd] = _Stranger(connection, admission, _name_of(connection), now)
+            admission = accept_stream(connection, self._authenticator)
+            self._unauthenticated[fd] = _UnauthenticatedPeer(connection, admission, _name_of(connection), now)
             poll.register(fd, select.EPOLLIN)
             self._go_on(fd, poll)
 
     def _go_on(self, fd: int, poll: select.epoll) -> None:
         """Hear what a stranger says."""
-        stranger = self._strangers[fd]
+        peer = self._unauthenticated[fd]
         try:
-            next(stranger.admission)
+            next(peer.admission)
         except StopIteration as done:
-            del self._strangers[fd]
+            del self._unauthenticated[fd]
             poll.unregister(fd)
             self._admit(*done.value)
         except Exception as error:  # whatever it is, others have to be heard
-            self._turn_away(fd, error)
+            self._reject(fd, error)
 
     def _admit(self, admitted: socket.socket, purpose: int) -> None:
-        if self._is_closed or len(self._talking) + len(self._lanes) >= MOST_CONNECTIONS:
+        if self._is_closed or len(self._talking) + len(self._data) >= MAX_CONNECTIONS:
             admitted.close()
         elif purpose == LANE:
-            self._lanes.adopt(admitted)
+            self._data.adopt(admitted)
         else:
             self._talking.add(admitted)
             try:
@@ -195,24 +200,24 @@ class StreamDoor:
             self._talking.discard(admitted)
 
     def _end_late(self, now: float) -> None:
-        late = [fd for fd, one in self._strangers.items() if now >= one.since + STRANGER_S]
+        late = [fd for fd, one in self._unauthenticated.items() if now >= one.since + HANDSHAKE_TIMEOUT_S]
         for fd in late:
-            self._turn_away(fd, f"it has proved nothing for {STRANGER_S:g} s")
+            self._reject(fd, f"it has proved nothing for {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _end(self, fd: int) -> str:
         """Close a stranger's connection; returns its name."""
-        stranger = self._strangers.pop(fd)
-        stranger.admission.close()  # which owns the connection by now where that is TLS
-        stranger.connection.close()
-        return stranger.name
+        peer = self._unauthenticated.pop(fd)
+        peer.admission.close()  # which owns the connection by now where that is TLS
+        peer.connection.close()
+        return peer.name
 
-    def _turn_away(self, fd: int, why: object) -> None:
+    def _reject(self, fd: int, why: object) -> None:
         """Leave a stranger; log it, unless strangers would fill the log so."""
         name = self._end(fd)
-        self._turned_away += 1
+        self._rejected += 1
         if time.monotonic() - self._logged_at >= _LOG_S:
             self._logged_at = time.monotonic()
-            SERVICE.warning("%s is turned away (%d so far): %s", name, self._turned_away, why)
+            SERVICE.warning("%s is turned away (%d so far): %s", name, self._rejected, why)
 
 
 def _check_host(address: PoolAddress, host: str) -> None:

@@ -22,7 +22,7 @@ CONNECTION_VARIABLE = "DPFLOW_POOL_CONNECTION"
 _TCP = "tcp://"
 _SOCKET = "socket"
 #: The kernel's limit for the path of a socket, bytes.
-_LONGEST_PATH = 107
+_MAX_PATH_BYTES = 107
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -109,10 +109,10 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
         )
     check_path("address", os.fspath(address))
     found = Path(address).absolute()
-    if len(os.fsencode(found / _SOCKET)) > _LONGEST_PATH:
+    if len(os.fsencode(found / _SOCKET)) > _MAX_PATH_BYTES:
         raise OptionError(
             f"address={str(found)!r} is too long for a socket; give a path of at most "
-            f"{_LONGEST_PATH - len(_SOCKET) - 1} bytes"
+            f"{_MAX_PATH_BYTES - len(_SOCKET) - 1} bytes"
         )
     return found
 

@@ -124,7 +124,7 @@ class TLSStream:
 #: What control messages and records are carried by.
 Stream: TypeAlias = socket.socket | TLSStream
 #: Lets a client in over a connection that never blocks: each step goes on with what has come, up to the result.
-Admission: TypeAlias = Generator[None, None, T]
+Handshake: TypeAlias = Generator[None, None, T]
 #: Bytes of a number that is drawn once, and of a proof.
 _NONCE_BYTES = 32
 #: A client whose host says nothing, however idle it is, is gone after 30 s: with it its orders, and what it was lent.
@@ -134,11 +134,11 @@ _HANDSHAKE = b"\x16"
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 
 
-class StreamGuard(ABC):
+class StreamAuthenticator(ABC):
     """Lets in whoever has the keys of one cluster. Its methods raise OSError and DPFlowError."""
 
     @abstractmethod
-    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+    def admit(self, connection: socket.socket) -> Handshake[socket.socket]:
         """Server: the connection to speak over, once the client has proved who it is."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class StreamGuard(ABC):
         """Client: the connection to speak over, once both have proved who they are."""
 
 
-class TLSGuard(StreamGuard):
+class TLSAuthenticator(StreamAuthenticator):
     """TLS 1.3 with certificates on both sides."""
 
     def __init__(self, keys: ConnectionFile, *, serves: bool) -> None:
@@ -163,7 +163,7 @@ class TLSGuard(StreamGuard):
         else:
             self._context = client_context(keys.certificates)
 
-    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+    def admit(self, connection: socket.socket) -> Handshake[socket.socket]:
         if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
@@ -192,13 +192,13 @@ class TLSGuard(StreamGuard):
             ) from None
 
 
-class ProofGuard(StreamGuard):
+class HMACAuthenticator(StreamAuthenticator):
     """Bytes as they are; both sides prove that they have the cluster's key."""
 
     def __init__(self, keys: ConnectionFile) -> None:
         self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
 
-    def admit(self, connection: socket.socket) -> Admission[socket.socket]:
+    def admit(self, connection: socket.socket) -> Handshake[socket.socket]:
         if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) == _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that speaks TLS")
@@ -234,19 +234,21 @@ class ProofGuard(StreamGuard):
         return hmac.digest(self._key, who + begun + drawn, "sha256")
 
 
-def guard_of(address: PoolAddress, *, serves: bool) -> StreamGuard:
+def authenticator_for(address: PoolAddress, *, serves: bool) -> StreamAuthenticator:
     """How strangers are kept out at this address. Raises OptionError: there are no keys for it."""
     keys = address.keys()
-    return ProofGuard(keys) if address.trust_network else TLSGuard(keys, serves=serves)
+    return HMACAuthenticator(keys) if address.trust_network else TLSAuthenticator(keys, serves=serves)
 
 
 def check_keys(address: PoolAddress) -> None:
     """Raises OptionError: it is reached over a network, and there are no keys for it."""
     if address.directory is None:
-        guard_of(address, serves=False)
+        authenticator_for(address, serves=False)
 
 
-def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silence_s: float) -> Stream:
+def connect_stream(
+    address: PoolAddress, authenticator: StreamAuthenticator, purpose: int, silence_s: float
+) -> Stream:
     """A connection to a server, whose identity is proved.
 
     silence_s: how long all of it may take, and each wait for the server later, seconds.
@@ -263,7 +265,7 @@ def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silen
     connection: Stream = plain
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = guard.approach(plain)
+        connection = authenticator.approach(plain)
         with contextlib.suppress(
             ConnectionError
         ):  # why it refuses has come before its end, and is read below
@@ -272,19 +274,21 @@ def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silen
     except (OSError, MessageError, PeerLostError) as error:
         connection.close()
         raise PeerLostError(
-            f"the server of the pool at {address} cannot be spoken to: {_told(error)}"
+            f"the server of the pool at {address} cannot be spoken to: {_reason(error)}"
         ) from None
     return connection
 
 
-def admit_stream(connection: socket.socket, guard: StreamGuard) -> Admission[tuple[socket.socket, int]]:
+def accept_stream(
+    connection: socket.socket, authenticator: StreamAuthenticator
+) -> Handshake[tuple[socket.socket, int]]:
     """The connection of a client that has proved who it is, and what it is for. Raises OSError, DPFlowError."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    admitted = yield from guard.admit(connection)
+    admitted = yield from authenticator.admit(connection)
     try:
         purpose = purpose_of((yield from _exactly(admitted, HELLO_BYTES)))
         admitted.sendall(hello(purpose))
@@ -306,7 +310,7 @@ def receive_exactly(connection: Stream, count: int) -> bytes:
     return bytes(content)
 
 
-def _come(act: Callable[[], T]) -> Admission[T]:
+def _come(act: Callable[[], T]) -> Handshake[T]:
     """What this gives, once enough has come for it."""
     while True:
         try:
@@ -315,7 +319,7 @@ def _come(act: Callable[[], T]) -> Admission[T]:
             yield
 
 
-def _exactly(connection: socket.socket, count: int) -> Admission[bytes]:
+def _exactly(connection: socket.socket, count: int) -> Handshake[bytes]:
     """As `receive_exactly`."""
     content = bytearray()
     while len(content) < count:
@@ -332,7 +336,7 @@ def _refuse(connection: socket.socket) -> None:
     connection.sendall(_ALERT)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"it refuses this side's certificate ({error.reason or error}); give its connection file"
     return str(error)

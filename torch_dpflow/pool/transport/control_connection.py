@@ -19,50 +19,56 @@ from torch_dpflow._core.depth import check_msgpack
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
-    MOST_BYTES,
-    MOST_REGIONS,
+    MAX_MESSAGE_BYTES,
+    MAX_SEGMENTS,
     AheadAnswer,
     AheadRequest,
-    AnnounceOrder,
+    AnnounceAccessPlan,
     AnySource,
+    CachedDataset,
+    CachedDatasetList,
     CountReads,
-    ListSets,
-    OpenSet,
+    DatasetOpened,
+    GetRecordStates,
+    ListDatasets,
+    OpenDataset,
     PoolRefusal,
-    PreloadSet,
+    PreloadDataset,
     PushStripe,
-    ReadSet,
     RecordStates,
-    SetInfo,
-    SetList,
-    SetOpened,
-    UnloadSet,
-    WantRecords,
+    StartReading,
+    UnloadDataset,
 )
 from torch_dpflow.pool.server_messages import ListServers, ServerAnswer, ServerInfo, ServerList, ServerRequest
 from torch_dpflow.pool.transport.address import AddressLike, check_private, find_address, socket_path
 from torch_dpflow.pool.transport.authentication import (
     Stream,
     TLSStream,
+    authenticator_for,
     connect_stream,
-    guard_of,
     receive_exactly,
 )
 from torch_dpflow.pool.transport.data_frames import CONTROL
 
 PoolRequest: TypeAlias = (
-    PreloadSet
-    | ReadSet
-    | OpenSet
-    | WantRecords
+    PreloadDataset
+    | StartReading
+    | OpenDataset
+    | GetRecordStates
     | PushStripe
-    | ListSets
-    | UnloadSet
+    | ListDatasets
+    | UnloadDataset
     | AheadRequest
     | ServerRequest
 )
 PoolAnswer: TypeAlias = (
-    SetInfo | SetOpened | RecordStates | SetList | PoolRefusal | AheadAnswer | ServerAnswer
+    CachedDataset
+    | DatasetOpened
+    | RecordStates
+    | CachedDatasetList
+    | PoolRefusal
+    | AheadAnswer
+    | ServerAnswer
 )
 PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
 REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
@@ -74,9 +80,9 @@ ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswe
 def encode(message: PoolMessage) -> bytes:
     """A message as it is sent. Raises OptionError: it is too long."""
     packet = msgspec.msgpack.encode(message)
-    if len(packet) > MOST_BYTES:
+    if len(packet) > MAX_MESSAGE_BYTES:
         raise OptionError(
-            f"a message of {len(packet)} bytes; at most {MOST_BYTES} are allowed: shorten options"
+            f"a message of {len(packet)} bytes; at most {MAX_MESSAGE_BYTES} are allowed: shorten options"
         )
     return packet
 
@@ -89,7 +95,7 @@ class Channel(ABC):
     """A connection that carries control messages."""
 
     #: Whether descriptors come along: both sides are on one host.
-    carries_regions: bool
+    passes_memory: bool
     _socket: Stream
 
     @abstractmethod
@@ -97,7 +103,7 @@ class Channel(ABC):
         """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
 
     @abstractmethod
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], segments: int = 0) -> tuple[T, list[int]]:
         """The next message, and descriptors that came with it, at most so many.
 
         Raises:
@@ -105,7 +111,7 @@ class Channel(ABC):
             MessageError: the message is none, or too long.
         """
 
-    def tell(self, message: PoolMessage) -> bool:
+    def send_nowait(self, message: PoolMessage) -> bool:
         """Send without waiting for a peer that takes nothing; whether it was sent."""
         # Where a socket has a time-out, Python waits for room in spite of MSG_DONTWAIT.
         if not self._is_ready(select.POLLOUT):
@@ -137,7 +143,7 @@ class Channel(ABC):
 class PacketChannel(Channel):
     """On one host: a packet each."""
 
-    carries_regions = True
+    passes_memory = True
 
     _socket: socket.socket
 
@@ -147,13 +153,13 @@ class PacketChannel(Channel):
     def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
         socket.send_fds(self._socket, [encode(message)], fds or [])
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
-        packet, fds, flags, _ = socket.recv_fds(self._socket, MOST_BYTES + 1, regions)
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], segments: int = 0) -> tuple[T, list[int]]:
+        packet, fds, flags, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES + 1, segments)
         try:
             if not packet:
                 raise PeerLostError("the pool's other side has closed the connection")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) > MOST_BYTES:
-                raise MessageError(f"a message to or from the pool has more than {MOST_BYTES} bytes")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) > MAX_MESSAGE_BYTES:
+                raise MessageError(f"a message to or from the pool has more than {MAX_MESSAGE_BYTES} bytes")
             return _decoded(decoder, packet), fds
         except BaseException:
             for fd in fds:
@@ -164,7 +170,7 @@ class PacketChannel(Channel):
 class StreamChannel(Channel):
     """Over a network: each message behind its length."""
 
-    carries_regions = False
+    passes_memory = False
 
     def __init__(self, connection: Stream) -> None:
         self._socket = connection
@@ -177,10 +183,10 @@ class StreamChannel(Channel):
         packet = encode(message)
         self._socket.sendall(_LENGTH.pack(len(packet)) + packet)
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], segments: int = 0) -> tuple[T, list[int]]:
         (length,) = _LENGTH.unpack(receive_exactly(self._socket, _LENGTH.size))
-        if not 1 <= length <= MOST_BYTES:
-            raise MessageError(f"a message of {length} bytes; at most {MOST_BYTES} are allowed")
+        if not 1 <= length <= MAX_MESSAGE_BYTES:
+            raise MessageError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
         return _decoded(decoder, receive_exactly(self._socket, length)), []
 
 
@@ -217,17 +223,17 @@ class PoolConnection:
         self._posted = 0
         self._channel: Channel
         if found.directory is None:
-            guard = guard_of(found, serves=False)
-            self._channel = StreamChannel(connect_stream(found, guard, CONTROL, silence_s))
+            authenticator = authenticator_for(found, serves=False)
+            self._channel = StreamChannel(connect_stream(found, authenticator, CONTROL, silence_s))
         else:
             self._channel = PacketChannel(_connect_here(found.directory, silence_s))
 
     @property
     def maps(self) -> bool:
         """Whether the server is on this host, and memory comes with its answers."""
-        return self._channel.carries_regions
+        return self._channel.passes_memory
 
-    def ask(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
+    def request(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
         """The server's answer, and the descriptors that came with it, which the caller closes.
 
         fds: descriptors that go with the request.
@@ -238,11 +244,11 @@ class PoolConnection:
         """
         with self._lock:
             self.send(request, fds)
-            return self.hear()
+            return self.receive()
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
         """The server's answer, which is of this kind and comes without descriptors. Raises as `ask`."""
-        answer, _ = self.ask(request)
+        answer, _ = self.request(request)
         assert isinstance(answer, kind)
         return answer
 
@@ -261,17 +267,17 @@ class PoolConnection:
                 f"the server of the pool does not answer: {error.strerror or error}"
             ) from error
 
-    def hear(self) -> tuple[PoolAnswer, list[int]]:
+    def receive(self) -> tuple[PoolAnswer, list[int]]:
         """The second half of `ask`. Raises as it does."""
         while self._posted:
             self._take_posted()
-        answer, fds = self._receive(MOST_REGIONS)
+        answer, fds = self._receive(MAX_SEGMENTS)
         self._is_asked = False
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds
 
-    def post(self, request: AnnounceOrder) -> None:
+    def post(self, request: AnnounceAccessPlan) -> None:
         """Send a request without waiting for the server, which gets none while it takes none; the answer is dropped.
 
         Raises PeerLostError: the server has died.
@@ -282,19 +288,19 @@ class PoolConnection:
                 raise PeerLostError("the server of the pool was left in the midst of a request")
             while self._channel.has_come:
                 self._take_posted()
-            self._posted += self._channel.tell(request)
+            self._posted += self._channel.send_nowait(request)
 
-    def tell(self, message: CountReads) -> bool:
+    def send_nowait(self, message: CountReads) -> bool:
         """Send what has no answer, without waiting; whether it was sent."""
         with self._lock:
-            return self._channel.tell(message)
+            return self._channel.send_nowait(message)
 
-    def contents(self) -> SetList:
+    def contents(self) -> CachedDatasetList:
         """Every set, and the memory that is free."""
-        found: dict[bytes, SetInfo] = {}
+        found: dict[bytes, CachedDataset] = {}
         first = 0
         while True:
-            answer = self.get(ListSets(first), SetList)
+            answer = self.get(ListDatasets(first), CachedDatasetList)
             first += len(answer.sets)
             found |= {one.identity: one for one in answer.sets}
             if not answer.sets or first >= answer.total:
@@ -310,23 +316,23 @@ class PoolConnection:
         identity: bytes,
         *,
         whole: bool,
-        progress: Callable[[SetInfo], None] = lambda info: None,
-    ) -> SetInfo:
+        progress: Callable[[CachedDataset], None] = lambda info: None,
+    ) -> CachedDataset:
         """Have a set held until it is unloaded; returns once every sample was read, or could not be.
 
         Raises PoolFullError: there is no room for the whole set; and what `ask` does.
         """
-        request = PreloadSet(source=source, identity=identity, is_explicit=True, whole=whole)
+        request = PreloadDataset(source=source, identity=identity, is_explicit=True, whole=whole)
         while True:
-            info = self.get(request, SetInfo)
+            info = self.get(request, CachedDataset)
             progress(info)
             if info.is_placed and info.loaded + info.failed >= info.placed:
                 return info
             time.sleep(_POLL_S)
 
-    def unload(self, identity: bytes) -> SetList:
+    def unload(self, identity: bytes) -> CachedDatasetList:
         """Give a set up. Raises UsageError: it is not there."""
-        return self.get(UnloadSet(identity), SetList)
+        return self.get(UnloadDataset(identity), CachedDatasetList)
 
     def close(self) -> None:
         """Close it; the server then knows that this reader has ended."""
@@ -341,9 +347,9 @@ class PoolConnection:
         if isinstance(answer, PoolRefusal):
             DATASETS.info("the pool refuses what it was told: %s", answer.error())
 
-    def _receive(self, regions: int) -> tuple[PoolAnswer, list[int]]:
+    def _receive(self, segments: int) -> tuple[PoolAnswer, list[int]]:
         try:
-            return self._channel.receive(ANSWERS, regions)
+            return self._channel.receive(ANSWERS, segments)
         except (OSError, MessageError, PeerLostError) as error:
             # An answer that came later would be taken for that of the next request.
             self._channel.close()

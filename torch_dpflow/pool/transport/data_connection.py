@@ -15,7 +15,7 @@ from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import MessageError, PeerLostError
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.pool.transport.address import PoolAddress
-from torch_dpflow.pool.transport.authentication import StreamGuard, TLSStream, connect_stream
+from torch_dpflow.pool.transport.authentication import StreamAuthenticator, TLSStream, connect_stream
 from torch_dpflow.pool.transport.data_frames import (
     ANSWER_BYTES,
     ENTRY_BYTES,
@@ -29,7 +29,7 @@ from torch_dpflow.pool.transport.data_frames import (
 )
 
 #: Most bytes that are used again: of four batches of 256 records of 110 kB.
-_MOST_BYTES = 128 << 20
+_MAX_REUSED_BYTES = 128 << 20
 #: Sizes of blocks are rounded up to an eighth of the power of two below, so that similar records share them.
 _SIZES_BITS = 3
 _NONE: deque[bytearray] = deque()
@@ -44,7 +44,7 @@ class ReceiveMemory:
         given up, as records may have come to have other sizes.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = _MAX_REUSED_BYTES) -> None:
         self._most_bytes = check_int("most_bytes", most_bytes, minimum=0)
         #: By size, the one that was lent longest ago first.
         self._blocks: dict[int, deque[bytearray]] = {}
@@ -94,9 +94,9 @@ _SMALL_BYTES = 16 << 10
 #: What one call receives, at most.
 _PIECE_BYTES = 1 << 20
 #: Most pieces of memory that one call receives into (IOV_MAX).
-_MOST_VIEWS = 1024
+_MAX_VIEWS = 1024
 #: What a server may say that records have whose length only it knows, bytes; more only as far as that is free.
-_BELIEVED_BYTES = 64 << 20
+_MAX_UNVERIFIED_BYTES = 64 << 20
 
 
 class WantedRecord(NamedTuple):
@@ -111,7 +111,7 @@ class WantedRecord(NamedTuple):
     room: memoryview | None = None
 
 
-class AskedRecord(NamedTuple):
+class RequestedRecord(NamedTuple):
     """A record that was asked for."""
 
     wanted: WantedRecord
@@ -120,7 +120,7 @@ class AskedRecord(NamedTuple):
     token: object
 
 
-class StreamLane:
+class DataConnection:
     """A connection over which records of sets are asked for, and come in the order in which they were.
 
     silence_s: after how long without a byte that is due the server is given up, seconds.
@@ -130,16 +130,20 @@ class StreamLane:
     """
 
     def __init__(
-        self, address: PoolAddress, guard: StreamGuard, silence_s: float, memory: ReceiveMemory
+        self,
+        address: PoolAddress,
+        authenticator: StreamAuthenticator,
+        silence_s: float,
+        memory: ReceiveMemory,
     ) -> None:
-        self._socket = connect_stream(address, guard, LANE, silence_s)
+        self._socket = connect_stream(address, authenticator, LANE, silence_s)
         self._memory = memory
         #: What was asked for and has not been answered.
-        self.asked: deque[tuple[bytes, AskedRecord]] = deque()
+        self.asked: deque[tuple[bytes, RequestedRecord]] = deque()
         #: When something came last, or was asked for where nothing was; of `time.monotonic`.
-        self.heard_at = 0.0
+        self.received_at = 0.0
         #: What the server has answered LATER, by its record.
-        self.later: dict[int, list[AskedRecord]] = {}
+        self.later: dict[int, list[RequestedRecord]] = {}
         #: Whether no line is between the two: they have one address.
         self.is_on_host = self._socket.getsockname()[0] == self._socket.getpeername()[0]
         # One call then returns a whole record, in memory of its own.
@@ -162,12 +166,12 @@ class StreamLane:
         """Whether some have come that the socket does not tell of."""
         return isinstance(self._socket, TLSStream) and self._socket.has_bytes
 
-    def ask(self, identity: bytes, records: Sequence[AskedRecord]) -> None:
+    def request(self, identity: bytes, records: Sequence[RequestedRecord]) -> None:
         """Ask for these. Raises OSError."""
         self.asked.extend((identity, one) for one in records)
         self._socket.sendall(RecordRequest(identity, [_part(one.wanted) for one in records]).pack())
 
-    def take(self, *, copy: bool) -> list[tuple[AskedRecord, bytes | memoryview | int]]:
+    def take(self, *, copy: bool) -> list[tuple[RequestedRecord, bytes | memoryview | int]]:
         """The next answer: each record, or why it does not come, as in `wire`; those that were LATER, with 0 or ABSENT.
 
         copy: False gives large records where they were received, as views that nobody can write to, as it is with those
@@ -196,16 +200,16 @@ class StreamLane:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[AskedRecord]:
+    def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[RequestedRecord]:
         """What this answers of what was asked for. Raises MessageError: it is something else."""
         if len(records) > len(self.asked):
             raise MessageError(f"{len(records)} records came where {len(self.asked)} were asked for")
         asked = [*islice(self.asked, len(records))]
-        untold = sum(
+        unverified = sum(
             length for (_, one), length in zip(asked, lengths) if one.wanted.length is None and length > 0
         )
-        if untold > _BELIEVED_BYTES and untold > (free := Headroom().available()):
-            raise MessageError(f"records of {untold:,} bytes are to come, and {free:,} are free")
+        if unverified > _MAX_UNVERIFIED_BYTES and unverified > (free := Headroom().available()):
+            raise MessageError(f"records of {unverified:,} bytes are to come, and {free:,} are free")
         for (of, (wanted, _, _)), record, length in zip(asked, records, lengths):
             is_other = length >= 0 and wanted.length is not None and length != wanted.length
             if of != identity or wanted.record != record or is_other:
@@ -279,7 +283,7 @@ class StreamLane:
     def _receive_into(self, views: Iterable[memoryview]) -> int:
         """Fill the first of these, or several; returns how many bytes came."""
         wanted, room = list[memoryview](), _PIECE_BYTES
-        for view in islice(views, _MOST_VIEWS):
+        for view in islice(views, _MAX_VIEWS):
             wanted.append(view[:room])
             room -= len(wanted[-1])
             if not room or not isinstance(self._socket, socket.socket):

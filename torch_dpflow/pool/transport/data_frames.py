@@ -19,7 +19,7 @@ from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.pool.messages import MOST_RECORDS
+from torch_dpflow.pool.messages import MAX_RECORDS
 
 #: What a connection is for.
 CONTROL, LANE = 1, 2
@@ -31,7 +31,7 @@ DATA, READY = 1, 2
 RecordPart: TypeAlias = tuple[int, int, int]
 WHOLE = -1
 #: Most bytes of a record.
-LONGEST_RECORD = 1 << 40
+MAX_RECORD_BYTES = 1 << 40
 
 _HELLO = struct.Struct("<6sBB")
 _MAGIC, _VERSION = b"dpflow", 2
@@ -81,8 +81,8 @@ def take_request(content: bytearray) -> RecordRequest | None:
     if len(content) < _REQUEST.size:
         return None
     magic, count, identity = _REQUEST.unpack_from(content)
-    if magic != _ASK or not 1 <= count <= MOST_RECORDS:
-        raise MessageError(f"a request for {count} records; 1 to {MOST_RECORDS} are allowed")
+    if magic != _ASK or not 1 <= count <= MAX_RECORDS:
+        raise MessageError(f"a request for {count} records; 1 to {MAX_RECORDS} are allowed")
     end = _REQUEST.size + 24 * count
     if len(content) < end:
         return None
@@ -103,8 +103,8 @@ def pack_answer(kind: int, identity: bytes, entries: Sequence[tuple[int, int]]) 
 def read_header(content: bytes) -> tuple[int, int, bytes]:
     """Kind, number of records, and set of an answer. Raises MessageError."""
     magic, kind, count, identity = _ANSWER.unpack(content)
-    if magic != _TELL or kind not in (DATA, READY) or not 1 <= count <= MOST_RECORDS:
-        raise MessageError(f"an answer of kind {kind} with {count} records; 1 to {MOST_RECORDS} are allowed")
+    if magic != _TELL or kind not in (DATA, READY) or not 1 <= count <= MAX_RECORDS:
+        raise MessageError(f"an answer of kind {kind} with {count} records; 1 to {MAX_RECORDS} are allowed")
     return kind, count, identity
 
 
@@ -112,6 +112,6 @@ def read_table(content: bytes) -> tuple[list[int], list[int]]:
     """Numbers and lengths of an answer's records. Raises MessageError."""
     table = struct.unpack(f"<{len(content) // 8}q", content)
     lengths = table[1::2]
-    if min(lengths) < GONE or max(lengths) > LONGEST_RECORD:
+    if min(lengths) < GONE or max(lengths) > MAX_RECORD_BYTES:
         raise MessageError(f"an answer with records of {min(lengths)} to {max(lengths)} bytes")
     return [*table[::2]], [*lengths]

@@ -14,27 +14,37 @@ from typing import TypeAlias
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
-from torch_dpflow.pool.planning.request_window import BatchWindow, FixedWindow, LaneQueues, MeasuredWindow
+from torch_dpflow.pool.planning.request_window import (
+    BatchWindow,
+    ConnectionQueues,
+    FixedWindow,
+    MeasuredWindow,
+)
 from torch_dpflow.pool.transport.address import PoolAddress
-from torch_dpflow.pool.transport.authentication import StreamGuard, guard_of
-from torch_dpflow.pool.transport.data_connection import AskedRecord, ReceiveMemory, StreamLane, WantedRecord
+from torch_dpflow.pool.transport.authentication import StreamAuthenticator, authenticator_for
+from torch_dpflow.pool.transport.data_connection import (
+    DataConnection,
+    ReceiveMemory,
+    RequestedRecord,
+    WantedRecord,
+)
 from torch_dpflow.pool.transport.data_frames import GONE, LATER
 
 #: What a record comes as.
 Content: TypeAlias = bytes | memoryview
 #: Records that the window is asked about at a time.
-_LOOKED_AT = 64
+_LOOKAHEAD_RECORDS = 64
 #: What one server of this host is asked for before the next, bytes: what it sends in two turns.
-_TOGETHER_ON_HOST_BYTES = 2 << 20
+_RUN_ON_HOST_BYTES = 2 << 20
 #: What may be under way where all servers are of this host, bytes: enough that few answers carry much.
 _ON_HOST_BYTES = 8 << 20
 #: What a record is taken for whose length only the server knows, bytes.
-_GUESSED_BYTES = 64 << 10
+_ASSUMED_RECORD_BYTES = 64 << 10
 #: Between attempts to reach a server, seconds.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
-class LaneReader:
+class DataReader:
     """Reads records from servers of one pool, for one thread at a time. A server that fails costs speed alone.
 
     Args:
@@ -48,12 +58,12 @@ class LaneReader:
 
     def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
         self._pool, self._silence_s = pool, silence_s
-        self._guard: StreamGuard = guard_of(pool, serves=False)
+        self._authenticator: StreamAuthenticator = authenticator_for(pool, serves=False)
         self._windows = (
             (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
         )
         self._window: BatchWindow = self._windows[0]
-        self._lanes: dict[str, StreamLane] = {}
+        self._data: dict[str, DataConnection] = {}
         self._memory = ReceiveMemory()
         #: Servers that have failed: until when they are left alone, and what says for how long the next time.
         self._left: dict[str, tuple[float, Backoff]] = {}
@@ -75,15 +85,15 @@ class LaneReader:
         copy: False gives large ones as memoryviews that nobody can write to; their memory is used again when they are
             gone. What has a room is a view of that; where it is None, some of the room may have been written to.
         """
-        lanes = [self._lane(owner) for owner in {*owners}]
-        is_on_host = all(lane is not None and lane.is_on_host for lane in lanes)
+        connections = [self._lane(owner) for owner in {*owners}]
+        is_on_host = all(connection is not None and connection.is_on_host for connection in connections)
         self._window = self._windows[is_on_host]
-        together = _TOGETHER_ON_HOST_BYTES if is_on_host else 0
-        batch = _LaneBatch(identity, owners, wanted, together, copy=copy)
+        together = _RUN_ON_HOST_BYTES if is_on_host else 0
+        batch = _Batch(identity, owners, wanted, together, copy=copy)
         try:
             while True:
                 self._ask(batch)
-                busy = [one for one in self._lanes.items() if one[1].is_busy]
+                busy = [one for one in self._data.items() if one[1].is_busy]
                 if not busy:
                     return batch.contents
                 self._take(busy, batch)
@@ -93,48 +103,54 @@ class LaneReader:
 
     def close(self) -> None:
         """Close all lanes; they are opened again where they are needed."""
-        for owner in [*self._lanes]:
+        for owner in [*self._data]:
             self._close(owner)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _ask(self, batch: _LaneBatch) -> None:
+    def _ask(self, batch: _Batch) -> None:
         """Ask for as much as the window has room for."""
         while True:
-            for owner in batch.queues.lanes:
+            for owner in batch.queues.connections:
                 if self._lane(owner) is None:
                     batch.queues.drop(owner)
-            now, sizes, lanes = time.monotonic(), batch.queues.sizes(_LOOKED_AT), len(batch.queues.lanes)
-            granted = self._window.grant(sizes, now, lanes)
+            now, sizes, connections = (
+                time.monotonic(),
+                batch.queues.sizes(_LOOKAHEAD_RECORDS),
+                len(batch.queues.connections),
+            )
+            granted = self._window.grant(sizes, now, connections)
             if not granted:
                 return
-            asked: dict[str, list[AskedRecord]] = {}
+            asked: dict[str, list[RequestedRecord]] = {}
             for place in batch.queues.take(sum(sizes[:granted])):
                 token = self._window.asked(batch.sizes[place], now)
-                one = AskedRecord(batch.wanted[place], place, token)
+                one = RequestedRecord(batch.wanted[place], place, token)
                 asked.setdefault(batch.owners[place], []).append(one)
             for owner, ones in asked.items():
-                lane = self._lanes[owner]
-                is_first = not lane.asked
+                connection = self._data[owner]
+                is_first = not connection.asked
                 try:
-                    lane.ask(batch.identity, ones)
+                    connection.request(batch.identity, ones)
                     if is_first:
-                        lane.heard_at = time.monotonic()
+                        connection.received_at = time.monotonic()
                 except OSError as error:
                     self._lose(batch, owner, error)
 
-    def _take(self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch) -> None:
+    def _take(self, busy: Sequence[tuple[str, DataConnection]], batch: _Batch) -> None:
         """Take an answer of each lane that has one; leave those that have been silent for too long."""
-        for owner, lane in self._having(busy, batch):
+        for owner, connection in self._having(busy, batch):
             try:
-                taken = lane.take(copy=batch.copy)
-                lane.heard_at = time.monotonic()  # some may have come long after the first
+                taken = connection.take(copy=batch.copy)
+                connection.received_at = time.monotonic()  # some may have come long after the first
                 for one, content in taken:
-                    self._settle(batch, lane, one, content)
+                    self._settle(batch, connection, one, content)
             except (OSError, DPFlowError) as error:
                 self._lose(batch, owner, error)
 
-    def _settle(self, batch: _LaneBatch, lane: StreamLane, one: AskedRecord, content: Content | int) -> None:
+    def _settle(
+        self, batch: _Batch, connection: DataConnection, one: RequestedRecord, content: Content | int
+    ) -> None:
         if content == 0:  # it was LATER, and is there
             batch.queues.again(one.place)
             return
@@ -145,58 +161,63 @@ class LaneReader:
         elif one.token is not None:
             self._window.given_up(one.token)
         if content == LATER:
-            lane.later.setdefault(one.wanted.record, []).append(one._replace(token=None))
+            connection.later.setdefault(one.wanted.record, []).append(one._replace(token=None))
         elif not isinstance(content, int):
             batch.contents[one.place] = content
         elif content == GONE:
             self.gone.add(batch.identity)
 
     def _having(
-        self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch
-    ) -> Sequence[tuple[str, StreamLane]]:
+        self, busy: Sequence[tuple[str, DataConnection]], batch: _Batch
+    ) -> Sequence[tuple[str, DataConnection]]:
         """Those of these lanes from which something has come."""
         if len(busy) == 1 and busy[0][1].asked:
             return busy  # which waits for it
         if found := [one for one in busy if one[1].has_bytes]:
             return found
         since = time.monotonic()
-        due = min((lane.heard_at for _, lane in busy if lane.asked), default=since) + self._silence_s
+        due = (
+            min((connection.received_at for _, connection in busy if connection.asked), default=since)
+            + self._silence_s
+        )
         ready = {fd for fd, _ in self._poll.poll(max(0.0, due - since) * 1000)}
         # Of those that were not ready no byte had come by then, however long this thread has been suspended since.
         seen = since if ready else max(since, due)
-        for owner, lane in busy:
-            if lane.fileno() in ready:
-                lane.heard_at = time.monotonic()
-            elif lane.asked and seen >= lane.heard_at + self._silence_s:
+        for owner, connection in busy:
+            if connection.fileno() in ready:
+                connection.received_at = time.monotonic()
+            elif connection.asked and seen >= connection.received_at + self._silence_s:
                 self._lose(batch, owner, TimeoutError())
             elif (
-                not lane.asked and not ready
+                not connection.asked and not ready
             ):  # its storage does not answer; ours may, and says so if it does not
-                lane.later.clear()
+                connection.later.clear()
         return [one for one in busy if one[1].fileno() in ready]
 
-    def _lane(self, owner: str) -> StreamLane | None:
+    def _lane(self, owner: str) -> DataConnection | None:
         """The lane to a server; None: it has failed, and it is too early to try again."""
-        if (lane := self._lanes.get(owner)) is not None:
-            return lane
-        until, backoff = self._left.get(owner) or (-math.inf, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+        if (connection := self._data.get(owner)) is not None:
+            return connection
+        until, backoff = self._left.get(owner) or (-math.inf, Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
         if time.monotonic() < until:
             return None
         try:
-            lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s, self._memory)
+            connection = DataConnection(
+                self._pool.at(owner), self._authenticator, self._silence_s, self._memory
+            )
         except DPFlowError as error:
             self._leave(owner, error, backoff)
             return None
         self._left.pop(owner, None)
-        self._lanes[owner] = lane
-        self._poll.register(lane, select.POLLIN)
-        return lane
+        self._data[owner] = connection
+        self._poll.register(connection, select.POLLIN)
+        return connection
 
-    def _lose(self, batch: _LaneBatch, owner: str, error: Exception) -> None:
+    def _lose(self, batch: _Batch, owner: str, error: Exception) -> None:
         """A server has failed: what it was asked for is read from storage."""
         is_silent = isinstance(error, BlockingIOError | TimeoutError)
         text = f"it has sent nothing for {self._silence_s:g} s" if is_silent else str(error)
-        self._leave(owner, text, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+        self._leave(owner, text, Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
         self._close(owner)
         batch.queues.drop(owner)
 
@@ -205,14 +226,14 @@ class LaneReader:
         DATASETS.info("samples of %s are read from storage for now: %s", owner, why)
 
     def _close(self, owner: str) -> None:
-        lane = self._lanes.pop(owner)
-        for _, one in lane.asked:
+        connection = self._data.pop(owner)
+        for _, one in connection.asked:
             self._window.given_up(one.token)
-        self._poll.unregister(lane)
-        lane.close()
+        self._poll.unregister(connection)
+        connection.close()
 
 
-class _LaneBatch:
+class _Batch:
     """What one call reads."""
 
     def __init__(
@@ -226,6 +247,6 @@ class _LaneBatch:
     ) -> None:
         self.identity, self.owners, self.wanted, self.copy = identity, owners, wanted, copy
         self.contents: list[Content | None] = [None] * len(wanted)
-        self.sizes = [_GUESSED_BYTES if one.length is None else one.length for one in wanted]
+        self.sizes = [_ASSUMED_RECORD_BYTES if one.length is None else one.length for one in wanted]
         #: Places of those that are to be asked for.
-        self.queues = LaneQueues(owners, self.sizes, together)
+        self.queues = ConnectionQueues(owners, self.sizes, together)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.pool.planning.layout import ALIGNMENT, FileSet
+from torch_dpflow.pool.planning.layout import ALIGNMENT, SampleLayout
 
 _MAGIC = b"dpregion"
 #: In the place of the first byte once the set was given up: because somebody said so, or because it was idle.
@@ -36,10 +36,10 @@ _SEAL_WRITE = 8
 #: What memory that a client pushes has to have: nobody writes to it or cuts it any more.
 PUSH_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
 #: Memory is left to the machine: so much of what is available when a region is made.
-_SPARED = 0.05
+_RESERVE_SHARE = 0.05
 
 
-class PoolRegion:
+class Segment:
     """A mapped region, as its server or a reader sees it."""
 
     def __init__(self, fd: int, memory: mmap.mmap, owners: list[int] | None = None) -> None:
@@ -90,9 +90,9 @@ class PoolRegion:
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
-    def share(self) -> PoolRegion:
+    def share(self) -> Segment:
         """Server: the same memory for a further set. Raises OSError: no descriptor is free."""
-        other = PoolRegion(os.dup(self.fd), self.memory, self._owners)
+        other = Segment(os.dup(self.fd), self.memory, self._owners)
         self._owners[0] += 1
         return other
 
@@ -109,7 +109,7 @@ class PoolRegion:
             os.close(fd)
 
 
-def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -> PoolRegion:
+def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> Segment:
     """Reserve memory for these stripes.
 
     known: whether each record's length is known.
@@ -120,13 +120,13 @@ def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -
     size = _start(len(stripes), count) + sum(records.stripe_bytes(stripe) for stripe in stripes)
     fd, memory = sealed_memory(size, f"{records.records:,} samples")
     _write_index(memory, records, stripes, known)
-    return PoolRegion(fd, memory)
+    return Segment(fd, memory)
 
 
 def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
     """Memory that only this process writes to, and its descriptor. Raises PoolFullError: there is not so much."""
     available = Headroom().available()
-    if size > available * (1 - _SPARED):
+    if size > available * (1 - _RESERVE_SHARE):
         raise PoolFullError(
             f"{size:,} bytes for {purpose}: {available:,} are available to this server; have it "
             "hold less (--memory), or give it more"
@@ -163,7 +163,7 @@ def check_pushed(fd: int, size: int) -> None:
         )
 
 
-def map_region(fd: int, identities: Collection[bytes]) -> PoolRegion:
+def map_segment(fd: int, identities: Collection[bytes]) -> Segment:
     """Map what a server has sent; the descriptor stays the caller's. Raises MessageError: no region of these sets."""
     try:
         memory = map_sealed(fd)
@@ -172,7 +172,7 @@ def map_region(fd: int, identities: Collection[bytes]) -> PoolRegion:
             raise MessageError(f"a region of the pool is not one of set {[one.hex() for one in identities]}")
     except (OSError, ValueError, struct.error) as error:
         raise MessageError(f"a region of the pool cannot be mapped: {error}") from error
-    return PoolRegion(-1, memory)
+    return Segment(-1, memory)
 
 
 def _start(stripes: int, records: int) -> int:
@@ -180,7 +180,7 @@ def _start(stripes: int, records: int) -> int:
     return -(-(_HEADER.size + 16 * (stripes + records)) // ALIGNMENT) * ALIGNMENT
 
 
-def _write_index(memory: mmap.mmap, records: FileSet, stripes: Sequence[int], known: np.ndarray) -> None:
+def _write_index(memory: mmap.mmap, records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> None:
     counts = [len(records.records_of(stripe)) for stripe in stripes]
     begin, index = _start(len(stripes), sum(counts)), list[np.ndarray]()
     for stripe in stripes:

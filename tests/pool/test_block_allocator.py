@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sliding_space import SlidingSpace
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.pool.planning.block_allocator import BlockSpace
+from torch_dpflow.pool.planning.block_allocator import BlockAllocator
 
 CAPACITY = 64
 steps = st.lists(
@@ -23,7 +23,7 @@ def contents(key: int, length: int) -> bytes:
 
 @given(steps=steps, threshold=st.sampled_from([None, 0, 16, 48, CAPACITY]))
 def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float], threshold: int | None) -> None:
-    space = BlockSpace(CAPACITY) if threshold == 0 else SlidingSpace(CAPACITY, threshold)
+    space = BlockAllocator(CAPACITY) if threshold == 0 else SlidingSpace(CAPACITY, threshold)
     memory = bytearray(CAPACITY)
     held: dict[int, int] = {}
     number = 0
@@ -39,7 +39,7 @@ def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float], thr
             samples = [(number + place, length) for place, length in enumerate(step)]
             number += len(samples)
             if not space.store(samples):
-                assert isinstance(space, BlockSpace) or sum(step) > CAPACITY - sum(held.values())
+                assert isinstance(space, BlockAllocator) or sum(step) > CAPACITY - sum(held.values())
             else:
                 for source, target, length in space.moves if isinstance(space, SlidingSpace) else ():
                     assert target < source
@@ -48,7 +48,7 @@ def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float], thr
                     offset, _ = space.locate(key)
                     memory[offset : offset + length] = contents(key, length)
                 held |= dict(samples)
-        if isinstance(space, BlockSpace):
+        if isinstance(space, BlockAllocator):
             space.validate()
         assert sum(held.values()) <= space.used <= CAPACITY
         for key, length in held.items():
@@ -73,7 +73,7 @@ def test_the_line_is_compacted_when_it_reaches_its_threshold_and_neighbours_move
 
 
 def test_a_block_is_free_once_all_of_it_was_read_and_nothing_moves() -> None:
-    space = BlockSpace(40)
+    space = BlockAllocator(40)
     space.store([(0, 10), (1, 10)])
     space.store([(2, 20)])
     space.spend(0)
@@ -86,7 +86,7 @@ def test_a_block_is_free_once_all_of_it_was_read_and_nothing_moves() -> None:
 
 
 def test_what_is_wrong_is_said_and_changes_nothing() -> None:
-    space = BlockSpace(10)
+    space = BlockAllocator(10)
     space.store([("a", 1)])
     with pytest.raises(UsageError, match="stored already"):
         space.store([("b", 1), ("a", 1)])
@@ -107,4 +107,4 @@ def test_a_threshold_lies_within_the_capacity() -> None:
     with pytest.raises(OptionError, match="threshold=11"):
         SlidingSpace(10, 11)
     with pytest.raises(OptionError, match="capacity"):
-        BlockSpace(0)
+        BlockAllocator(0)

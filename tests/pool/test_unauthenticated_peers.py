@@ -22,13 +22,18 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.errors import MessageError
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.messages import MOST_RECORDS
+from torch_dpflow.pool.messages import MAX_RECORDS
 from torch_dpflow.pool.server import listener
-from torch_dpflow.pool.server.data_sender import LaneServer
+from torch_dpflow.pool.server.data_sender import DataSender
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import PoolAddress, find_address
-from torch_dpflow.pool.transport.authentication import HELLO_BYTES, connect_stream, guard_of, receive_exactly
+from torch_dpflow.pool.transport.authentication import (
+    HELLO_BYTES,
+    authenticator_for,
+    connect_stream,
+    receive_exactly,
+)
 from torch_dpflow.pool.transport.data_frames import (
     ANSWER_BYTES,
     CONTROL,
@@ -62,7 +67,7 @@ def tcp_server(folder: Path, *, trust_network: bool) -> Iterator[tuple[PoolAddre
 
 def malformed(chance: random.Random) -> bytes:
     """A request that something is wrong with, or bytes of any kind."""
-    count = chance.choice([0, 1, 2, 40, MOST_RECORDS, MOST_RECORDS + 1, 1 << 31])
+    count = chance.choice([0, 1, 2, 40, MAX_RECORDS, MAX_RECORDS + 1, 1 << 31])
     numbers = [-1, 0, 1, COUNT, 1 << 62]
     parts = [
         (chance.choice(numbers), chance.choice(numbers), chance.choice(numbers))
@@ -83,11 +88,11 @@ def test_frames_of_any_bytes_are_taken_or_refused(frames: int) -> None:
         buffer += malformed(chance)
         try:
             while (request := take_request(buffer)) is not None:
-                assert 1 <= len(request.parts) <= MOST_RECORDS
+                assert 1 <= len(request.parts) <= MAX_RECORDS
         except MessageError:
             refused += 1
             buffer.clear()
-        assert len(buffer) <= 24 * MOST_RECORDS + 200
+        assert len(buffer) <= 24 * MAX_RECORDS + 200
         content = chance.randbytes(ANSWER_BYTES)
         with suppress(MessageError):
             read_header(content)
@@ -102,12 +107,12 @@ def answer_to(address: PoolAddress, sent: bytes) -> bytes:
     """All that a stranger is told."""
     told = b""
     with (
-        socket.create_connection((address.host, address.port), PATIENCE_S) as stranger,
+        socket.create_connection((address.host, address.port), PATIENCE_S) as peer,
         suppress(OSError),
     ):
-        stranger.sendall(sent)
-        stranger.shutdown(socket.SHUT_WR)
-        while more := stranger.recv(1 << 16):
+        peer.sendall(sent)
+        peer.shutdown(socket.SHUT_WR)
+        while more := peer.recv(1 << 16):
             told += more
     return told
 
@@ -140,11 +145,11 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         plain = socket.create_connection((address.host, address.port), PATIENCE_S)
-        with context.wrap_socket(plain) as stranger:
+        with context.wrap_socket(plain) as peer:
             told = b""
             with suppress(ssl.SSLError, ConnectionError):  # it is left at whatever it does next
-                stranger.sendall(hello(LANE) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
-                told = stranger.recv(100)
+                peer.sendall(hello(LANE) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
+                told = peer.recv(100)
             assert told == b""
 
 
@@ -163,10 +168,10 @@ def strangers_at(folder: Path, count: int, say: bytes) -> Iterator[tuple[PoolAdd
         yield address, strangers
 
 
-def is_open(stranger: socket.socket) -> bool:
-    stranger.setblocking(False)
+def is_open(peer: socket.socket) -> bool:
+    peer.setblocking(False)
     try:
-        return stranger.recv(10, socket.MSG_PEEK) != b""
+        return peer.recv(10, socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
     except ConnectionError:
@@ -175,22 +180,22 @@ def is_open(stranger: socket.socket) -> bool:
 
 @pytest.mark.parametrize("say", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"])
 def test_a_reader_waits_for_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: bytes) -> None:
-    monkeypatch.setattr(listener, "STRANGER_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 2 * PATIENCE_S)
     with strangers_at(tmp_path, 200, say) as (address, strangers):
-        connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S).close()
+        connect_stream(address, authenticator_for(address, serves=False), LANE, PATIENCE_S).close()
         assert all(map(is_open, strangers))
 
 
 def test_the_oldest_strangers_make_room_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "STRANGER_S", 2 * PATIENCE_S)
-    monkeypatch.setattr(listener, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 8)
     with strangers_at(tmp_path, 20, b"") as (address, strangers):
-        connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S).close()
+        connect_stream(address, authenticator_for(address, serves=False), LANE, PATIENCE_S).close()
         assert [is_open(one) for one in strangers] == [False] * 13 + [True] * 7
 
 
 def test_strangers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "STRANGER_S", 0.1)
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.1)
     with strangers_at(tmp_path, 20, b"") as (_, strangers):
         for one in strangers:
             assert one.recv(10) == b""
@@ -198,20 +203,20 @@ def test_strangers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("lanes", [30, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_lanes_that_speak_nonsense_disturb_no_other(
-    stored: StoredDataset, tmp_path: Path, lanes: int
+    stored: StoredDataset, tmp_path: Path, connections: int
 ) -> None:
     chance = random.Random(3)
     with tcp_server(tmp_path, trust_network=True) as (address, process):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
-        guard = guard_of(address, serves=False)
+        authenticator = authenticator_for(address, serves=False)
         with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             before = process.memory_info().rss
-            for number in range(lanes):
-                lane = connect_stream(address, guard, LANE, PATIENCE_S)
+            for number in range(connections):
+                connection = connect_stream(address, authenticator, LANE, PATIENCE_S)
                 with suppress(ConnectionError):
-                    lane.sendall(b"".join(malformed(chance) for _ in range(10)))
-                lane.close()
+                    connection.sendall(b"".join(malformed(chance) for _ in range(10)))
+                connection.close()
                 if number % 10 == 0:
                     assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             assert dataset.misses == 0
@@ -219,17 +224,17 @@ def test_lanes_that_speak_nonsense_disturb_no_other(
 
 
 def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_it_is_closed() -> None:
-    lanes, identity = LaneServer(Holdings(0)), bytes(16)
+    connections, identity = DataSender(Holdings(0)), bytes(16)
     (early, its_end), (late, the_other) = socket.socketpair(), socket.socketpair()
     with early, late:
-        lanes.adopt(its_end)
-        thread = threading.Thread(target=lanes.run)
+        connections.adopt(its_end)
+        thread = threading.Thread(target=connections.run)
         thread.start()
         early.settimeout(PATIENCE_S)
         early.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
         assert read_header(receive_exactly(early, ANSWER_BYTES))[1:] == (1, identity)
-        lanes.close()
-        lanes.adopt(the_other)
+        connections.close()
+        connections.adopt(the_other)
         thread.join()
         late.settimeout(PATIENCE_S)
         assert late.recv(1) == b""
@@ -237,22 +242,22 @@ def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_
 
 def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:
     request = RecordRequest(
-        identity_of(stored), [(one, 0, WHOLE) for one in range(COUNT)] * (MOST_RECORDS // COUNT)
+        identity_of(stored), [(one, 0, WHOLE) for one in range(COUNT)] * (MAX_RECORDS // COUNT)
     ).pack()
     with tcp_server(tmp_path, trust_network=True) as (address, process):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
-        lane = connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S)
-        assert isinstance(lane, socket.socket)
+        connection = connect_stream(address, authenticator_for(address, serves=False), LANE, PATIENCE_S)
+        assert isinstance(connection, socket.socket)
         before = process.memory_info().rss
-        lane.setblocking(False)
+        connection.setblocking(False)
         with suppress(BlockingIOError):  # until both sides' buffers are full
             while True:
-                lane.send(request)
+                connection.send(request)
         with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             assert dataset.misses == 0
         assert process.memory_info().rss < before + SLACK_BYTES
-        lane.setblocking(True)
-        _, count, identity = read_header(receive_exactly(lane, ANSWER_BYTES))
+        connection.setblocking(True)
+        _, count, identity = read_header(receive_exactly(connection, ANSWER_BYTES))
         assert (count > 0, identity) == (True, identity_of(stored))
-        lane.close()
+        connection.close()

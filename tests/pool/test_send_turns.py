@@ -21,13 +21,13 @@ STEPS = st.lists(
 def test_any_interleaving_keeps_order_and_limit(steps: list[tuple[str, int, float]], most: int) -> None:
     turns = SendTurns[int](most=most, stall_s=1.0)
     line, sending, now = list[int](), dict[int, float](), 0.0
-    for what, lane, later in steps:
+    for what, connection, later in steps:
         now += later
         match what:
             case "add":
-                turns.add(lane)
-                if lane not in line and lane not in sending:
-                    line.append(lane)
+                turns.add(connection)
+                if connection not in line and connection not in sending:
+                    line.append(connection)
             case "next":
                 busy = sum(now - since < 1.0 for since in sending.values())
                 expected = line.pop(0) if line and busy < most else None
@@ -35,39 +35,39 @@ def test_any_interleaving_keeps_order_and_limit(steps: list[tuple[str, int, floa
                 if expected is not None:
                     sending[expected] = now
             case "sent":
-                turns.sent(lane, now)
-                if lane in sending:
-                    sending[lane] = now
+                turns.sent(connection, now)
+                if connection in sending:
+                    sending[connection] = now
             case "done" | "again":
-                if sending.pop(lane, None) is not None:
-                    turns.done(lane, more=what == "again")
-                    line += [lane] * (what == "again")
+                if sending.pop(connection, None) is not None:
+                    turns.done(connection, more=what == "again")
+                    line += [connection] * (what == "again")
             case "drop":
-                turns.drop(lane)
-                sending.pop(lane, None)
-                line = [one for one in line if one != lane]
+                turns.drop(connection)
+                sending.pop(connection, None)
+                line = [one for one in line if one != connection]
         turns.validate()
         assert len(turns) == len(line)
 
 
 def test_turns_go_round() -> None:
     turns = SendTurns[str](most=1)
-    for lane in "abc":
-        turns.add(lane)
+    for connection in "abc":
+        turns.add(connection)
     order = ""
     for _ in range(9):
-        lane = turns.next(0.0)
-        assert lane is not None
-        order += lane
+        connection = turns.next(0.0)
+        assert connection is not None
+        order += connection
         assert turns.next(0.0) is None  # one at a time
-        turns.done(lane, more=True)
+        turns.done(connection, more=True)
     assert order == "abc" * 3
 
 
 def test_a_lane_that_takes_nothing_keeps_nobody_from_their_turn() -> None:
     turns = SendTurns[str](most=1, stall_s=1.0)
-    for lane in "ab":
-        turns.add(lane)
+    for connection in "ab":
+        turns.add(connection)
     assert turns.next(0.0) == "a"
     assert (turns.next(0.9), turns.has_room(0.9)) == (None, False)
     assert turns.next(1.0) == "b"

@@ -16,10 +16,10 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.pool.planning.request_window import FixedWindow
 from torch_dpflow.pool.transport import data_reader
 from torch_dpflow.pool.transport.address import find_address
-from torch_dpflow.pool.transport.authentication import admit_stream, guard_of
+from torch_dpflow.pool.transport.authentication import accept_stream, authenticator_for
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.data_frames import DATA, LONGEST_RECORD, pack_answer, take_request
-from torch_dpflow.pool.transport.data_reader import LaneReader
+from torch_dpflow.pool.transport.data_frames import DATA, MAX_RECORD_BYTES, pack_answer, take_request
+from torch_dpflow.pool.transport.data_reader import DataReader
 
 IDENTITY, RECORD_BYTES = bytes(16), 20_000
 
@@ -54,7 +54,7 @@ class HaltingServer:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            admission = admit_stream(connection, guard_of(self.address, serves=True))
+            admission = accept_stream(connection, authenticator_for(self.address, serves=True))
             while True:
                 try:
                     next(admission)
@@ -98,7 +98,7 @@ def test_a_server_lost_in_the_midst_of_a_record_leaves_the_window_free(
     halts = iter([True, False])
     with (
         closing(HaltingServer(keys, lambda _: next(halts))) as server,
-        closing(LaneReader(server.address, 0.05, FixedWindow(RECORD_BYTES))) as reader,
+        closing(DataReader(server.address, 0.05, FixedWindow(RECORD_BYTES))) as reader,
     ):
         wanted = [str(server.address)], [WantedRecord(0, RECORD_BYTES)]
         assert reader.read(IDENTITY, *wanted) == [None]
@@ -109,8 +109,8 @@ def test_a_server_lost_in_the_midst_of_a_record_leaves_the_window_free(
 @pytest.mark.parametrize("copy", [True, False])
 def test_a_record_that_no_memory_holds_is_left(keys: Path, copy: bool) -> None:
     with (
-        closing(HaltingServer(keys, lambda _: True, says=LONGEST_RECORD)) as server,
-        closing(LaneReader(server.address, PATIENCE_S)) as reader,
+        closing(HaltingServer(keys, lambda _: True, says=MAX_RECORD_BYTES)) as server,
+        closing(DataReader(server.address, PATIENCE_S)) as reader,
     ):
         place = str(server.address)
         assert reader.read(IDENTITY, [place], [WantedRecord(0)], copy=copy) == [None]
@@ -128,8 +128,8 @@ def test_a_server_is_silent_from_its_last_byte_on(keys: Path, trust_network: boo
 
     with (
         closing(HaltingServer(keys, halt, trust_network=trust_network)) as server,
-        closing(LaneReader(server.address, PATIENCE_S, FixedWindow(RECORD_BYTES))) as reader,
+        closing(DataReader(server.address, PATIENCE_S, FixedWindow(RECORD_BYTES))) as reader,
     ):
         owner = str(server.address)
         assert reader.read(IDENTITY, [owner], [WantedRecord(0, RECORD_BYTES)]) == [bytes(RECORD_BYTES)]
-        assert reader._lanes[owner].heard_at > halted[0]
+        assert reader._data[owner].received_at > halted[0]

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.pool.planning.layout import FileSet
-from torch_dpflow.pool.planning.placement import ALL, cut_that_fits, resident, resident_set
+from torch_dpflow.pool.planning.layout import SampleLayout
+from torch_dpflow.pool.planning.placement import ALL, cut_that_fits, resident, resident_layout
 
 
 @given(
@@ -16,11 +16,11 @@ from torch_dpflow.pool.planning.placement import ALL, cut_that_fits, resident, r
     share=st.floats(0, 1.2),
 )
 def test_as_many_stay_as_fit(name: bytes, lengths: list[int], share: float) -> None:
-    records = FileSet(name, lengths, per_stripe=7)
+    records = SampleLayout(name, lengths, per_stripe=7)
     total = sum(records.stripe_bytes(stripe) for stripe in range(records.stripes))
     room = int(share * total)
     cut = cut_that_fits(records, room, room)
-    part = resident_set(records, cut)
+    part = resident_layout(records, cut)
     assert sum(part.stripe_bytes(stripe) for stripe in range(part.stripes)) <= room
     stays = resident(name, len(lengths), cut)
     assert (cut == ALL) == (room >= total)
@@ -28,13 +28,13 @@ def test_as_many_stay_as_fit(name: bytes, lengths: list[int], share: float) -> N
     less = resident(name, len(lengths), cut_that_fits(records, room // 2, room))
     assert not (less & ~stays).any()
     of_each = cut_that_fits(records, room, total // 9)
-    part = resident_set(records, of_each)
+    part = resident_layout(records, of_each)
     assert of_each <= cut
     assert max(part.stripe_bytes(stripe) for stripe in range(part.stripes)) <= total // 9
 
 
 def test_every_batch_has_the_same_share_in_memory() -> None:
-    records = FileSet(b"a set of 16 byte", np.full(100_000, 64), per_stripe=1000)
+    records = SampleLayout(b"a set of 16 byte", np.full(100_000, 64), per_stripe=1000)
     stays = resident(records.identity, records.records, cut_that_fits(records, 64 * 30_000, 1 << 30))
     assert stays.sum() == 30_000
     order = np.random.default_rng(0).permutation(records.records)

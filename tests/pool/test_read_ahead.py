@@ -17,7 +17,7 @@ from benchmarks.node_lists import NodeLists, by_modulo
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Serve
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
-from torch_dpflow.pool.server.ahead import AnnouncedOrder
+from torch_dpflow.pool.server.ahead import AccessPlan
 
 SIZE = 100
 
@@ -36,7 +36,7 @@ class Storage:
         self.asked: Counter[int] = Counter()
         self.served: list[tuple[str, int, Any]] = []
 
-    def obey(self, instructions: list[ReadAheadInstruction]) -> None:
+    def apply(self, instructions: list[ReadAheadInstruction]) -> None:
         for one in instructions:
             match one:
                 case StorageRequest(loads):
@@ -57,7 +57,7 @@ class Storage:
 
     def land(self, load: int) -> None:
         key = self.under_way.pop(load)
-        self.obey(self.machine.arrived([Arrival(load, f"sample {key}", self.sizes.get(key, SIZE))]))
+        self.apply(self.machine.arrived([Arrival(load, f"sample {key}", self.sizes.get(key, SIZE))]))
 
     def land_all(self) -> None:
         while self.under_way:
@@ -84,17 +84,17 @@ def test_the_lead_is_kept_in_any_room_whatever_the_order(
     room = lead + 1 + more
     machine = ReadAhead(capacity_bytes=room * SIZE, k=k, order_of=by_nodes(nodes), lead=lead)
     storage = Storage(machine)
-    storage.obey(machine.announce("a", order))
+    storage.apply(machine.announce("a", order))
     storage.land_all()  # the size of a sample is known from here on
     for position in range(len(order)):
-        storage.obey(machine.read("a", position))
+        storage.apply(machine.read("a", position))
         if position:
             due = set(order[position : position + lead])
             assert due <= storage.asked.keys()
         storage.land_all()
         assert storage.served[-1] == ("a", position, f"sample {order[position]}")
         assert machine.used <= room * SIZE
-        storage.obey(machine.consumed("a", [position]))
+        storage.apply(machine.consumed("a", [position]))
     assert set(storage.asked.values()) == {1}
     assert all(len(one.loads) <= k for one in storage.requests)
     assert machine.misses <= k
@@ -106,11 +106,11 @@ def test_the_lead_is_kept_in_any_room_whatever_the_order(
 def test_without_a_lead_every_request_is_the_patents(order: list[int], nodes: int, k: int) -> None:
     machine = ReadAhead(capacity_bytes=1 << 20, k=k, order_of=by_nodes(nodes), lead=0)
     storage = Storage(machine)
-    storage.obey(machine.announce("a", order))
+    storage.apply(machine.announce("a", order))
     held: set[int] = set()
     for position, key in enumerate(order):
         before = len(storage.requests)
-        storage.obey(machine.read("a", position))
+        storage.apply(machine.read("a", position))
         if key in held:
             assert len(storage.requests) == before
         else:
@@ -119,7 +119,7 @@ def test_without_a_lead_every_request_is_the_patents(order: list[int], nodes: in
             assert len(storage.requests) == before + 1
             held |= set(its)
         storage.land_all()
-        storage.obey(machine.consumed("a", [position]))
+        storage.apply(machine.consumed("a", [position]))
     lists = Counter(key % nodes for key in order)
     assert machine.misses == sum(-(-count // k) for count in lists.values())
 
@@ -151,7 +151,7 @@ def test_every_reader_gets_every_sample_in_any_order_of_events(
     storage = Storage(machine, {key: chance.randint(0, 3 * SIZE) for key in range(12)})
     everybody = {f"reader {number}": Reader(chance.choices(range(12), k=12)) for number in range(readers)}
     for name, reader in everybody.items():
-        storage.obey(machine.announce(name, reader.order))
+        storage.apply(machine.announce(name, reader.order))
     while any(reader.position < 12 or reader.held for reader in everybody.values()):
         name, reader = chance.choice(list(everybody.items()))
         move = chance.random()
@@ -160,10 +160,10 @@ def test_every_reader_gets_every_sample_in_any_order_of_events(
         elif reader.held and move < 0.7:
             done = chance.sample(reader.held, chance.randint(1, len(reader.held)))
             reader.held = [one for one in reader.held if one not in done]
-            storage.obey(machine.consumed(name, done))
+            storage.apply(machine.consumed(name, done))
         elif not reader.is_waiting and reader.position < 12:
             reader.is_waiting = True
-            storage.obey(machine.read(name, reader.position))
+            storage.apply(machine.read(name, reader.position))
         for who, position, value in storage.take_served():
             told = everybody[who]
             assert told.is_waiting
@@ -178,7 +178,7 @@ def test_every_reader_gets_every_sample_in_any_order_of_events(
         assert storage.under_way or not waiting or any(one.held for one in everybody.values())
     for name, reader in everybody.items():
         assert reader.got == [f"sample {key}" for key in reader.order]
-        storage.obey(machine.leave(name))
+        storage.apply(machine.leave(name))
     assert machine.used == 0
     assert not storage.under_way
 
@@ -199,9 +199,9 @@ def test_an_order_that_grows_is_read_as_one_that_was_known(
     machine = ReadAhead(capacity_bytes=room * SIZE, k=k, lead=max(1, room // readers - 1), sample_bytes=SIZE)
     storage = Storage(machine)
     names = [f"reader {number}" for number in range(readers)]
-    orders = {name: AnnouncedOrder(name, 1, np.empty(0, np.int32)) for name in names}
+    orders = {name: AccessPlan(name, 1, np.empty(0, np.int32)) for name in names}
     for name in names:
-        storage.obey(machine.announce(name, orders[name].keys))
+        storage.apply(machine.announce(name, orders[name].keys))
     key, read = 0, Counter[int]()
     for _ in range(40):
         name = chance.choice(names)
@@ -209,39 +209,39 @@ def test_an_order_that_grows_is_read_as_one_that_was_known(
         key += len(piece)
         order = orders[name]
         order.extend(piece, 1)
-        storage.obey(machine.extend(name, piece))
+        storage.apply(machine.extend(name, piece))
         for one in piece.tolist()[: max(0, len(piece) - (chance.random() < 0.3) * stolen)]:
             (position,) = order.positions(one)
-            storage.obey(machine.read(name, position))
+            storage.apply(machine.read(name, position))
             storage.land_all()
             for who, at, value in storage.take_served():
                 assert (who, at, value) == (name, position, f"sample {one}")
                 read[one] += 1
             order.passed = position
-            storage.obey(machine.pass_over(name, position))
-            storage.obey(machine.consumed(name, [position]))
+            storage.apply(machine.pass_over(name, position))
+            storage.apply(machine.consumed(name, [position]))
         storage.land_all()
     assert set(read.values()) <= {1}
     # What is left out keeps its room until it is passed over, and what is waited for may take that of others.
     assert set(storage.asked.values()) <= {1} or (stolen and room < 20 * readers)
     for name in names:
-        storage.obey(machine.leave(name))
+        storage.apply(machine.leave(name))
     assert machine.used == 0
 
 
 def test_what_was_read_of_an_order_that_grows_is_forgotten() -> None:
     machine = ReadAhead(capacity_bytes=8 * SIZE, k=4, lead=7, sample_bytes=SIZE)
     storage = Storage(machine)
-    order = AnnouncedOrder("a", 1, np.empty(0, np.int32))
-    storage.obey(machine.announce("a", order.keys))
+    order = AccessPlan("a", 1, np.empty(0, np.int32))
+    storage.apply(machine.announce("a", order.keys))
     for piece in np.split(np.arange(400, dtype=np.int32), 100):
         order.extend(piece, 1)
-        storage.obey(machine.extend("a", piece))
+        storage.apply(machine.extend("a", piece))
         for one in piece.tolist():
             assert order.positions(one) == [one]
-            storage.obey(machine.read("a", one))
+            storage.apply(machine.read("a", one))
             storage.land_all()
-            storage.obey(machine.consumed("a", [one]))
+            storage.apply(machine.consumed("a", [one]))
             order.passed = one + 1
         assert len(order.keys) <= 4
         assert not machine.is_open("a", 0)
@@ -257,22 +257,22 @@ def test_readers_of_one_order_share_each_fetch() -> None:
     storage = Storage(machine)
     order = list(range(40))
     for name in ("a", "b"):
-        storage.obey(machine.announce(name, order))
+        storage.apply(machine.announce(name, order))
     for position in order:
         for name in ("a", "b"):
-            storage.obey(machine.read(name, position))
+            storage.apply(machine.read(name, position))
             storage.land_all()
-            storage.obey(machine.consumed(name, [position]))
+            storage.apply(machine.consumed(name, [position]))
     assert set(storage.asked.values()) == {1}
 
 
 def test_a_failed_sample_reaches_its_reader_as_its_error() -> None:
     machine = ReadAhead(capacity_bytes=SIZE, k=1, lead=0)
     storage = Storage(machine)
-    storage.obey(machine.announce("a", [5]))
-    storage.obey(machine.read("a", 0))
+    storage.apply(machine.announce("a", [5]))
+    storage.apply(machine.read("a", 0))
     error = OSError("gone")
-    storage.obey(machine.arrived([Arrival(storage.requests[0].loads[0].load, error, 0, keep=False)]))
+    storage.apply(machine.arrived([Arrival(storage.requests[0].loads[0].load, error, 0, keep=False)]))
     assert storage.served == [("a", 0, error)]
 
 
@@ -323,11 +323,11 @@ def test_an_order_has_one_dimension_and_every_key_a_node() -> None:
 def test_what_is_passed_over_makes_room() -> None:
     machine = ReadAhead(capacity_bytes=4 * SIZE, k=2, lead=3, sample_bytes=SIZE)
     storage = Storage(machine)
-    storage.obey(machine.announce("a", range(10)))
+    storage.apply(machine.announce("a", range(10)))
     storage.land_all()
     assert set(storage.asked) == {0, 1, 2, 3}
-    storage.obey(machine.read("a", 3))
-    storage.obey(machine.pass_over("a", 3))
+    storage.apply(machine.read("a", 3))
+    storage.apply(machine.pass_over("a", 3))
     storage.land_all()
     assert set(storage.asked) == set(range(7))
     assert [machine.is_open("a", one) for one in (2, 3, 9)] == [False, True, True]
@@ -337,7 +337,7 @@ def test_an_order_takes_little_memory() -> None:
     keys = np.random.default_rng(0).permutation(500_000).astype(np.int32)
     tracemalloc.start()
     machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, lead=50, sample_bytes=SIZE)
-    order = AnnouncedOrder("connection", 8, keys)
+    order = AccessPlan("connection", 8, keys)
     machine.announce("a", order.keys)
     taken = tracemalloc.get_traced_memory()[0] + keys.nbytes
     tracemalloc.stop()

@@ -16,8 +16,8 @@ from torch_dpflow.pool.planning.request_window import (
     LEAST,
     MOST,
     BatchWindow,
+    ConnectionQueues,
     FixedWindow,
-    LaneQueues,
     MeasuredWindow,
 )
 
@@ -106,23 +106,23 @@ def test_algorithm_1_dispatches_in_stages() -> None:
 class Links:
     """A link for each lane, behind which all share one line; bytes a second. Records come in the order of each."""
 
-    def __init__(self, lanes: int, link: float, line: float, record: int) -> None:
-        self.lanes, self.link, self.line, self.record = lanes, link, line, record
+    def __init__(self, connections: int, link: float, line: float, record: int) -> None:
+        self.connections, self.link, self.line, self.record = connections, link, line, record
         self.window, self.now = MeasuredWindow(), 0.0
-        self._free = [0.0] * lanes
+        self._free = [0.0] * connections
         self._line_free = 0.0
 
     def read(self, records: int) -> float:
         """Read a batch whose records lie evenly; bytes a second."""
-        owners = [f"{number % self.lanes}" for number in range(records)]
-        queues, begun = LaneQueues(owners, [self.record] * records), self.now
+        owners = [f"{number % self.connections}" for number in range(records)]
+        queues, begun = ConnectionQueues(owners, [self.record] * records), self.now
         under_way = list[tuple[float, int, object]]()
         while True:
             sizes = queues.sizes(64)
-            if granted := self.window.grant(sizes, self.now, len(queues.lanes)):
+            if granted := self.window.grant(sizes, self.now, len(queues.connections)):
                 for place in queues.take(sum(sizes[:granted])):
                     token = self.window.asked(self.record, self.now)
-                    heapq.heappush(under_way, (self._answered(place % self.lanes), place, token))
+                    heapq.heappush(under_way, (self._answered(place % self.connections), place, token))
                 continue
             if not under_way:
                 return records * self.record / (self.now - begun)
@@ -130,20 +130,20 @@ class Links:
             queues.came(place)
             self.window.arrived(token, self.now)
 
-    def _answered(self, lane: int) -> float:
-        self._free[lane] = max(self._free[lane], self.now + 2e-4) + self.record / self.link
-        self._line_free = max(self._line_free, self._free[lane]) + self.record / self.line
+    def _answered(self, connection: int) -> float:
+        self._free[connection] = max(self._free[connection], self.now + 2e-4) + self.record / self.link
+        self._line_free = max(self._line_free, self._free[connection]) + self.record / self.line
         return self._line_free
 
 
 @pytest.mark.parametrize(
-    ("lanes", "record"), [(1, 110_000), (2, 16_000), (4, 110_000), (8, 16_000), (8, 110_000)]
+    ("connections", "record"), [(1, 110_000), (2, 16_000), (4, 110_000), (8, 16_000), (8, 110_000)]
 )
-def test_ours_fills_a_link_for_each_lane(lanes: int, record: int) -> None:
-    links = Links(lanes, 12.5e6, 1.25e9, record)
+def test_ours_fills_a_link_for_each_lane(connections: int, record: int) -> None:
+    links = Links(connections, 12.5e6, 1.25e9, record)
     for _ in range(8):
         links.read(256)
-    assert links.read(1024) >= 0.85 * lanes * 12.5e6
+    assert links.read(1024) >= 0.85 * connections * 12.5e6
 
 
 class SuspendedReader(Links):
@@ -153,11 +153,11 @@ class SuspendedReader(Links):
         super().__init__(4, 12.5e6, 1.25e9, 110_000)
         self._random = random.Random(seed)
 
-    def _answered(self, lane: int) -> float:
+    def _answered(self, connection: int) -> float:
         if self._random.random() < 0.002:
             still = self._random.expovariate(1 / 0.3)
             self._free = [max(free, self.now) + still for free in self._free]
-        return super()._answered(lane)
+        return super()._answered(connection)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -169,9 +169,9 @@ def test_a_reader_that_is_suspended_now_and_then_fills_its_links_again(seed: int
     assert sum(sizes) / len(sizes) > 3.5 * reader.record
 
 
-@pytest.mark.parametrize("lanes", [4, 32])
-def test_ours_fills_a_line_that_lanes_share_with_no_more_than_it_takes(lanes: int) -> None:
-    links = Links(lanes, 1.25e9, 12.5e6, 16_000)
+@pytest.mark.parametrize("connections", [4, 32])
+def test_ours_fills_a_line_that_connections_share_with_no_more_than_it_takes(connections: int) -> None:
+    links = Links(connections, 1.25e9, 12.5e6, 16_000)
     for _ in range(8):
         assert links.read(256) >= 0.9 * 12.5e6
         assert links.window.size() <= 1.5 * 1.5 * LEAST
@@ -187,7 +187,7 @@ def test_queues_give_each_place_once_and_none_of_a_lane_that_is_lost(
     owners: list[str], rooms: list[int], sizes: random.Random, lost: str
 ) -> None:
     lengths = [sizes.randrange(1, 100) for _ in owners]
-    queues, taken = LaneQueues(owners, lengths), list[int]()
+    queues, taken = ConnectionQueues(owners, lengths), list[int]()
     for number, room in enumerate([*rooms, 1 << 20]):
         if number == 2:
             queues.drop(lost)
@@ -200,18 +200,18 @@ def test_queues_give_each_place_once_and_none_of_a_lane_that_is_lost(
         )
     assert len(taken) == len({*taken})
     assert {owners[place] for place in {*range(len(owners))} - {*taken}} <= {lost}
-    assert not queues.lanes
+    assert not queues.connections
 
 
 def test_the_lane_with_the_least_under_way_is_asked_and_all_end_together() -> None:
-    queues = LaneQueues("aaaabb", [10] * 6)
+    queues = ConnectionQueues("aaaabb", [10] * 6)
     assert queues.take(20) == [0, 4]  # one of each
     queues.came(0)
     assert queues.take(10) == [1]
     assert queues.take(20) == [2, 5]  # the one with more left first
     queues.came(4)
     queues.again(4)
-    assert queues.lanes == ["a", "b"]
+    assert queues.connections == ["a", "b"]
     assert sorted(queues.take(100)) == [3, 4]
 
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.pool.planning.layout import ALIGNMENT, ArraySet, FileSet, identity
+from torch_dpflow.pool.planning.layout import ALIGNMENT, ArrayLayout, SampleLayout, identity
 
 NAME = identity("files", {"dataset": "a"})
 
 
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=50), per_stripe=st.integers(1, 20))
 def test_files_lie_one_behind_the_other_at_cache_lines(lengths: list[int], per_stripe: int) -> None:
-    files = FileSet(NAME, lengths, per_stripe)
+    files = SampleLayout(NAME, lengths, per_stripe)
     dealt = [one for stripe in range(files.stripes) for one in files.records_of(stripe)]
     assert dealt == [*range(len(lengths))]
     for stripe in range(files.stripes):
@@ -42,13 +42,13 @@ def test_a_name_is_of_the_facts_alone() -> None:
 @pytest.mark.parametrize("lengths", [[], [-1], [1.5], [[1]]])
 def test_lengths_that_are_none(lengths: object) -> None:
     with pytest.raises(OptionError):
-        FileSet(NAME, lengths, 1)  # type: ignore[arg-type]
+        SampleLayout(NAME, lengths, 1)  # type: ignore[arg-type]
 
 
 def test_arrays_that_are_none() -> None:
     with pytest.raises(OptionTypeError, match="Python objects"):
-        ArraySet(NAME, 1, "O", ())
+        ArrayLayout(NAME, 1, "O", ())
     with pytest.raises(OptionError, match="no bytes"):
-        ArraySet(NAME, 1, "float32", (0,))
+        ArrayLayout(NAME, 1, "float32", (0,))
     with pytest.raises(OptionError, match="records"):
-        ArraySet(NAME, 0, "float32", ())
+        ArrayLayout(NAME, 0, "float32", ())

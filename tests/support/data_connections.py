@@ -1,8 +1,8 @@
-"""The contract suite of lanes to a server of the pool: subclass `LaneContract`, and say how the server is reached.
+"""Contract suite of data connections: subclass `DataConnectionContract`, and say how the server is reached.
 
 ::
 
-    class TestMyLane(LaneContract):
+    class TestMyLane(DataConnectionContract):
         def door(self, tmp_path):
             return find_address("tcp://127.0.0.1:0", tmp_path / "keys")
 """
@@ -18,13 +18,13 @@ try:
     import pytest
 except ImportError as error:
     raise ImportError(
-        "tests.support.lanes needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
+        "tests.support.data_connections needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
     ) from error
 
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.pool import DataServer
-from torch_dpflow.pool.reader.pool_reader import SetReading
+from torch_dpflow.pool.reader.pool_reader import PoolReader
 from torch_dpflow.pool.sources import identity_of, source_of
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
@@ -52,10 +52,10 @@ def content_of(index: int, size: int) -> bytes:
     return (b"%d." % index * (1 + size // 2))[:size]
 
 
-class LaneContract:
+class DataConnectionContract:
     """What every lane gives: the bytes of each record that the server has in memory, whatever their number and size."""
 
-    def door(self, tmp_path: Path) -> PoolAddress | None:
+    def listen(self, tmp_path: Path) -> PoolAddress | None:
         """Where the server listens for other hosts; None: readers map its memory."""
         raise NotImplementedError(f"{type(self).__name__} must say how its server is reached")
 
@@ -64,15 +64,15 @@ class LaneContract:
     @pytest.fixture
     def address(self, tmp_path: Path) -> Iterator[PoolAddress]:
         """Where a reader finds a server, in a thread."""
-        door = self.door(tmp_path)
-        server = DataServer(_MEMORY, tmp_path / "pool", listen=door)
+        listen = self.listen(tmp_path)
+        server = DataServer(_MEMORY, tmp_path / "pool", listen=listen)
         thread = threading.Thread(target=server.serve)
         thread.start()
         try:
-            if door is None or server.address is None:
+            if listen is None or server.address is None:
                 yield PoolAddress(directory=server.directory)
             else:
-                yield door.at(server.address)
+                yield listen.at(server.address)
         finally:
             server.stop()
             thread.join()
@@ -100,13 +100,13 @@ class LaneContract:
         preload(address, stored)
         expected = [content_of(index, size) for index, size in enumerate(sizes)]
         backwards = [*range(len(sizes))][::-1]
-        with closing(reading(address, stored)) as lane:
-            assert lane.read(backwards, [sizes[one] for one in backwards]) == expected[::-1]
-            assert lane.read(backwards) == expected[::-1]
-            assert lane.read([]) == []
-            assert lane.read([3] * 50) == [expected[3]] * 50
-            assert lane.hits == 2 * len(sizes) + 50
-            assert lane.misses == 0
+        with closing(reading(address, stored)) as connection:
+            assert connection.read(backwards, [sizes[one] for one in backwards]) == expected[::-1]
+            assert connection.read(backwards) == expected[::-1]
+            assert connection.read([]) == []
+            assert connection.read([3] * 50) == [expected[3]] * 50
+            assert connection.hits == 2 * len(sizes) + 50
+            assert connection.misses == 0
 
     def test_records_that_are_not_copied_stay_as_they_are_while_more_are_read(
         self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
@@ -116,12 +116,12 @@ class LaneContract:
         preload(address, stored)
         expected = [content_of(index, size) for index, size in enumerate(sizes)]
         held: list[list[bytes | memoryview]] = []
-        with closing(reading(address, stored)) as lane:
+        with closing(reading(address, stored)) as connection:
             for _ in range(5):  # memory of the first is used again
-                held = [*held[-1:], lane.read(range(len(sizes)), sizes, copy=False)]
+                held = [*held[-1:], connection.read(range(len(sizes)), sizes, copy=False)]
                 assert all(memoryview(one).readonly for one in held[-1])
                 assert all([*map(bytes, found)] == expected for found in held)
-            assert lane.misses == 0
+            assert connection.misses == 0
         assert [*map(bytes, held[-1])] == expected
 
     def test_records_that_are_not_there_yet_are_waited_for(
@@ -131,12 +131,12 @@ class LaneContract:
         stored = publish(sizes)
         expected = [content_of(index, size) for index, size in enumerate(sizes)]
         loading = threading.Thread(target=preload, args=(address, stored))
-        with closing(reading(address, stored)) as lane:
+        with closing(reading(address, stored)) as connection:
             loading.start()
-            found = lane.read(range(len(sizes)))
+            found = connection.read(range(len(sizes)))
             while None in found:  # until the server knows where they lie
                 assert all(one in (None, wanted) for one, wanted in zip(found, expected))
-                found = lane.read(range(len(sizes)))
+                found = connection.read(range(len(sizes)))
         loading.join()
         assert found == expected
 
@@ -145,12 +145,12 @@ class LaneContract:
     ) -> None:
         stored = publish([10] * 20)
         preload(address, stored)
-        with closing(reading(address, stored)) as lane:
-            assert lane.read([0, 19]) == [content_of(0, 10), content_of(19, 10)]
+        with closing(reading(address, stored)) as connection:
+            assert connection.read([0, 19]) == [content_of(0, 10), content_of(19, 10)]
             with PoolConnection(address) as pool:
                 pool.unload(identity_of(stored))
             for _ in range(2):
-                assert lane.read([0, 19]) == [None, None]
+                assert connection.read([0, 19]) == [None, None]
 
     def test_readers_do_not_wait_for_each_other(
         self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
@@ -159,21 +159,21 @@ class LaneContract:
         stored = publish(sizes)
         preload(address, stored)
         expected = [content_of(index, size) for index, size in enumerate(sizes)]
-        lanes = [reading(address, stored) for _ in range(4)]
+        connections = [reading(address, stored) for _ in range(4)]
         found: dict[int, list[bytes | None]] = {}
 
         def read(number: int) -> None:
             for _ in range(5):
-                found[number] = lanes[number].read(range(len(sizes)))
+                found[number] = connections[number].read(range(len(sizes)))
 
-        threads = [threading.Thread(target=read, args=(number,)) for number in range(len(lanes))]
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(len(connections))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        for lane in lanes:
-            lane.close()
-        assert found == dict.fromkeys(range(len(lanes)), expected)
+        for connection in connections:
+            connection.close()
+        assert found == dict.fromkeys(range(len(connections)), expected)
 
 
 def preload(address: PoolAddress, stored: StoredDataset) -> None:
@@ -182,6 +182,6 @@ def preload(address: PoolAddress, stored: StoredDataset) -> None:
         pool.preload(source_of(stored, None), identity_of(stored), whole=True)
 
 
-def reading(address: PoolAddress, stored: StoredDataset) -> SetReading:
+def reading(address: PoolAddress, stored: StoredDataset) -> PoolReader:
     """A reader; the caller closes it."""
-    return SetReading(address, source_of(stored, None), identity_of(stored), PATIENCE_S)
+    return PoolReader(address, source_of(stored, None), identity_of(stored), PATIENCE_S)
