@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.data_connections import DataConnectionContract
-
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.pool.transport.address import PoolAddress, find_address
 

@@ -252,7 +252,9 @@ def test_a_member_that_comes_back_with_another_part_gives_it_up(
     with inner_server(tmp_path / "s0", 1 << 20), PoolConnection(tmp_path / "s0") as connection:
         DataClient(tmp_path / "s0", silence_s=PATIENCE_S).preload(stored)
         source = source_of(stored, None)
-        connection.request(DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
+        connection.request(
+            DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0])
+        )
         (head,) = connection.servers()
         connection.request(JoinPool(msgspec.structs.replace(head, directory=str(tmp_path / "s1"))))
         orders, _ = connection.request(Heartbeat(applied=0, states=[], wait_s=0.0))
