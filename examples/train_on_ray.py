@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
 def join_ray(cpus: int) -> None:
     """Connect to the Ray that `RAY_ADDRESS` names or this host runs; without one, start one with so many CPUs."""
     try:
-        Ray().adapter()
+        Ray().launcher()
     except UnavailableError:
         if "RAY_ADDRESS" in os.environ:
             raise

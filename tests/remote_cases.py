@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from tests.loader_cases import Stream
 from tests.shared_cluster import wait
-from torch_dpflow.remote.launchers.contract import Adapter, Fate, Ref
+from torch_dpflow.remote.launchers.contract import Fate, Launcher, Ref
 from torch_dpflow.remote.launchers.processes import Processes
 
 
@@ -33,10 +33,10 @@ class Troubled(Processes):
     #: Names of members that are to end, and in how many seconds.
     warned: dict[str, float] = field(default_factory=dict)
 
-    def adapter(self) -> Adapter:
-        adapter = super().adapter()
-        adapter.limits = replace(adapter.limits, **self.limits)
-        start, look = adapter.start, adapter.look
+    def launcher(self) -> Launcher:
+        launcher = super().launcher()
+        launcher.limits = replace(launcher.limits, **self.limits)
+        start, look = launcher.start, launcher.look
 
         def held_start(name: str, order: bytes, *, deadline_s: float) -> Ref:
             if self.refusal:
@@ -51,8 +51,8 @@ class Troubled(Processes):
                 for name, fate in look(members).items()
             }
 
-        adapter.start, adapter.look = held_start, warning_look  # type: ignore[method-assign]
-        return adapter
+        launcher.start, launcher.look = held_start, warning_look  # type: ignore[method-assign]
+        return launcher
 
 
 def number_of(name: str) -> int:

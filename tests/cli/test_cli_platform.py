@@ -16,14 +16,14 @@ from click.testing import CliRunner, Result
 
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
-from torch_dpflow.remote.launchers.names import MemberName
-from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
-from torch_dpflow.testing.adapters import PROGRAM, caller, order_to
+from torch_dpflow.remote.launchers.names import WorkerName
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.testing.launchers import PROGRAM, caller, launch_spec_to
 from torch_dpflow.testing.processes import PATIENCE_S
 
 #: Not that of another test which runs beside this one.
 CLUSTER = f"{os.getpid():08x}"
-NAME = str(MemberName(CLUSTER, "0123456789", 0, 1))
+NAME = str(WorkerName(CLUSTER, "0123456789", 0, 1))
 
 
 def dpflow(*arguments: str) -> Result:
@@ -35,13 +35,13 @@ def member() -> Iterator[socket.socket]:
     """The connection of a member that somebody has started and left."""
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
-        closing(SubprocessAdapter(PROGRAM)) as adapter,
+        closing(SubprocessLauncher(PROGRAM)) as launcher,
     ):
         door.settimeout(PATIENCE_S)
-        adapter.start(NAME, order_to(door), deadline_s=PATIENCE_S)
+        launcher.start(NAME, launch_spec_to(door), deadline_s=PATIENCE_S)
         with caller(door) as (connection, _):
             yield connection
-        adapter.stop(NAME, None)
+        launcher.stop(NAME, None)
 
 
 def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socket) -> None:
@@ -74,17 +74,17 @@ def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socke
 def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         door.settimeout(PATIENCE_S)
-        with closing(SubprocessAdapter(PROGRAM)) as adapter:
+        with closing(SubprocessLauncher(PROGRAM)) as launcher:
             name = f"dpf-{CLUSTER}-somebody-elses"
-            adapter.start(name, order_to(door), deadline_s=PATIENCE_S)
+            launcher.start(name, launch_spec_to(door), deadline_s=PATIENCE_S)
             with caller(door):
-                assert adapter.list(name)
+                assert launcher.list(name)
                 told = dpflow("workers", "processes")
                 assert told.exit_code == 0, told.output
                 assert name not in told.stdout
                 assert dpflow("sweep", "processes", "--cluster", CLUSTER).exit_code == 0
-                assert adapter.list(name)
-            adapter.stop(name, None)
+                assert launcher.list(name)
+            launcher.stop(name, None)
 
 
 @pytest.mark.parametrize(

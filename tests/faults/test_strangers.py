@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from tests.loader_cases import Indices
-from torch_dpflow.ipc.messages.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
+from torch_dpflow.ipc.messages.headers import Exchange, Stop, WorkerHandshake, WorkerReady, encode
 from torch_dpflow.testing.platforms import wakes
 from torch_dpflow.workers.batch_worker import WorkerSpec, exit_report_path, main
 from torch_dpflow.workers.local_platform import LocalPlatform
@@ -35,7 +35,7 @@ def said_by_strangers() -> list[tuple[bytes, list[bytes]]]:
     ]
     said = [(identity, body) for identity in (b"stranger", b"99/0", b"-1/0") for body in bodies]
     for worker in (99, -1, 1 << 62, 0):
-        hello = [encode(WorkerHello(worker, 5, os.getpid(), None))]
+        hello = [encode(WorkerHandshake(worker, 5, os.getpid(), None))]
         said += [(b"stranger", hello), (b"%d/5" % worker, hello)]
     return said
 

@@ -46,7 +46,7 @@ BESIDE = ("benchmarks", "examples", "tests", "tools")
 #: Third parties test what they add with these; servers and simulated workers are the repository's own.
 SUITES = {
     "__init__",
-    "adapters",
+    "launchers",
     "exact_policies",
     "exact_traces",
     "lambda_handler",

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform
-from torch_dpflow.remote.launchers.names import MemberName
-from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher
+from torch_dpflow.remote.launchers.names import WorkerName
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
 #: Where a host's own temporary directory is, there: a place that every Linux has.
 FOLDER = "/mnt"
@@ -276,12 +276,12 @@ class Hosts(Sequence[Host]):
         self._claim.close()
 
 
-class HostsAdapter(SubprocessAdapter):
+class HostsLauncher(SubprocessLauncher):
     """Members on other hosts, dealt out by their numbers.
 
     Args:
         prefixes: of each host, what runs a command there.
-        module, env: as of `SubprocessAdapter`.
+        module, env: as of `SubprocessLauncher`.
         starts_per_s: how many members to start a second, which all begin by importing torch.
     """
 
@@ -291,14 +291,14 @@ class HostsAdapter(SubprocessAdapter):
         module: str,
         *,
         env: Mapping[str, str] | None = None,
-        starts_per_s: float = SubprocessAdapter.limits.starts_per_s,
+        starts_per_s: float = SubprocessLauncher.limits.starts_per_s,
     ) -> None:
         super().__init__(module, env=env)
-        self.limits = replace(SubprocessAdapter.limits, shares_memory=False, starts_per_s=starts_per_s)
+        self.limits = replace(SubprocessLauncher.limits, shares_memory=False, starts_per_s=starts_per_s)
         self._prefixes = prefixes
 
     def _command_of(self, name: str) -> tuple[str, ...]:
-        return (*self._prefixes[MemberName.parse(name).number % len(self._prefixes)], *self._command)
+        return (*self._prefixes[WorkerName.parse(name).number % len(self._prefixes)], *self._command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +315,7 @@ class OnHosts:
     address: str
     prefixes: tuple[tuple[str, ...], ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    starts_per_s: float = SubprocessAdapter.limits.starts_per_s
+    starts_per_s: float = SubprocessLauncher.limits.starts_per_s
 
     name = "hosts"
     sends_code = True
@@ -331,16 +331,16 @@ class OnHosts:
     def check_workers(self, workers: int) -> None:
         """Nothing: it costs nothing."""
 
-    def adapter(self) -> Adapter:
+    def launcher(self) -> Launcher:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}
         env = {**path, **self.env}
-        return HostsAdapter(
+        return HostsLauncher(
             self.prefixes, "torch_dpflow.remote.worker", env=env, starts_per_s=self.starts_per_s
         )
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        return Calls(self.adapter())
+        return ThreadedPlatform(self.launcher())
 
     def listen_at(self) -> str:
         return f"tcp://{self.address}:0"

@@ -17,11 +17,11 @@ from torch_dpflow.cli.cluster_printing import print_costs, print_members
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
-from torch_dpflow.remote.launchers.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.names import WorkerName, prefix_of
 from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.launchers.contract import Adapter, Finding, Ref
+    from torch_dpflow.remote.launchers.contract import Finding, Launcher, Ref
 
 _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 
@@ -62,8 +62,8 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
         raise OptionError(
             f"PLATFORM {platform!r} with --address, which is for the workers of a cluster; give either"
         )
-    with _adapter(platform) as adapter:
-        found = _members(adapter)
+    with _launcher(platform) as launcher:
+        found = _members(launcher)
     if as_json:
         click.echo(to_json({"platform": platform, "workers": list(found)}))
         return
@@ -86,8 +86,8 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
         raise OptionError(
             f"--cluster {cluster!r:.80} is none: give 8 hexadecimal digits, as `dpflow workers {platform}` shows"
         )
-    with _adapter(platform) as adapter:
-        found = _members(adapter, cluster)
+    with _launcher(platform) as launcher:
+        found = _members(launcher, cluster)
         if dry_run or (cluster is None and not everything):
             if as_json:
                 click.echo(to_json({"found": list(found), "ended": [], "failed": {}}))
@@ -98,7 +98,7 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
             if found and not dry_run:
                 raise OptionError("nothing was ended: choose by --cluster, as above, or give --all")
             return
-        failures = {name: error for name, ref in found.items() if (error := _stop(adapter, name, ref))}
+        failures = {name: error for name, ref in found.items() if (error := _stop(launcher, name, ref))}
     ended = [name for name in found if name not in failures]
     if as_json:
         failed = {name: str(error) for name, error in failures.items()}
@@ -109,29 +109,29 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
         raise error
 
 
-def _members(adapter: Adapter, cluster: str | None = None) -> dict[str, Ref]:
+def _members(launcher: Launcher, cluster: str | None = None) -> dict[str, Ref]:
     """The members that a platform has, of one cluster or of all. Raises OptionError where it lists none."""
-    if not adapter.limits.can_list:
+    if not launcher.limits.can_list:
         raise OptionError(
             "this platform lists no workers: `dpflow workers` without it lists those of a cluster; those that a killed "
             "process has left end by themselves, half a minute after its last word"
         )
-    found = adapter.list("dpf-" if cluster is None else prefix_of(cluster))
-    return {name: found[name] for name in sorted(found) if MemberName.is_one(name)}
+    found = launcher.list("dpf-" if cluster is None else prefix_of(cluster))
+    return {name: found[name] for name in sorted(found) if WorkerName.is_one(name)}
 
 
 def _count(platform: str, names: Iterable[str]) -> None:
     """Say whose they are, and so that there are none."""
-    counts = Counter(MemberName.parse(name).cluster for name in names)
+    counts = Counter(WorkerName.parse(name).cluster for name in names)
     for cluster, count in sorted(counts.items()):
         click.echo(f"{count} of cluster {cluster}", err=True)
     if not counts:
         click.echo(f"no workers on {platform}", err=True)
 
 
-def _stop(adapter: Adapter, name: str, ref: Ref) -> PlatformError | None:
+def _stop(launcher: Launcher, name: str, ref: Ref) -> PlatformError | None:
     try:
-        adapter.stop(name, ref)
+        launcher.stop(name, ref)
     except PlatformError as error:
         return error
     return None
@@ -182,6 +182,6 @@ def _cost_of(flow: FlowView) -> dict[str, Any]:
 
 
 @contextmanager
-def _adapter(platform: str) -> Iterator[Adapter]:
-    with closing(resolve(platform).adapter()) as adapter:
-        yield adapter
+def _launcher(platform: str) -> Iterator[Launcher]:
+    with closing(resolve(platform).launcher()) as launcher:
+        yield launcher

@@ -8,8 +8,8 @@ from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
 from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQListener
 from torch_dpflow.loader.worker_processes import WorkerProcesses
-from torch_dpflow.remote.fleet.remote_member import LINE, WORK, Shell
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.remote.fleet.worker_record import LINE, WORK, Shell
 from torch_dpflow.workers.platform import Handle
 
 

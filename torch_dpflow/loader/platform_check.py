@@ -55,8 +55,8 @@ def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -
     spec = resolve(platform)
     options = LoaderOptions(listen=listen, shared_memory=0)
     try:
-        with closing(spec.adapter()) as adapter:
-            findings = adapter.check()
+        with closing(spec.launcher()) as launcher:
+            findings = launcher.check()
         yield from findings
         if all(finding.good for finding in findings):
             yield from _try_member(spec, options)

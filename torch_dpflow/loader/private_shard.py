@@ -27,7 +27,7 @@ from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.ipc.memory.arena import ArenaReader
 from torch_dpflow.ipc.memory.running_task import RunningTaskReader
-from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHello
+from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
@@ -332,10 +332,10 @@ class PrivateShard:
 
     # -- callbacks of the shard (`Requester`) ------------------------------------------------------------
 
-    def refusal(self, hello: WorkerHello) -> str:
+    def refusal(self, hello: WorkerHandshake) -> str:
         return self.processes.refusal(hello.worker, hello.incarnation)
 
-    def shares_memory(self, hello: WorkerHello) -> bool:
+    def shares_memory(self, hello: WorkerHandshake) -> bool:
         reader = self._readers[hello.worker] = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
         self._running[hello.worker] = RunningTaskReader.open(reader, hello.running) if shares else None

@@ -12,8 +12,8 @@ from torch_dpflow.loader.loader_limit import LoaderLimit
 from torch_dpflow.loader.mixed_workers import MixedWorkers
 from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard
 from torch_dpflow.loader.shard_events import Broken, MemberLost
-from torch_dpflow.remote.fleet.remote_member import BATCH_WORKERS
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS
 
 
 class RemoteShard(PrivateShard):

@@ -29,8 +29,8 @@ except ImportError as error:
 
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.memory.arena import ArenaReader
-from torch_dpflow.ipc.messages.headers import WorkerHello, decode
-from torch_dpflow.remote.launchers.contract import MemberPlatform
+from torch_dpflow.ipc.messages.headers import WorkerHandshake, decode
+from torch_dpflow.remote.launchers.contract import RemotePlatform
 from torch_dpflow.testing.processes import (
     PATIENCE_S,
     answer,
@@ -208,7 +208,7 @@ class PlatformContract:
     def test_memory_is_shared_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
         self.launch(platform, lend, door.getsockname())
         hello = decode(received(door))
-        assert isinstance(hello, WorkerHello)
+        assert isinstance(hello, WorkerHandshake)
         assert hello.probe is not None
         with closing(ArenaReader(hello.pid)) as reader:
             assert reader.probe(hello.probe) is platform.limits.shares_memory
@@ -222,11 +222,11 @@ class PlatformContract:
         assert (heard == b"here") is platform.limits.accepts_connections
 
     def test_a_life_has_a_length(self, platform: Platform) -> None:
-        longest = platform.limits.longest_life_s
+        longest = platform.limits.max_lifetime_s
         assert longest is None or longest > 0
 
 
-def wakes(platform: Platform | MemberPlatform, within_s: float) -> bool:
+def wakes(platform: Platform | RemotePlatform, within_s: float) -> bool:
     """Whether an end is reported within so many seconds."""
     poller = select.poll()
     poller.register(platform.wakeup_fd, select.POLLIN)

@@ -48,10 +48,10 @@ def answer(address: tuple[str, int]) -> None:
 def lend(address: tuple[str, int]) -> None:
     """Send `address` a greeting with a probe of shared memory, and keep running."""
     from torch_dpflow.ipc.memory.arena import Arena
-    from torch_dpflow.ipc.messages.headers import WorkerHello, encode
+    from torch_dpflow.ipc.messages.headers import WorkerHandshake, encode
 
     arena = Arena(budget_bytes=1 << 20)
-    call_at(address, encode(WorkerHello(0, 0, os.getpid(), arena.probe_ref())))
+    call_at(address, encode(WorkerHandshake(0, 0, os.getpid(), arena.probe_ref())))
     time.sleep(PATIENCE_S)
 
 

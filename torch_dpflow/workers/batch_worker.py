@@ -25,7 +25,7 @@ from torch_dpflow.ipc.messages.headers import (
     Stop,
     Window,
     WorkerBegun,
-    WorkerHello,
+    WorkerHandshake,
     WorkerReady,
     WorkerRefused,
     WorkerWelcome,
@@ -118,7 +118,7 @@ class BatchWorker:
     def work(self) -> None:
         """Load until the shard says `Stop`. Raises RefusedError if it does not want this worker."""
         probe = self._arena.probe_ref() if self._arena is not None else None
-        hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+        hello = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
         # After the hello: the answer comes while torch is set up.
         self._source = BatchSource(self._load_spec, self._number)

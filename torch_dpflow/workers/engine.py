@@ -23,7 +23,7 @@ from torch_dpflow.ipc.messages.headers import (
     Stop,
     Window,
     WorkerBegun,
-    WorkerHello,
+    WorkerHandshake,
     WorkerReady,
     WorkerRefused,
     WorkerWelcome,
@@ -64,10 +64,10 @@ _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 class Requester(Protocol):
     """On whose behalf a shard loads. Called in the shard's thread."""
 
-    def refusal(self, hello: WorkerHello) -> str:
+    def refusal(self, hello: WorkerHandshake) -> str:
         """Why this process is not a worker of this shard, or no longer; empty if it is one."""
 
-    def shares_memory(self, hello: WorkerHello) -> bool:
+    def shares_memory(self, hello: WorkerHandshake) -> bool:
         """Whether this worker's shared memory can be read here.
 
         Raises DescriptorLimitError: the worker is not admitted and repeats its greeting.
@@ -198,7 +198,7 @@ class Shard:
                     self._exchange(peer, header, frames[1:])
                 case PackedExchange(finished=finished, started=started, sizes=sizes):
                     self._exchange(peer, Exchange(finished, started), _unpacked(frames[1:], sizes))
-                case WorkerHello():
+                case WorkerHandshake():
                     self._on_hello(peer, header)
                 case WorkerReady():
                     self._on_ready(peer)
@@ -222,7 +222,7 @@ class Shard:
         if not workers:  # a worker of another release would wait for ever
             self.listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
-    def _on_hello(self, peer: bytes, hello: WorkerHello) -> None:
+    def _on_hello(self, peer: bytes, hello: WorkerHandshake) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise MessageError(f"version {hello.version} of the protocol")
         reason = self._requester.refusal(hello)

@@ -35,7 +35,7 @@ class LocalPlatform:
     #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
     #: the parent, so `launch` uses it from the main thread only.
     _may_be_killed_by_kernel = True
-    limits = Limits(shares_memory=True, accepts_connections=True, longest_life_s=None)
+    limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
 
     def __init__(self, context: Any) -> None:
         self._context = context

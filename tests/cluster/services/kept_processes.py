@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch_dpflow.cluster.services import keeper
 from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace, ServiceSpec
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.calls import Calls
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 from torch_dpflow.remote.launchers.processes import Processes
-from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
 #: What a keeper's settings hold, and no shard's.
 SECRET = "sesame-of-the-platform"
-MEMBERS = "torch_dpflow.testing.members"
+MEMBERS = "torch_dpflow.testing.remote_workers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class Waiting(Processes):
 
     broken: bool = False
 
-    def adapter(self) -> SubprocessAdapter:
-        return SubprocessAdapter(MEMBERS)
+    def launcher(self) -> SubprocessLauncher:
+        return SubprocessLauncher(MEMBERS)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         if self.broken:
             raise OptionError("the key has no teeth: give another one")
-        return Calls(self.adapter(), sweep_s=0.2)
+        return ThreadedPlatform(self.launcher(), sweep_s=0.2)
 
 
 def service_of(folder: str, id: str, incarnation: int = 1, *, workers: int = 4) -> ServiceSpec:

@@ -22,7 +22,7 @@ from torch_dpflow.cluster.shard.kept_platform import KeptPlatform
 from torch_dpflow.errors import OptionError, RejectedError, RemoteCallError, ThrottledError, UnavailableError
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, Refused
 from torch_dpflow.remote.launchers.names import prefix_of
-from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
 
 PROGRAM = "import sys; from tests.cluster.services.kept_processes import keep; keep(sys.argv[1:])"
 Attached = Callable[..., KeptPlatform]
@@ -116,7 +116,7 @@ def test_members_live_through_the_keepers_death_and_the_next_one_tells_of_their_
 
 
 def test_what_an_earlier_keeper_has_started_is_not_started_twice(keeping: Keeping) -> None:
-    with closing(SubprocessAdapter(MEMBERS)) as before:
+    with closing(SubprocessLauncher(MEMBERS)) as before:
         ref = before.start(keeping.name(0), keeping.order, deadline_s=PATIENCE_S)
         keeping.up()
         platform = keeping.attach()
@@ -128,7 +128,7 @@ def test_what_an_earlier_keeper_has_started_is_not_started_twice(keeping: Keepin
 
 
 def test_members_that_no_shard_knows_are_ended(keeping: Keeping) -> None:
-    with closing(SubprocessAdapter(MEMBERS)) as before:
+    with closing(SubprocessLauncher(MEMBERS)) as before:
         stray, foreign = keeping.name(0), f"{prefix_of('00c0ffee', '0123456789')}0-1"
         pids = [int(before.start(name, keeping.order, deadline_s=PATIENCE_S)) for name in (stray, foreign)]
         keeping.up(sweep_s=0.3)

@@ -14,7 +14,7 @@ from torch_dpflow.cluster.cache.objects import Load
 from torch_dpflow.cluster.messages.shard import WORKERLESS
 from torch_dpflow.cluster.shard.workers import OUTAGE_S
 from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError
-from torch_dpflow.ipc.messages.headers import Exchange, WorkerHello, WorkerReady, encode
+from torch_dpflow.ipc.messages.headers import Exchange, WorkerHandshake, WorkerReady, encode
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 def begin(workers: Workers, number: int, incarnation: int = 1) -> bytes:
     """A worker says hello; its connection."""
     peer = f"{number}/{incarnation}/token".encode()
-    workers.shard.on_message(peer, [encode(WorkerHello(number, incarnation, os.getpid(), None))])
+    workers.shard.on_message(peer, [encode(WorkerHandshake(number, incarnation, os.getpid(), None))])
     return peer
 
 

@@ -26,8 +26,8 @@ from torch_dpflow.errors import MessageError, PoisonTaskError
 from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
 from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
-    Stranger,
-    WorkerHello,
+    NoSession,
+    WorkerHandshake,
     WorkerRefused,
     WorkerWelcome,
     decode,
@@ -48,10 +48,10 @@ def workers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workers]
 def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Workers) -> None:
     with subprocess.Popen(["sleep", "60"]) as bystander:
         peer = b"0/7/token"
-        workers.shard.on_message(peer, [encode(WorkerHello(0, 7, bystander.pid, None))])
+        workers.shard.on_message(peer, [encode(WorkerHandshake(0, 7, bystander.pid, None))])
         assert workers.shard.figures()["workers"] == 1
         assert workers.shard.unwatched == {0: 7}
-        workers.shard.on_message(peer, [encode(Stranger())])  # which no worker says: it is to be replaced
+        workers.shard.on_message(peer, [encode(NoSession())])  # which no worker says: it is to be replaced
         workers.shard.on_message(peer, [b"nor this"])
         assert workers.to_end == [(0, 7)]
         assert bystander.poll() is None
@@ -68,7 +68,7 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
 def test_a_worker_that_does_not_belong_is_told_so_and_ends(
     workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def answer(hello: WorkerHello, own: bytes = b"hello") -> Any:
+    def answer(hello: WorkerHandshake, own: bytes = b"hello") -> Any:
         identity = f"{hello.worker}/{hello.incarnation}/token".encode()
         with closing(connect(workers.listener.address, identity=identity)) as connection:
             connection.send([encode(hello) if own == b"hello" else own])
@@ -82,8 +82,8 @@ def test_a_worker_that_does_not_belong_is_told_so_and_ends(
             workers.until(answered)
         return answers[0]
 
-    def hello(incarnation: int, version: int = PROTOCOL_VERSION) -> WorkerHello:
-        return WorkerHello(0, incarnation, os.getpid(), None, None, version)
+    def hello(incarnation: int, version: int = PROTOCOL_VERSION) -> WorkerHandshake:
+        return WorkerHandshake(0, incarnation, os.getpid(), None, None, version)
 
     older = answer(hello(1, PROTOCOL_VERSION + 1))
     assert isinstance(older, WorkerRefused)

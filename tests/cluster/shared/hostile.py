@@ -29,7 +29,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import Ask
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Handshake, PayloadOffer, encode
 from torch_dpflow.ipc.transport import Connection, TransportOptions, connect
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -113,7 +113,7 @@ class Fuzzer:
             offer = PayloadOffer(
                 chance.choice([1, os.getpid(), 2**40]), False, msgspec.Raw(_pack(self._value()))
             )
-            return [encode(Hello(chance.choice([0, PROTOCOL_VERSION, PROTOCOL_VERSION, 2**40]), offer))]
+            return [encode(Handshake(chance.choice([0, PROTOCOL_VERSION, PROTOCOL_VERSION, 2**40]), offer))]
         return self._call(role)
 
     def _call(self, role: str) -> list[bytes]:
@@ -185,7 +185,7 @@ class Fiend:
         )
         self._connection: Connection = connect(address, identity=identity, options=options)
         if chance.random() < 0.7:
-            self.say([[encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid())))]])
+            self.say([[encode(Handshake(PROTOCOL_VERSION, PayloadOffer(os.getpid())))]])
 
     def say(self, messages: Sequence[list[bytes]]) -> int:
         """How many answers there were by then."""

@@ -29,7 +29,7 @@ from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError, PoisonTaskError, WorkerStartError
-from torch_dpflow.remote.launchers.names import MemberName
+from torch_dpflow.remote.launchers.names import WorkerName
 from torch_dpflow.remote.launchers.subprocesses import NAME_VARIABLE
 
 Join = Callable[..., SharedJob]
@@ -79,9 +79,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedClust
 def member_pids(cluster: CommandedCluster, flow: str = "") -> list[int]:
     """Of all members that the cluster's shards have asked for, and whatever has been left of them."""
     names = {view["name"] for shard, views in members(cluster).items() if flow in shard for view in views}
-    clusters = {MemberName.parse(name).cluster for name in names}
+    clusters = {WorkerName.parse(name).cluster for name in names}
     return [
-        pid for name, pid in found_members() if name in names or MemberName.parse(name).cluster in clusters
+        pid for name, pid in found_members() if name in names or WorkerName.parse(name).cluster in clusters
     ]
 
 

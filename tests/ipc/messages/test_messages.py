@@ -41,9 +41,9 @@ def test_bad_header_of_the_corpus_is_refused(path: Path) -> None:
 def test_corpus_has_every_header_of_calls() -> None:
     seen = {type(decode(path.read_bytes())).__name__ for path in VALID}
     assert seen >= {
-        "Hello",
+        "Handshake",
         "Welcome",
-        "Stranger",
+        "NoSession",
         "Reading",
         "Request",
         "Reply",

@@ -16,8 +16,8 @@ import pytest
 from torch_dpflow.errors import DeadlineError, MessageError
 from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
+    Handshake,
     Header,
-    Hello,
     PayloadOffer,
     Welcome,
     decode,
@@ -131,7 +131,7 @@ def test_client_of_another_version_is_told_and_not_admitted(
 ) -> None:
     server = start_server(ipc_address, lambda server: None)
     other = connect(server.address)
-    other.send([later(Hello(99, PayloadOffer(os.getpid())))])
+    other.send([later(Handshake(99, PayloadOffer(os.getpid())))])
     answer = other.receive(60)
     assert answer is not None
     header = decode(answer[0])

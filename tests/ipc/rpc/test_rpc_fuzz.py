@@ -17,7 +17,7 @@ from torch_dpflow.errors import ErrorKind
 from torch_dpflow.ipc.messages.headers import (
     EMPTY_BODY,
     PROTOCOL_VERSION,
-    Hello,
+    Handshake,
     Packing,
     PayloadOffer,
     Request,
@@ -58,9 +58,9 @@ def stranger(server: RpcServer) -> Iterator[Connection]:
 
 @pytest.fixture
 def fiend(server: RpcServer) -> Iterator[Connection]:
-    """A peer that has said Hello, and may say anything now."""
+    """A peer that has said Handshake, and may say anything now."""
     connection = connect(server.address)
-    connection.send([encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
+    connection.send([encode(Handshake(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
     assert connection.receive(20) is not None
     yield connection
     connection.close()
@@ -148,7 +148,7 @@ def test_memory_stays_flat_under_nonsense(
     def nonsense(rounds: int) -> None:
         for number in range(rounds):
             peer = connect(server.address)
-            peer.send([encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
+            peer.send([encode(Handshake(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
             for content in CORPUS[number % 3 :: 3]:
                 peer.send([content, bytes(20_000)])
             for call in range(20):  # never completed: what the server remembers of it is bounded
@@ -174,7 +174,7 @@ def test_client_survives_a_server_that_talks_nonsense(address: str, open_client:
     def babble() -> None:
         server = RpcServer(listener)
         server.register("echo", lambda call: Result(call.body))
-        outbursts = 5  # each makes the client say more: Hello to a Stranger
+        outbursts = 5  # each makes the client say more: Handshake to a NoSession
         while not stop.is_set():
             message = listener.receive(0.05)
             if message is None:

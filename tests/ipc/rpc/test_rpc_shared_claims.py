@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode, encode_body
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Handshake, PayloadOffer, encode, encode_body
 from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 from torch_dpflow.ipc.rpc import RpcClient, RpcServer
 from torch_dpflow.ipc.transport import connect
@@ -49,7 +49,7 @@ def test_a_huge_sparse_probe_harms_nobody(
     server = start_server(ipc_address, lambda server: server.register("echo", lambda call: None))
     claim = ProbeRef(TOKEN, BlockRef(1, sparse(capacity), capacity, nbytes, 1, 0))
     fiend = connect(server.address)
-    fiend.send([encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid(), False, encode_body(claim))))])
+    fiend.send([encode(Handshake(PROTOCOL_VERSION, PayloadOffer(os.getpid(), False, encode_body(claim))))])
     assert fiend.receive(30.0) is not None  # Welcome, and nothing of it is read
     assert open_client(server.address).call("echo").frames == []
     fiend.close()

@@ -24,7 +24,7 @@ from torch_dpflow.cluster.security.connection_file import (
 )
 from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.ipc.transport import Connection, Listener, TransportOptions, connect, listen
-from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys
+from torch_dpflow.ipc.transport.keys import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
 from torch_dpflow.testing.transports import PATIENCE_S, answered, greet, heard
 
@@ -246,7 +246,7 @@ class Door:
     def __init__(self) -> None:
         self.now = 0.0
         public, secret = draw_key_pair()
-        self.keys = DoorKeys(public=public, secret=secret, clock=lambda: self.now)
+        self.keys = WorkerKeys(public=public, secret=secret, clock=lambda: self.now)
         self.listener = listen("tcp://127.0.0.1:0", options=TransportOptions(keys=self.keys))
 
     def expect(self, user: str, for_s: float) -> ClientKeys:

@@ -15,23 +15,23 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import PATIENCE_S
-from torch_dpflow.remote.fleet.fleet_members import (
-    AdmitMember,
-    DrainMember,
-    FleetInstruction,
-    MemberState,
-    RefuseMember,
-    StartMember,
-    StopMember,
-    SuspectMember,
-)
 from torch_dpflow.remote.fleet.lifecycle import Fleet
-from torch_dpflow.remote.launchers.calls import Calls
+from torch_dpflow.remote.fleet.worker_states import (
+    AdmitWorker,
+    CheckWorker,
+    DrainWorker,
+    FleetInstruction,
+    RejectWorker,
+    StartWorker,
+    StopWorker,
+    WorkerState,
+)
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
-from torch_dpflow.remote.launchers.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.names import WorkerName, prefix_of
 from torch_dpflow.remote.launchers.processes import Processes
-from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
-from torch_dpflow.testing.adapters import PROGRAM, order_to
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
+from torch_dpflow.testing.launchers import PROGRAM, launch_spec_to
 from torch_dpflow.testing.platforms import wakes
 
 CLUSTER, GROUP = "f1ee7000", "00000000aa"
@@ -40,7 +40,7 @@ CLUSTER, GROUP = "f1ee7000", "00000000aa"
 class Keeper:
     """The shell of one fleet, as small as it can be: a member lives as long as its connection."""
 
-    def __init__(self, platform: Calls, door: socket.socket) -> None:
+    def __init__(self, platform: ThreadedPlatform, door: socket.socket) -> None:
         self.platform, self.door = platform, door
         self.fleet = Fleet(prefix_of(CLUSTER, GROUP), platform.limits, draw=lambda: 0.5)
         self.connections: dict[str, socket.socket] = {}
@@ -51,16 +51,16 @@ class Keeper:
     def obey(self, instructions: list[FleetInstruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case StartMember(name):
+                case StartWorker(name):
                     self.started.append(name)
-                    self.platform.start(name, order_to(self.door, name=name))
-                case AdmitMember(name):
+                    self.platform.start(name, launch_spec_to(self.door, name=name))
+                case AdmitWorker(name):
                     self.admitted.append(name)
-                case SuspectMember(name):
+                case CheckWorker(name):
                     self.platform.suspect(name)
-                case StopMember(name, why):
+                case StopWorker(name, why):
                     self.platform.stop(name, why)
-                case DrainMember(name) | RefuseMember(name):
+                case DrainWorker(name) | RejectWorker(name):
                     self.connections.pop(name).close()  # which has it leave
                     self.fleet.drained(name, time.monotonic())
 
@@ -91,14 +91,14 @@ class Keeper:
         self.fleet.ready(name)
 
     def working(self) -> list[str]:
-        return [one.name for one in self.fleet.members if one.state is MemberState.WORKING]
+        return [one.name for one in self.fleet.members if one.state is WorkerState.WORKING]
 
 
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
     with socket.create_server(("127.0.0.1", 0)) as door:
         door.settimeout(PATIENCE_S)
-        with closing(Calls(SubprocessAdapter(PROGRAM))) as platform:
+        with closing(ThreadedPlatform(SubprocessLauncher(PROGRAM))) as platform:
             keeper = Keeper(platform, door)
             yield keeper
         for connection in keeper.connections.values():
@@ -111,7 +111,7 @@ def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
     victim = keeper.working()[1]
     os.kill(int(keeper.refs[victim]), signal.SIGKILL)
     keeper.run_until(lambda: victim not in keeper.working() and len(keeper.working()) == 3)
-    successor = MemberName.parse(keeper.working()[-1])
+    successor = WorkerName.parse(keeper.working()[-1])
     assert (successor.number, successor.incarnation) == (1, 4)
     keeper.fleet.target(1)
     keeper.run_until(lambda: len(keeper.fleet.members) == 1)
@@ -120,7 +120,7 @@ def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
     assert len(set(keeper.started)) == len(keeper.started) == 4
     assert sorted(keeper.admitted) == sorted(keeper.started)
     assert keeper.connections == {}
-    with closing(SubprocessAdapter(PROGRAM)) as stranger:
+    with closing(SubprocessLauncher(PROGRAM)) as stranger:
         assert stranger.list(prefix_of(CLUSTER)) == {}
 
 
@@ -130,7 +130,7 @@ def test_the_end_of_a_member_that_never_called_is_told_unasked(tmp_path: Path) -
     python.write_text("#!/bin/sh\necho no module named torch_dpflow >&2\nexit 3\n")
     python.chmod(0o700)
     with closing(Processes(python=str(python)).open()) as platform:
-        platform.start(str(MemberName(CLUSTER, GROUP, 0, 1)), b"{}")
+        platform.start(str(WorkerName(CLUSTER, GROUP, 0, 1)), b"{}")
         told: list[Outcome] = []
         while not any(isinstance(one, Ended) for one in told):
             assert wakes(platform, 20.0), told

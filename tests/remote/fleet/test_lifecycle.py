@@ -15,18 +15,6 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.fleet_members import (
-    AdmitMember,
-    DrainMember,
-    Fail,
-    FleetInstruction,
-    MemberState,
-    RefuseMember,
-    Report,
-    StartMember,
-    StopMember,
-    SuspectMember,
-)
 from torch_dpflow.remote.fleet.lifecycle import (
     DRAIN_S,
     LEAVE_S,
@@ -37,6 +25,18 @@ from torch_dpflow.remote.fleet.lifecycle import (
     Fleet,
 )
 from torch_dpflow.remote.fleet.start_limits import AWAY_PAUSE_S, LONGEST_PAUSE_S, RAISE_S, RENEW_S
+from torch_dpflow.remote.fleet.worker_states import (
+    AdmitWorker,
+    CheckWorker,
+    DrainWorker,
+    Fail,
+    FleetInstruction,
+    RejectWorker,
+    Report,
+    StartWorker,
+    StopWorker,
+    WorkerState,
+)
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import End, Limits
 
@@ -81,7 +81,7 @@ def fleet_limits(*, lifetime_s: float | None = None, **limits: Any) -> Limits:
     return Limits(
         shares_memory=False,
         accepts_connections=False,
-        longest_life_s=lifetime_s,
+        max_lifetime_s=lifetime_s,
         start_timeout_s=(LEAST_S, MOST_S),
         **limits,
     )
@@ -100,7 +100,7 @@ def only(kind: type[T], instructions: list[FleetInstruction]) -> list[T]:
 
 
 def starts(instructions: list[FleetInstruction]) -> list[str]:
-    return [start.name for start in only(StartMember, instructions)]
+    return [start.name for start in only(StartWorker, instructions)]
 
 
 def come(machine: Prompt, name: str, now: float) -> list[FleetInstruction]:
@@ -112,7 +112,7 @@ def come(machine: Prompt, name: str, now: float) -> list[FleetInstruction]:
 def working(members: int, **limits: Any) -> Prompt:
     machine = fleet(**limits)
     for name in starts(machine.target(members, 0.0)):
-        assert come(machine, name, 1.0)[0] == AdmitMember(name)
+        assert come(machine, name, 1.0)[0] == AdmitWorker(name)
     return machine
 
 
@@ -122,16 +122,16 @@ def states(machine: Fleet) -> dict[str, str]:
 
 def test_a_member_lives_from_its_start_to_its_end() -> None:
     machine = fleet(lifetime_s=100.0)
-    assert machine.target(1, 0.0) == [StartMember(named(0, 1), 0, 1, 100.0)]
+    assert machine.target(1, 0.0) == [StartWorker(named(0, 1), 0, 1, 100.0)]
     assert states(machine) == {"0-1": "requested"}
     assert machine.handle(Accepted(named(0, 1), "ref"), 1.0) == []
     assert states(machine) == {"0-1": "starting"}
     assert machine.arrived(named(0, 1), "", 2.0) == []
     assert states(machine) == {"0-1": "on deck"}
     assert machine.arrived(named(0, 1), "", 2.5) == [], "hellos are repeated"
-    assert machine.ready(named(0, 1), 3.0) == [AdmitMember(named(0, 1))]
-    assert machine.target(0, 4.0) == [DrainMember(named(0, 1))]
-    assert machine.drained(named(0, 1), 5.0) == [SuspectMember(named(0, 1))]
+    assert machine.ready(named(0, 1), 3.0) == [AdmitWorker(named(0, 1))]
+    assert machine.target(0, 4.0) == [DrainWorker(named(0, 1))]
+    assert machine.drained(named(0, 1), 5.0) == [CheckWorker(named(0, 1))]
     assert states(machine) == {"0-1": "leaving"}
     assert machine.handle(Ended(named(0, 1), End(code=0)), 6.0) == []
     assert machine.members == []
@@ -146,7 +146,7 @@ def test_what_follows_from_several_events_is_said_together() -> None:
         machine.arrived(name, "", 1.0)
         machine.ready(name)
     machine.handle(Ended(second, End(code=1)), 1.0)
-    assert machine.tick(1.0) == [AdmitMember(first), StartMember(named(1, 3), 1, 3, None)]
+    assert machine.tick(1.0) == [AdmitWorker(first), StartWorker(named(1, 3), 1, 3, None)]
 
 
 def test_one_that_calls_before_its_start_was_answered_is_not_taken_for_refused() -> None:
@@ -176,7 +176,7 @@ def test_refusals_are_waited_out_and_told(error: PlatformError, by: str, pause_s
     assert machine.limited_by == by
     assert machine.tick(1.0 + pause_s - 0.01) == []
     assert starts(machine.tick(1.0 + pause_s)) == [named(0, 2)]
-    assert come(machine, named(0, 2), 100.0)[-1] == AdmitMember(named(0, 2))
+    assert come(machine, named(0, 2), 100.0)[-1] == AdmitWorker(named(0, 2))
     assert machine.limited_by == ""
 
 
@@ -287,11 +287,11 @@ def test_a_member_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> 
         assert told == ([] if number else [Report("starts without an answer", "timed out")])
     machine.arrived(named(0, 1), "", 2.0)
     # What has come in two seconds teaches that the others come soon too.
-    assert machine.tick(1.0 + MOST_S) == [SuspectMember(named(1, 2))]
+    assert machine.tick(1.0 + MOST_S) == [CheckWorker(named(1, 2))]
     told = machine.tick(1.0 + MOST_S + LEAVE_S)
-    assert [stop.name for stop in only(StopMember, told)] == [named(1, 2)]
+    assert [stop.name for stop in only(StopWorker, told)] == [named(1, 2)]
     told = machine.arrived(named(1, 2), "", 70.0)
-    assert told[0] == RefuseMember(named(1, 2), "nobody waits for it any more")
+    assert told[0] == RejectWorker(named(1, 2), "nobody waits for it any more")
 
 
 def test_how_long_a_start_may_take_is_learned() -> None:
@@ -299,7 +299,7 @@ def test_how_long_a_start_may_take_is_learned() -> None:
     (late,) = starts(machine.target(4, 100.0))
     machine.handle(Accepted(late, "ref"), 100.0)
     assert machine.tick(100.0 + LEAST_S - 0.1) == []
-    assert machine.tick(100.0 + LEAST_S) == [SuspectMember(late)]
+    assert machine.tick(100.0 + LEAST_S) == [CheckWorker(late)]
 
 
 def test_who_waits_for_room_that_a_platform_does_not_have_is_a_ceiling_too() -> None:
@@ -311,7 +311,7 @@ def test_who_waits_for_room_that_a_platform_does_not_have_is_a_ceiling_too() -> 
         machine.handle(Accepted(name, "ref"), 1.0)
     machine.tick(1.0 + MOST_S)
     told = machine.tick(1.0 + MOST_S + LEAVE_S)
-    assert [stop.name for stop in only(StopMember, told)] == names[2:]
+    assert [stop.name for stop in only(StopWorker, told)] == names[2:]
     assert only(Fail, told) == [], "two work"
     assert machine.limited_by == "members that do not call"
     stopped_at = 1.0 + MOST_S + LEAVE_S
@@ -338,9 +338,9 @@ def test_an_unfit_member_is_refused_and_three_for_one_reason_fail_the_fleet() ->
     for count in range(1, MOST_UNFIT + 1):
         (name,) = starts(told) or starts(machine.tick(now := now + LONGEST_PAUSE_S))
         told = machine.arrived(name, "image has 0.1, the cluster 0.2", now)
-        assert only(RefuseMember, told) == [RefuseMember(name, "image has 0.1, the cluster 0.2")]
+        assert only(RejectWorker, told) == [RejectWorker(name, "image has 0.1, the cluster 0.2")]
         assert bool(only(Fail, told)) is (count == MOST_UNFIT)
-        assert only(AdmitMember, machine.ready(name, now)) == []
+        assert only(AdmitWorker, machine.ready(name, now)) == []
         told = machine.handle(Ended(name, End(code=0)), now)
     assert starts(machine.tick(now + 1000.0)) == []
 
@@ -358,16 +358,16 @@ def test_members_that_died_are_replaced_in_their_places() -> None:
     machine = working(3)
     assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]
     told = machine.bye(named(0, 1), 6.0)
-    assert told == [SuspectMember(named(0, 1)), StartMember(named(0, 5), 0, 5, None)], (
+    assert told == [CheckWorker(named(0, 1)), StartWorker(named(0, 5), 0, 5, None)], (
         "one may be too many meanwhile"
     )
     machine.silent(named(2, 3), 6.0)
     assert starts(machine.tick(7.0)) == [], "two may not"
     for name in (named(1, 4), named(0, 5)):
         come(machine, name, 7.0)
-    assert only(StopMember, machine.tick(6.0 + LEAVE_S)) == [
-        StopMember(named(0, 1), "it has not ended in time"),
-        StopMember(named(2, 3), "it has not ended in time"),
+    assert only(StopWorker, machine.tick(6.0 + LEAVE_S)) == [
+        StopWorker(named(0, 1), "it has not ended in time"),
+        StopWorker(named(2, 3), "it has not ended in time"),
     ]
     assert starts(machine.tick(6.0 + LEAVE_S + STOP_S)) == [named(2, 6)]
 
@@ -398,14 +398,14 @@ def test_who_has_not_come_leaves_first_then_who_ends_soonest() -> None:
     machine.target(5, 10.0)
     machine.handle(Warned(named(1, 2), 120.0), 10.0)
     assert machine.target(3, 11.0) == [
-        StopMember(named(4, 5), "it is not needed any more"),
-        StopMember(named(3, 4), "it is not needed any more"),
+        StopWorker(named(4, 5), "it is not needed any more"),
+        StopWorker(named(3, 4), "it is not needed any more"),
     ]
     assert machine.target(2, 12.0) == [
-        DrainMember(named(1, 2)),
-        StopMember(named(1, 6), "it is not needed any more"),
+        DrainWorker(named(1, 2)),
+        StopWorker(named(1, 6), "it is not needed any more"),
     ], "the warned one, and its successor"
-    assert machine.target(1, 13.0) == [DrainMember(named(2, 3))], "of equals the highest number"
+    assert machine.target(1, 13.0) == [DrainWorker(named(2, 3))], "of equals the highest number"
 
 
 def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
@@ -415,10 +415,10 @@ def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
     assert starts(machine.tick(rotates)) == [named(0, 3)], "one at a time"
     machine.handle(Accepted(named(0, 3), "ref"), rotates)
     assert machine.arrived(named(0, 3), "", rotates + 2.0) == []
-    assert machine.ready(named(0, 3), rotates + 3.0) == [DrainMember(named(0, 1))]
+    assert machine.ready(named(0, 3), rotates + 3.0) == [DrainWorker(named(0, 1))]
     assert states(machine) == {"0-1": "draining", "1-2": "working", "0-3": "on deck"}
     told = machine.drained(named(0, 1), rotates + 5.0)
-    assert told == [SuspectMember(named(0, 1)), AdmitMember(named(0, 3))]
+    assert told == [CheckWorker(named(0, 1)), AdmitWorker(named(0, 3))]
     assert starts(machine.handle(Ended(named(0, 1), End(code=0)), rotates + 6.0)) == [named(1, 4)], "the next"
 
 
@@ -444,16 +444,16 @@ def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly
             machine.drained(name, now)
             machine.handle(Ended(name, End(code=0)), now)
         for instruction in machine.tick(now):
-            if isinstance(instruction, StartMember):
+            if isinstance(instruction, StartWorker):
                 begun[instruction.name] = now
-            elif isinstance(instruction, DrainMember):
+            elif isinstance(instruction, DrainWorker):
                 drained += 1
                 leaving[instruction.name] = now
                 number = instruction.name.split("-")[3]
-                waiting = [one for one in machine.members if one.state is MemberState.ON_DECK]
+                waiting = [one for one in machine.members if one.state is WorkerState.ON_DECK]
                 assert [one for one in waiting if str(one.number) == number], f"at {now} nobody waits"
             else:
-                assert not isinstance(instruction, StopMember)
+                assert not isinstance(instruction, StopWorker)
     assert drained >= 4 * members * 300 / lifetime_s / 5
 
 
@@ -463,7 +463,7 @@ def test_a_successor_that_waits_leaves_with_its_predecessor() -> None:
     machine.handle(Accepted(successor, "ref"), 11.0)
     machine.arrived(successor, "", 12.0)
     told = machine.target(0, 13.0)
-    assert told == [DrainMember(named(0, 1)), DrainMember(successor), SuspectMember(successor)]
+    assert told == [DrainWorker(named(0, 1)), DrainWorker(successor), CheckWorker(successor)]
     assert machine.ready(successor, 14.0) == []
     assert states(machine) == {"0-1": "draining", "0-2": "leaving"}, "it has no tasks to finish"
 
@@ -473,12 +473,12 @@ def test_a_member_without_a_successor_is_drained_at_last_and_stopped_in_the_end(
     (successor,) = starts(machine.tick(950.0))
     machine.handle(Refused(successor, QuotaError("full")), 950.0)
     assert machine.tick(960.0) == []
-    assert only(DrainMember, machine.tick(970.0)) == [DrainMember(named(0, 1))]
+    assert only(DrainWorker, machine.tick(970.0)) == [DrainWorker(named(0, 1))]
     told = machine.tick(970.0 + DRAIN_S)
-    assert only(StopMember, told) == [StopMember(named(0, 1), "it has not ended in time")]
+    assert only(StopWorker, told) == [StopWorker(named(0, 1), "it has not ended in time")]
     machine = working(1, lifetime_s=1000.0, grace_s=5.0)
     told = machine.tick(1006.0)  # as after a pause of the process
-    assert only(StopMember, told) == [StopMember(named(0, 1), "its lifetime has ended")]
+    assert only(StopWorker, told) == [StopWorker(named(0, 1), "its lifetime has ended")]
 
 
 def test_a_warned_member_is_replaced_and_drained_in_half_of_its_time() -> None:
@@ -486,7 +486,7 @@ def test_a_warned_member_is_replaced_and_drained_in_half_of_its_time() -> None:
     assert starts(machine.handle(Warned(named(0, 1), 30.0), 10.0)) == [named(0, 2)]
     machine.arrived(named(0, 2), "", 12.0)
     assert machine.tick(24.0) == []
-    assert machine.tick(25.0) == [DrainMember(named(0, 1))]
+    assert machine.tick(25.0) == [DrainWorker(named(0, 1))]
 
 
 def test_starts_are_no_more_than_the_platform_takes() -> None:
@@ -497,7 +497,7 @@ def test_starts_are_no_more_than_the_platform_takes() -> None:
 
 
 def test_there_are_never_more_than_the_account_may_have() -> None:
-    machine = fleet(most_members=3)
+    machine = fleet(max_workers=3)
     assert len(starts(machine.target(8, 0.0))) == 3
     assert starts(machine.tick(10 * RAISE_S)) == []
 
@@ -505,15 +505,15 @@ def test_there_are_never_more_than_the_account_may_have() -> None:
 def test_a_lowered_target_takes_back_starts_whose_answer_is_still_out() -> None:
     machine = fleet()
     machine.target(1, 0.0)
-    assert machine.target(0, 1.0) == [StopMember(named(0, 1), "it is not needed any more")]
+    assert machine.target(0, 1.0) == [StopWorker(named(0, 1), "it is not needed any more")]
     assert machine.handle(Accepted(named(0, 1), "ref"), 2.0) == []
-    assert states(machine) == {"0-1": MemberState.STOPPING.value}
+    assert states(machine) == {"0-1": WorkerState.STOPPING.value}
     assert machine.handle(Ended(named(0, 1), End()), 3.0) == []
     assert machine.members == []
     assert machine.limited_by == "", "it was no false start"
 
 
 def test_names_go_on_where_another_fleet_of_the_group_has_ended() -> None:
-    limits = Limits(shares_memory=False, accepts_connections=False, longest_life_s=None)
+    limits = Limits(shares_memory=False, accepts_connections=False, max_lifetime_s=None)
     machine = Prompt(PREFIX, limits, draw=lambda: 0.5, incarnation=41)
     assert starts(machine.target(1, 0.0)) == [named(0, 42)]

@@ -19,18 +19,18 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.fleet_members import (
-    AdmitMember,
-    DrainMember,
-    Fail,
-    FleetInstruction,
-    MemberState,
-    RefuseMember,
-    StartMember,
-    StopMember,
-)
 from torch_dpflow.remote.fleet.lifecycle import DRAIN_S, LEAVE_S, STOP_S, Fleet
 from torch_dpflow.remote.fleet.start_limits import RAISE_S
+from torch_dpflow.remote.fleet.worker_states import (
+    AdmitWorker,
+    DrainWorker,
+    Fail,
+    FleetInstruction,
+    RejectWorker,
+    StartWorker,
+    StopWorker,
+    WorkerState,
+)
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import End, Limits
 
@@ -49,7 +49,7 @@ ANY = st.integers(0, 1 << 16)
 class Known:
     """What a model remembers of a member for ever."""
 
-    started: StartMember
+    started: StartWorker
     at: float
     answered: bool = False
     arrived: bool = False
@@ -73,9 +73,9 @@ class FleetMachine(RuleBasedStateMachine):
         self.limits = Limits(
             shares_memory=False,
             accepts_connections=False,
-            longest_life_s=lifetime,
+            max_lifetime_s=lifetime,
             grace_s=GRACE_S,
-            most_members=MOST,
+            max_workers=MOST,
             starts_per_s=rate,
             start_timeout_s=(10.0, 60.0),
         )
@@ -100,14 +100,14 @@ class FleetMachine(RuleBasedStateMachine):
     def obey(self, instructions: list[FleetInstruction]) -> None:
         self.fleet.validate(self.now)
         alive = {member.name for member in self.fleet.members}
-        fresh = [one for one in instructions if isinstance(one, StartMember)]
+        fresh = [one for one in instructions if isinstance(one, StartWorker)]
         for one in instructions:
             match one:
-                case StartMember(name):
+                case StartWorker(name):
                     assert name not in self.known, "each name is started once"
                     assert not self.failed
                     self.known[name] = Known(one, self.now)
-                case AdmitMember(name):
+                case AdmitWorker(name):
                     known = self.known[name]
                     assert known.fit
                     assert known.ready
@@ -115,10 +115,10 @@ class FleetMachine(RuleBasedStateMachine):
                     assert not known.gone
                     assert not known.admitted
                     known.admitted = True
-                case StopMember(name):
+                case StopWorker(name):
                     assert not self.known[name].stopped
                     self.known[name].stopped = True
-                case DrainMember(name):
+                case DrainWorker(name):
                     assert self.known[name].fit
                 case Fail():
                     assert not self.failed
@@ -209,12 +209,12 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(place=ANY, unfit=st.sampled_from(["", "", "", "old image", "no module"]))
     def arrive(self, place: int, unfit: str) -> None:
         if known := self.one(place, arrived=False):
-            leaving = self.state(known) in (MemberState.LEAVING, MemberState.STOPPING)
+            leaving = self.state(known) in (WorkerState.LEAVING, WorkerState.STOPPING)
             if not leaving:
                 known.arrived, known.fit = True, not unfit
                 self.find_room(known)
             self.fleet.arrived(known.started.name, unfit, self.now)
-            refused = any(isinstance(one, RefuseMember) for one in self.step())
+            refused = any(isinstance(one, RejectWorker) for one in self.step())
             assert refused is (leaving or bool(unfit)), "who was given up is turned away"
 
     @rule(last=st.integers(0, 2))
@@ -236,8 +236,8 @@ class FleetMachine(RuleBasedStateMachine):
             before = self.state(known)
             self.fleet.arrived(known.started.name, "", self.now)
             told = self.step()
-            turned_away = any(isinstance(one, RefuseMember) for one in told)
-            assert turned_away is (before in (MemberState.LEAVING, MemberState.STOPPING))
+            turned_away = any(isinstance(one, RejectWorker) for one in told)
+            assert turned_away is (before in (WorkerState.LEAVING, WorkerState.STOPPING))
             assert known.gone or not turned_away or not self.state(known).holds_place
 
     @rule(place=ANY)
@@ -246,7 +246,7 @@ class FleetMachine(RuleBasedStateMachine):
         if gone:
             name = gone[place % len(gone)].started.name
             self.fleet.arrived(name, "", self.now)
-            assert any(isinstance(one, RefuseMember) and one.name == name for one in self.step())
+            assert any(isinstance(one, RejectWorker) and one.name == name for one in self.step())
 
     @rule(place=ANY)
     def get_ready(self, place: int) -> None:
@@ -259,11 +259,11 @@ class FleetMachine(RuleBasedStateMachine):
     def lack(self, place: int, dice: int) -> None:
         """It finds out late that it cannot be used."""
         if dice == 0 and (known := self.one(place, arrived=True)):
-            on_deck = self.state(known) is MemberState.ON_DECK
+            on_deck = self.state(known) is WorkerState.ON_DECK
             known.fit = known.fit and not on_deck
             self.fleet.unfit(known.started.name, "no module", self.now)
-            assert any(isinstance(one, RefuseMember) for one in self.step())
-            assert known.gone or not on_deck or self.state(known) is MemberState.LEAVING
+            assert any(isinstance(one, RejectWorker) for one in self.step())
+            assert known.gone or not on_deck or self.state(known) is WorkerState.LEAVING
 
     @rule(place=ANY, how=st.sampled_from(["drained", "bye", "silent"]))
     def quieten(self, place: int, how: str) -> None:
@@ -301,7 +301,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.places_are_no_more_than_wanted()
             self.nobody_outlives_a_lifetime_without_a_stop()
 
-    def state(self, known: Known) -> MemberState:
+    def state(self, known: Known) -> WorkerState:
         return next(one.state for one in self.fleet.members if one.name == known.started.name)
 
     # -- what always holds ----------------------------------------------------------------------------------

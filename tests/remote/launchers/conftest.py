@@ -1,4 +1,4 @@
-"""What tests of every platform's adapter share."""
+"""What tests of every platform's launcher share."""
 
 from __future__ import annotations
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.launchers.contract import Adapter, Fate
+from torch_dpflow.remote.launchers.contract import Fate, Launcher
 from torch_dpflow.workers.platform import End
 
 
-def fate_when(adapter: Adapter, name: str, holds: Callable[[Fate], object], what: str = "its fate") -> Fate:
+def fate_when(launcher: Launcher, name: str, holds: Callable[[Fate], object], what: str = "its fate") -> Fate:
     """Wait until a member has such a fate."""
     fates: list[Fate] = []
 
     def look() -> bool:
-        fates.append(adapter.look({name: name}).get(name, Fate()))
+        fates.append(launcher.look({name: name}).get(name, Fate()))
         return bool(holds(fates[-1]))
 
     wait(look, what=what)
     return fates[-1]
 
 
-def end_of(adapter: Adapter, name: str) -> End:
+def end_of(launcher: Launcher, name: str) -> End:
     """Wait for the end of a member."""
-    end = fate_when(adapter, name, lambda fate: fate.end is not None, "its end").end
+    end = fate_when(launcher, name, lambda fate: fate.end is not None, "its end").end
     assert end is not None
     return end

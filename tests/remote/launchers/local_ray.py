@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from torch_dpflow.remote.launchers.ray import RayAdapter
+from torch_dpflow.remote.launchers.ray import RayLauncher
 
 #: For all tests that start it.
 needs_ray = pytest.mark.skipif(
@@ -64,6 +64,6 @@ def members() -> dict[int, int]:
     return found
 
 
-def names_in(adapter: RayAdapter) -> list[str]:
+def names_in(launcher: RayLauncher) -> list[str]:
     """The members of all that Ray has."""
-    return [*adapter.list("")]
+    return [*launcher.list("")]

@@ -72,9 +72,9 @@ class Counting(Processes):
     def open(self):
         platform = super().open()
         start = platform.start
-        def counted(name, order):
+        def counted(name, launch_spec):
             Counting.starts += 1
-            start(name, order)
+            start(name, launch_spec)
         platform.start = counted
         return platform
 

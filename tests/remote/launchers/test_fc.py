@@ -1,4 +1,4 @@
-"""Function Compute's adapter, by the vendor's own client, on a control plane of ours that starts real processes."""
+"""Function Compute's launcher, by the vendor's own client, on a control plane of ours that starts real processes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.launchers.contract import Adapter
-from torch_dpflow.remote.launchers.fc import FunctionComputeAdapter
+from torch_dpflow.remote.launchers.contract import Launcher
+from torch_dpflow.remote.launchers.fc import FunctionComputeLauncher
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.adapters import PROGRAM, AdapterContract, caller, name_of, order_to
-from torch_dpflow.testing.members import CODE
+from torch_dpflow.testing.launchers import PROGRAM, LauncherContract, caller, launch_spec_to, name_of
+from torch_dpflow.testing.remote_workers import CODE
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 
@@ -61,36 +61,36 @@ def server() -> Iterator[FunctionServer]:
         yield server
 
 
-class AdapterOf:
-    """Makes adapters, in other processes too."""
+class LauncherOf:
+    """Makes launchers, in other processes too."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
 
-    def __call__(self, module: str = PROGRAM, **settings: Any) -> FunctionComputeAdapter:
+    def __call__(self, module: str = PROGRAM, **settings: Any) -> FunctionComputeLauncher:
         given = {"function": "contract", "max_workers": 100, "endpoint": self.endpoint, **settings}
-        return FunctionComputeAdapter(FunctionCompute(**given))
+        return FunctionComputeLauncher(FunctionCompute(**given))
 
 
-class TestFunctionCompute(AdapterContract):
+class TestFunctionCompute(LauncherContract):
     starter = multiprocessing.get_context("spawn")  # the vendor's connections do not survive a fork
 
     @pytest.fixture(autouse=True)
     def there(self, server: FunctionServer) -> None:
-        self.new_adapter = AdapterOf(server.endpoint)  # type: ignore[method-assign]
+        self.new_launcher = LauncherOf(server.endpoint)  # type: ignore[method-assign]
         self.server = server
 
     @pytest.mark.slow
     def test_others_find_and_end_what_a_killed_starter_has_left(
-        self, adapter: Adapter, door: socket.socket
+        self, launcher: Launcher, door: socket.socket
     ) -> None:
-        super().test_others_find_and_end_what_a_killed_starter_has_left(adapter, door)
+        super().test_others_find_and_end_what_a_killed_starter_has_left(launcher, door)
 
-    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
-        def after(*faults: Fault, **settings: Any) -> Callable[[], Adapter]:
-            def make() -> Adapter:
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
+        def after(*faults: Fault, **settings: Any) -> Callable[[], Launcher]:
+            def make() -> Launcher:
                 self.server.fault("InvokeFunction", *faults)
-                return self.new_adapter(**settings)
+                return self.new_launcher(**settings)
 
             return make
 
@@ -107,8 +107,8 @@ class TestFunctionCompute(AdapterContract):
 
 
 @pytest.fixture
-def adapter(server: FunctionServer) -> FunctionComputeAdapter:
-    return AdapterOf(server.endpoint)()
+def launcher(server: FunctionServer) -> FunctionComputeLauncher:
+    return LauncherOf(server.endpoint)()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def adapter(server: FunctionServer) -> FunctionComputeAdapter:
 )
 def test_a_refusal_is_of_its_kind_and_is_not_tried_again(
     server: FunctionServer,
-    adapter: FunctionComputeAdapter,
+    launcher: FunctionComputeLauncher,
     fault: Fault,
     kind: type[PlatformError],
     says: str,
@@ -137,60 +137,60 @@ def test_a_refusal_is_of_its_kind_and_is_not_tried_again(
     server.fault("InvokeFunction", fault)
     before = len(server.log)
     with pytest.raises(kind, match=says) as raised:
-        adapter.start(name_of(0), b'{"leave": true}', deadline_s=10)
+        launcher.start(name_of(0), b'{"leave": true}', deadline_s=10)
     assert len(server.log) == before + 1
     assert name_of(0) in str(raised.value)
     assert getattr(raised.value, "retry_after_s", 1.5) == 1.5
-    assert raised.value.__cause__ is None, "the vendor's error has the order in it"
+    assert raised.value.__cause__ is None, "the vendor's error has the launch spec in it"
 
 
 def test_a_start_whose_answer_was_lost_is_found_and_not_started_twice(
-    server: FunctionServer, adapter: FunctionComputeAdapter, door: socket.socket
+    server: FunctionServer, launcher: FunctionComputeLauncher, door: socket.socket
 ) -> None:
     server.fault("InvokeFunction", Fault(lose=True))
     with pytest.raises(AnswerLostError):
-        adapter.start(name_of(0), order_to(door), deadline_s=10)
-    assert adapter.start(name_of(0), order_to(door), deadline_s=10) == name_of(0)
+        launcher.start(name_of(0), launch_spec_to(door), deadline_s=10)
+    assert launcher.start(name_of(0), launch_spec_to(door), deadline_s=10) == name_of(0)
     with caller(door):
-        assert [*adapter.list("dpf-")] == [name_of(0)]
+        assert [*launcher.list("dpf-")] == [name_of(0)]
         server.fault("StopAsyncTask", Fault(lose=True))
         with suppress(AnswerLostError):  # told unless the member has ended by then
-            adapter.stop(name_of(0), None)
+            launcher.stop(name_of(0), None)
     wait(lambda: not server.live(), what="its end")
-    adapter.stop(name_of(0), None)  # it may be told of what has ended
+    launcher.stop(name_of(0), None)  # it may be told of what has ended
 
 
 def test_a_member_that_has_ended_has_run_for_as_long_as_the_platform_says(
-    server: FunctionServer, adapter: FunctionComputeAdapter
+    server: FunctionServer, launcher: FunctionComputeLauncher
 ) -> None:
-    adapter.start(name_of(0), b'{"leave": true}', deadline_s=10)
+    launcher.start(name_of(0), b'{"leave": true}', deadline_s=10)
     task = server.tasks[name_of(0)]
     wait(lambda: task.ended, what="its end")
     task.begun -= 1000.0
-    end = end_of(adapter, name_of(0))
+    end = end_of(launcher, name_of(0))
     assert end.ran_s is not None
     assert 1000.0 <= end.ran_s < 1200.0, "not the time that the instance has told"
 
 
 def test_nobody_answers() -> None:
-    adapter = AdapterOf("http://127.0.0.1:9")()
+    launcher = LauncherOf("http://127.0.0.1:9")()
     with pytest.raises(UnavailableError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
-        adapter.start(name_of(0), b"{}", deadline_s=5)
+        launcher.start(name_of(0), b"{}", deadline_s=5)
 
 
 def test_expired_credentials_are_looked_up_again(
-    server: FunctionServer, adapter: FunctionComputeAdapter, monkeypatch: pytest.MonkeyPatch
+    server: FunctionServer, launcher: FunctionComputeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert adapter.look({name_of(1): None}) == {}
+    assert launcher.look({name_of(1): None}) == {}
     server.keys["AKnext"] = Key("sk-of-the-next", "sts-token-2")
     server.keys["AKtest"].expired = True
     try:
         with pytest.raises(ExpiredError, match="Expired"):
-            adapter.look({name_of(1): None})
+            launcher.look({name_of(1): None})
         monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_ID", "AKnext")
         monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "sk-of-the-next")
         monkeypatch.setenv("ALIBABA_CLOUD_SECURITY_TOKEN", "sts-token-2")
-        assert adapter.look({name_of(1): None}) == {}
+        assert launcher.look({name_of(1): None}) == {}
     finally:
         server.keys["AKtest"].expired = False
 
@@ -210,21 +210,21 @@ def test_credentials_of_the_vendors_file_are_found(
     monkeypatch.setenv("ALIBABA_CLOUD_ECS_METADATA_DISABLED", "true")
     program = (
         "from torch_dpflow.remote import FunctionCompute\n"
-        f"one = FunctionCompute(max_workers=1, function='contract', endpoint={server.endpoint!r}).adapter()\n"
+        f"one = FunctionCompute(max_workers=1, function='contract', endpoint={server.endpoint!r}).launcher()\n"
         "print(one.look({'dpf-1': None}))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "{}\n"
 
 
 def test_many_are_looked_up_by_pages_of_a_list(
-    server: FunctionServer, adapter: FunctionComputeAdapter, monkeypatch: pytest.MonkeyPatch
+    server: FunctionServer, launcher: FunctionComputeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_dpflow.remote.launchers.fc_control.PAGE", 3)
     for number in range(10):
-        adapter.start(name_of(number), b'{"leave": true}', deadline_s=10)
+        launcher.start(name_of(number), b'{"leave": true}', deadline_s=10)
     wait(lambda: not server.live(), what="their end")
     before = len(server.log)
-    fates = adapter.look({name_of(number): None for number in range(12)})
+    fates = launcher.look({name_of(number): None for number in range(12)})
     assert {name: fate.end and fate.end.code for name, fate in fates.items()} == {
         name_of(number): CODE for number in range(10)
     }
@@ -232,15 +232,15 @@ def test_many_are_looked_up_by_pages_of_a_list(
 
 
 def test_who_waits_for_an_instance_in_vain_is_told_why(
-    server: FunctionServer, adapter: FunctionComputeAdapter, monkeypatch: pytest.MonkeyPatch
+    server: FunctionServer, launcher: FunctionComputeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "queues", True)
     monkeypatch.setattr(server, "quota", 0)
     monkeypatch.setitem(server.configs, "contract", {**CONFIG, "maxAsyncEventAgeInSeconds": 0.1})
-    adapter.start(name_of(0), b"{}", deadline_s=10)
-    assert adapter.list("dpf-") == {name_of(0): name_of(0)}
+    launcher.start(name_of(0), b"{}", deadline_s=10)
+    assert launcher.list("dpf-") == {name_of(0): name_of(0)}
     wait(lambda: not server.live(), what="its end")
-    end = adapter.look({name_of(0): None})[name_of(0)].end
+    end = launcher.look({name_of(0): None})[name_of(0)].end
     assert "quota" in str(end)
 
 
@@ -259,17 +259,17 @@ def test_a_check_says_what_is_wrong_with_the_function(
     if "runtime" in change:
         del function["customContainerConfig"]
     monkeypatch.setitem(server.functions, "contract", function)
-    findings = AdapterOf(server.endpoint)().check()
+    findings = LauncherOf(server.endpoint)().check()
     assert [one for one in findings if says in one.text and not one.good]
 
 
 def test_a_check_says_that_invocations_are_tried_again(
-    server: FunctionServer, adapter: FunctionComputeAdapter, monkeypatch: pytest.MonkeyPatch
+    server: FunctionServer, launcher: FunctionComputeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(server.configs, "contract", {**CONFIG, "maxAsyncRetryAttempts": 3})
-    assert "tries them again" in adapter.check()[-1].text
+    assert "tries them again" in launcher.check()[-1].text
     monkeypatch.delitem(server.configs, "contract")
-    assert not adapter.check()[-1].good
+    assert not launcher.check()[-1].good
 
 
 # --- settings ---
@@ -310,8 +310,8 @@ def test_settings_come_from_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         1800.0,
         7,
     )
-    assert spec.adapter().limits.longest_life_s == 1800.0
-    assert spec.adapter().limits.most_members == 7
+    assert spec.launcher().limits.max_lifetime_s == 1800.0
+    assert spec.launcher().limits.max_workers == 7
     path.write_text('[platform.fc]\naccess_key_secret = "x"\n')
     with pytest.raises(OptionError, match=r"platform\.fc has no 'access_key_secret'"):
         resolve("fc")

@@ -1,4 +1,4 @@
-"""`dpflow deploy fc` makes the function that the adapter takes, by the vendor's client, on a control plane of ours."""
+"""`dpflow deploy fc` makes the function that the launcher takes, by the vendor's client, on a control plane of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pods of Kubernetes as members: the adapter keeps the contract, with Kubernetes' own client and a server of ours."""
+"""Pods of Kubernetes as members: the launcher keeps the contract, with Kubernetes' own client and a server of ours."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote import Kubernetes
-from torch_dpflow.remote.launchers.contract import Adapter, Fate
-from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
-from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
+from torch_dpflow.remote.launchers.contract import Fate, Launcher
+from torch_dpflow.remote.launchers.kubernetes import KubernetesLauncher
+from torch_dpflow.testing.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
 
 pytest.importorskip("kubernetes", reason="pip install 'torch_dpflow[kubernetes]'")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'torch_dpflow[test]'")
@@ -61,7 +61,7 @@ def kubeconfig(server: KubeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.fixture(autouse=True)
 def no_leaks(server: KubeServer, kubeconfig: Path) -> Iterator[None]:
-    """Instead of the check of all tests: no pod is left, and no order."""
+    """Instead of the check of all tests: no pod is left, and no launch spec."""
     yield
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
@@ -79,19 +79,19 @@ def settings_of(**settings: Any) -> Kubernetes:
     return Kubernetes(**{"image": "registry/dpflow:1", **settings})
 
 
-def adapter_of(**settings: Any) -> KubernetesAdapter:
-    return KubernetesAdapter(settings_of(**settings), module=PROGRAM)
+def launcher_of(**settings: Any) -> KubernetesLauncher:
+    return KubernetesLauncher(settings_of(**settings), module=PROGRAM)
 
 
-class TestKubernetes(AdapterContract):
-    def new_adapter(self, module: str) -> Adapter:
-        return KubernetesAdapter(settings_of(), module=module)
+class TestKubernetes(LauncherContract):
+    def new_launcher(self, module: str) -> Launcher:
+        return KubernetesLauncher(settings_of(), module=module)
 
-    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
         return {DeniedError: lambda: Elsewhere(settings_of(namespace="elsewhere"), module=PROGRAM)}
 
 
-class Elsewhere(KubernetesAdapter):
+class Elsewhere(KubernetesLauncher):
     """In a namespace where its user may do nothing, not even look."""
 
     def look(self, members: Any) -> Mapping[str, Fate]:
@@ -101,15 +101,15 @@ class Elsewhere(KubernetesAdapter):
 
 
 @pytest.fixture
-def adapter() -> Iterator[KubernetesAdapter]:
-    with closing(adapter_of()) as adapter:
-        yield adapter
-        for name in adapter.list(""):
-            adapter.stop(name, None)
+def launcher() -> Iterator[KubernetesLauncher]:
+    with closing(launcher_of()) as launcher:
+        yield launcher
+        for name in launcher.list(""):
+            launcher.stop(name, None)
 
 
-def start(adapter: KubernetesAdapter, door: socket.socket, number: int = 0, **told: Any) -> None:
-    adapter.start(name_of(number), order_to(door, **told), deadline_s=PATIENCE_S)
+def start(launcher: KubernetesLauncher, door: socket.socket, number: int = 0, **told: Any) -> None:
+    launcher.start(name_of(number), launch_spec_to(door, **told), deadline_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def start(adapter: KubernetesAdapter, door: socket.socket, number: int = 0, **to
 @pytest.mark.parametrize("faults", ["faults", "secret_faults"])
 def test_a_refusal_is_of_its_kind_and_leaves_nothing(
     server: KubeServer,
-    adapter: KubernetesAdapter,
+    launcher: KubernetesLauncher,
     door: socket.socket,
     status: int,
     kind: type[PlatformError],
@@ -136,38 +136,38 @@ def test_a_refusal_is_of_its_kind_and_leaves_nothing(
     before = server.requests["create pods"]
     getattr(server, faults).append(status)
     with pytest.raises(kind, match=f"{name_of(0)} cannot be .*: {status} as it was asked for") as raised:
-        start(adapter, door)
+        start(launcher, door)
     assert getattr(raised.value, "retry_after_s", 1.0) == 1.0
     assert server.requests["create pods"] == before + 1, "nothing is tried again"
-    wait(lambda: not server.pods, what="no pod without an order")
+    wait(lambda: not server.pods, what="no pod without a launch spec")
 
 
 def test_a_full_namespace_is_a_quota(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "quota", 1)
-    start(adapter, door)
+    start(launcher, door)
     with caller(door), pytest.raises(QuotaError, match="exceeded quota: pods"):
-        start(adapter, door, 1)
+        start(launcher, door, 1)
 
 
-def test_a_pod_whose_answer_was_lost_is_found_and_gets_its_order(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket
+def test_a_pod_whose_answer_was_lost_is_found_and_gets_its_launch_spec(
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket
 ) -> None:
     server.faults.append("lose")
-    start(adapter, door)
+    start(launcher, door)
     with caller(door):
-        assert adapter.look({name_of(0): None}) == {name_of(0): Fate()}
+        assert launcher.look({name_of(0): None}) == {name_of(0): Fate()}
 
 
 def test_an_answer_that_is_lost_leaves_open_what_was_done(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket
 ) -> None:
     server.secret_faults.append("lose")
     with pytest.raises(AnswerLostError):
-        start(adapter, door)
+        start(launcher, door)
     with caller(door):
-        start(adapter, door)  # is that one
+        start(launcher, door)  # is that one
         assert len(server.pods) == 1
 
 
@@ -176,38 +176,38 @@ def test_an_api_server_that_is_not_there_is_unavailable(
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     kubeconfig.write_text(json.dumps(server.kubeconfig()).replace(server.url, nobody))
-    with closing(adapter_of()) as adapter, pytest.raises(UnavailableError):
-        start(adapter, door)
+    with closing(launcher_of()) as launcher, pytest.raises(UnavailableError):
+        start(launcher, door)
 
 
 def test_credentials_are_looked_up_again_once_they_were_refused(
     server: KubeServer,
-    adapter: KubernetesAdapter,
+    launcher: KubernetesLauncher,
     door: socket.socket,
     kubeconfig: Path,
 ) -> None:
     server.token += "-renewed"
     with pytest.raises(DeniedError, match="401 Unauthorized; give the user of the kubeconfig") as raised:
-        start(adapter, door)
+        start(launcher, door)
     assert not isinstance(raised.value, ExpiredError), "the server has never known it"
     kubeconfig.write_text(json.dumps(server.kubeconfig()))
-    start(adapter, door)
+    start(launcher, door)
     with caller(door):
         server.token += "-again"
         with pytest.raises(ExpiredError):
-            adapter.stop(name_of(0), None)
+            launcher.stop(name_of(0), None)
         kubeconfig.write_text(json.dumps(server.kubeconfig()))
-        adapter.stop(name_of(0), None)
+        launcher.stop(name_of(0), None)
 
 
 def test_ends_are_told_with_what_kubernetes_says(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket
 ) -> None:
-    start(adapter, door)
+    start(launcher, door)
     with caller(door) as (connection, _):
         server.pods[name_of(0)].evict()
         assert connection.recv(1) == b""
-    end = end_of(adapter, name_of(0))
+    end = end_of(launcher, name_of(0))
     assert "Evicted\nThe node was low on resource: memory." in end.report
     assert end.signal == 9
     assert f"pod {name_of(0)} on node-1" in str(end)
@@ -215,54 +215,54 @@ def test_ends_are_told_with_what_kubernetes_says(
 
 
 def test_a_pod_that_others_end_is_announced(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "second_s", 1.0)
-    start(adapter, door)
+    start(launcher, door)
     with caller(door):
         server.pods[name_of(0)].delete(None)  # as `kubectl drain` does
-        assert adapter.look({name_of(0): None}) == {name_of(0): Fate(until_s=25.0)}
-        adapter.stop(name_of(0), None)
+        assert launcher.look({name_of(0): None}) == {name_of(0): Fate(until_s=25.0)}
+        launcher.stop(name_of(0), None)
 
 
 def test_a_pod_does_not_outlive_its_time(
     server: KubeServer, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "second_s", 1e-4)  # 901 of them
-    with closing(adapter_of(lifetime="1s")) as adapter:
-        start(adapter, door)
-        assert "DeadlineExceeded" in end_of(adapter, name_of(0)).report
+    with closing(launcher_of(lifetime="1s")) as launcher:
+        start(launcher, door)
+        assert "DeadlineExceeded" in end_of(launcher, name_of(0)).report
 
 
 def test_pods_that_a_killed_head_has_left_are_removed_by_whoever_lists(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(adapter, door, 0, leave=True)
+    start(launcher, door, 0, leave=True)
     wait(lambda: not server.pods[name_of(0)].is_live, what="its end")
-    with closing(adapter_of(image="nowhere")) as other:
+    with closing(launcher_of(image="nowhere")) as other:
         start(other, door, 1)
-    start(adapter, door, 2)
+    start(launcher, door, 2)
     with caller(door):
         monkeypatch.setattr(server, "ahead_s", 3600.0)
-        assert [*adapter.list("")] == [name_of(2)]
+        assert [*launcher.list("")] == [name_of(2)]
         assert name_of(0) in server.pods, "its end may not have been read yet"
         monkeypatch.setattr(server, "ahead_s", -3600.0)
-        assert [*adapter.list("")] == [name_of(2)]
+        assert [*launcher.list("")] == [name_of(2)]
         wait(lambda: {*server.pods} == {*server.secrets} == {name_of(2)}, what="what runs alone is left")
-        adapter.stop(name_of(2), None)
+        launcher.stop(name_of(2), None)
 
 
 def test_what_keeps_a_pod_from_starting_is_told(
     server: KubeServer, door: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(adapter_of(image="nowhere")) as adapter:
-        start(adapter, door)
-        assert "ErrImagePull: no such image" in end_of(adapter, name_of(0)).report
-    with closing(adapter_of(node_selector={"pool": "none"})) as adapter:
-        start(adapter, door, 1)
+    with closing(launcher_of(image="nowhere")) as launcher:
+        start(launcher, door)
+        assert "ErrImagePull: no such image" in end_of(launcher, name_of(0)).report
+    with closing(launcher_of(node_selector={"pool": "none"})) as launcher:
+        start(launcher, door, 1)
         for _ in range(2):
-            assert adapter.look({name_of(1): None}) == {name_of(1): Fate()}, "a node may be added"
-        adapter.stop(name_of(1), None)
+            assert launcher.look({name_of(1): None}) == {name_of(1): Fate()}, "a node may be added"
+        launcher.stop(name_of(1), None)
     assert caplog.text.count("workers wait for a node of Kubernetes: 0/3 nodes are available") == 1
 
 
@@ -282,11 +282,11 @@ def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer,
             "env": [{"name": "SESAME", "value": "open"}],
         },
     }
-    with closing(adapter_of(**settings)) as adapter:
-        start(adapter, door)
+    with closing(launcher_of(**settings)) as launcher:
+        start(launcher, door)
         with caller(door):
             pod, secret = server.pods[name_of(0)].body, server.secrets[name_of(0)]
-            adapter.stop(name_of(0), None)
+            launcher.stop(name_of(0), None)
     for release in RELEASES:
         for body in (pod, secret):
             kubernetes_validate.validate(body, release, strict=True)
@@ -296,7 +296,7 @@ def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer,
     assert spec["nodeSelector"] == {"pool": "spot"}
     assert spec["serviceAccountName"] == "data"
     assert spec["tolerations"] == [{"key": "spot", "operator": "Exists"}]
-    assert [volume["name"] for volume in spec["volumes"]] == ["order", "tmp", "data"]
+    assert [volume["name"] for volume in spec["volumes"]] == ["launch-spec", "tmp", "data"]
     assert spec["securityContext"]["runAsNonRoot"]
     assert spec["securityContext"]["supplementalGroups"] == [7]
     (container,) = spec["containers"]
@@ -306,30 +306,30 @@ def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer,
     assert (owner["kind"], owner["uid"]) == ("Pod", pod["metadata"]["uid"])
 
 
-def test_an_order_is_in_its_secret_alone(
-    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, caplog: pytest.LogCaptureFixture
+def test_a_launch_spec_is_in_its_secret_alone(
+    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    order = order_to(door)
-    adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+    launch_spec = launch_spec_to(door)
+    launcher.start(name_of(0), launch_spec, deadline_s=PATIENCE_S)
     with caller(door) as (_, received):
-        assert received == order
+        assert received == launch_spec
         pod, secret = server.pods[name_of(0)], server.secrets[name_of(0)]
         assert pod.process is not None
         process = Path(f"/proc/{pod.process.pid}")
         texts = [json.dumps(pod.view()), json.dumps(secret["metadata"]), caplog.text]
         texts += [(process / file).read_bytes().decode() for file in ("environ", "cmdline")]
         caplog.clear()
-        adapter.stop(name_of(0), None)
-    assert base64.b64decode(secret["data"]["order"]) == order
-    for hidden in (SECRET, secret["data"]["order"]):
+        launcher.stop(name_of(0), None)
+    assert base64.b64decode(secret["data"]["launch-spec"]) == launch_spec
+    for hidden in (SECRET, secret["data"]["launch-spec"]):
         assert not [text for text in texts if hidden in text]
 
 
 def test_a_check_asks_for_a_pod_and_starts_none(
-    server: KubeServer, adapter: KubernetesAdapter, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (finding,) = adapter.check()
+    (finding,) = launcher.check()
     assert finding.good
     assert "would create pods in namespace 'training', where 0 workers are" in finding.text
     assert not server.pods
@@ -342,15 +342,15 @@ def test_a_check_asks_for_a_pod_and_starts_none(
             ]
             monkeypatch.setattr(server, "rules", less)
             with pytest.raises(DeniedError, match=f'cannot {verb} resource "{kind}"'):
-                adapter.check()
+                launcher.check()
 
 
 def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(door: socket.socket) -> None:
-    with closing(adapter_of(pod={"tolerration": []})) as adapter:
+    with closing(launcher_of(pod={"tolerration": []})) as launcher:
         with pytest.raises(RejectedError, match=r'unknown field "spec\.tolerration"'):
-            adapter.check()
+            launcher.check()
         with pytest.raises(RejectedError, match=r'unknown field "spec\.tolerration"'):
-            start(adapter, door)
+            start(launcher, door)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,11 @@ def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(door: so
             OptionTypeError,
             r"pod\['volumes'\]\[0\] is of type str: give a dict",
         ),
-        ({"pod": {"volumes": [{"name": "order"}]}}, OptionError, "named 'order', as one of torch_dpflow's"),
+        (
+            {"pod": {"volumes": [{"name": "launch-spec"}]}},
+            OptionError,
+            "named 'launch-spec', as one of torch_dpflow's",
+        ),
         ({"pod": {"securityContext": []}}, OptionTypeError, "is of type list: give a dict"),
         ({"pod": {3: 4}}, OptionTypeError, r"pod\[3\]: give the name of a field"),
         ({"container": {"command": ["sh"]}}, OptionError, r"container\['command'\] is set by torch_dpflow"),
@@ -415,10 +419,10 @@ def test_a_loader_is_told_what_is_missing_when_it_is_made(server: KubeServer, ku
         DPFlowDataLoader([1], num_workers=1, platform=settings_of(), options=options)
     kubeconfig.write_text(json.dumps(server.kubeconfig()).replace("http://127.0.0.1", "http://192.0.2.1"))
     with pytest.raises(OptionError, match="as its server: give https://HOST"):
-        adapter_of()
+        launcher_of()
     kubeconfig.unlink()
     with pytest.raises(OptionError, match="no Kubernetes cluster is known"):
-        adapter_of()
+        launcher_of()
 
 
 def test_batches_equal_those_of_local_workers_through_an_eviction(server: KubeServer) -> None:

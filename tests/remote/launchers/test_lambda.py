@@ -1,4 +1,4 @@
-"""AWS Lambda: its adapter, AWS's client and its runtime client keep the contract over a control plane of ours."""
+"""AWS Lambda: its launcher, AWS's client and its runtime client keep the contract over a control plane of ours."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote import Lambda
-from torch_dpflow.remote.launchers.aws_lambda import LambdaAdapter
-from torch_dpflow.remote.launchers.contract import Adapter, Ref
-from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, order_to
+from torch_dpflow.remote.launchers.aws_lambda import LambdaLauncher
+from torch_dpflow.remote.launchers.contract import Launcher, Ref
+from torch_dpflow.testing.launchers import LauncherContract, caller, launch_spec_to, name_of
 
 #: Seconds after which tests take a start for accepted.
 ACCEPTED_S = 0.2
@@ -56,38 +56,38 @@ def settings_of(function: str = "suite", **settings: Any) -> Lambda:
     return Lambda(**{"function": function, "max_workers": 8, **settings})
 
 
-def adapter_of(**settings: Any) -> LambdaAdapter:
-    return LambdaAdapter(settings_of(**settings))
+def launcher_of(**settings: Any) -> LambdaLauncher:
+    return LambdaLauncher(settings_of(**settings))
 
 
-class Hurried(LambdaAdapter):
+class Hurried(LambdaLauncher):
     """Waits no longer for a refusal than it takes mostly."""
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
-        return super().start(name, order, deadline_s=ACCEPTED_S)
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
+        return super().start(name, launch_spec, deadline_s=ACCEPTED_S)
 
 
-class TestLambda(AdapterContract):
-    def new_adapter(self, module: str) -> Adapter:
+class TestLambda(LauncherContract):
+    def new_launcher(self, module: str) -> Launcher:
         return Hurried(settings_of())
 
-    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
-        return {RejectedError: lambda: adapter_of(function="nowhere")}
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
+        return {RejectedError: lambda: launcher_of(function="nowhere")}
 
 
 @pytest.fixture
-def adapter() -> Iterator[LambdaAdapter]:
-    with closing(adapter_of()) as adapter:
-        yield adapter
+def launcher() -> Iterator[LambdaLauncher]:
+    with closing(launcher_of()) as launcher:
+        yield launcher
 
 
-def start(adapter: LambdaAdapter, door: socket.socket, number: int = 0, **told: Any) -> None:
-    adapter.start(name_of(number), order_to(door, **told), deadline_s=ACCEPTED_S)
+def start(launcher: LambdaLauncher, door: socket.socket, number: int = 0, **told: Any) -> None:
+    launcher.start(name_of(number), launch_spec_to(door, **told), deadline_s=ACCEPTED_S)
 
 
-def start_in_vain(adapter: LambdaAdapter, door: socket.socket, number: int = 0) -> None:
+def start_in_vain(launcher: LambdaLauncher, door: socket.socket, number: int = 0) -> None:
     """Start what is refused, however long that takes."""
-    adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
+    launcher.start(name_of(number), launch_spec_to(door), deadline_s=PATIENCE_S)
 
 
 # --- refusals ---
@@ -101,60 +101,60 @@ def start_in_vain(adapter: LambdaAdapter, door: socket.socket, number: int = 0) 
     ],
 )
 def test_a_refusal_is_of_its_kind(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, fault: str, kind: type, told: str
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, fault: str, kind: type, told: str
 ) -> None:
     server.faults.append(fault)
     with pytest.raises(kind, match=f"{name_of(0)} cannot be started: {told}") as raised:
-        start_in_vain(adapter, door)
+        start_in_vain(launcher, door)
     again = pickle.loads(pickle.dumps(raised.value))
     assert str(again) == str(raised.value)
     assert getattr(again, "retry_after_s", 1.0) == 1.0
 
 
-def test_nothing_is_tried_twice(server: LambdaServer, adapter: LambdaAdapter, door: socket.socket) -> None:
+def test_nothing_is_tried_twice(server: LambdaServer, launcher: LambdaLauncher, door: socket.socket) -> None:
     before = server.requests["POST invocations"]
     for fault in ("throttle", "break"):
         server.faults.append(fault)
         with pytest.raises(PlatformError):
-            start_in_vain(adapter, door)
+            start_in_vain(launcher, door)
     assert server.requests["POST invocations"] == before + 2
 
 
 def test_a_full_account_is_a_quota(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "quota", 1)
-    start(adapter, door)
+    start(launcher, door)
     with caller(door):
         with pytest.raises(QuotaError, match="429 ConcurrentInvocationLimitExceeded"):
-            start_in_vain(adapter, door, 1)
-        finding = adapter.check()[-1]
+            start_in_vain(launcher, door, 1)
+        finding = launcher.check()[-1]
         assert not finding.good
         assert "the account has room for 1 workers at once: fewer than max_workers=8" in finding.text
 
 
 def test_a_process_holds_so_many_calls(
-    adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_dpflow.remote.launchers.aws_lambda.MOST_HELD", 1)
-    start(adapter, door)
+    start(launcher, door)
     with caller(door), pytest.raises(QuotaError, match="this process holds 1 invocations"):
-        start_in_vain(adapter, door, 1)
+        start_in_vain(launcher, door, 1)
 
 
 def test_expired_credentials_are_looked_up_again(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(adapter, door)
+    start(launcher, door)
     with caller(door):
         monkeypatch.setattr(server, "credentials", Credentials("AKIDNEXT", "an0ther", None))
         with pytest.raises(DeniedError, match=r"403 UnrecognizedClientException.*AWS_\* variables"):
-            start_in_vain(adapter, door, 1)
+            start_in_vain(launcher, door, 1)
         for variable, text in server.env.items():
             monkeypatch.setenv(variable, text)
-        start(adapter, door, 1)
+        start(launcher, door, 1)
         with caller(door):
-            assert adapter.look(dict.fromkeys([name_of(0), name_of(1)])).keys() == {name_of(0), name_of(1)}
+            assert launcher.look(dict.fromkeys([name_of(0), name_of(1)])).keys() == {name_of(0), name_of(1)}
 
 
 @pytest.mark.parametrize(
@@ -170,73 +170,73 @@ def test_credentials_that_are_none_are_denied(
 ) -> None:
     for variable, text in env.items():
         monkeypatch.setenv(variable, text)
-    with pytest.raises(DeniedError, match=told), closing(adapter_of()) as adapter:
-        start_in_vain(adapter, door)
+    with pytest.raises(DeniedError, match=told), closing(launcher_of()) as launcher:
+        start_in_vain(launcher, door)
 
 
 def test_expired_ones_are_told_as_such(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.credentials, "expired", True)
     with pytest.raises(ExpiredError, match="403 ExpiredTokenException"):
-        start_in_vain(adapter, door)
+        start_in_vain(launcher, door)
 
 
 def test_a_service_that_does_not_answer_is_unavailable(
     door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", f"http://127.0.0.1:{free_port()}")
-    with closing(adapter_of()) as adapter, pytest.raises(UnavailableError, match="EndpointConnectionError"):
-        start_in_vain(adapter, door)
+    with closing(launcher_of()) as launcher, pytest.raises(UnavailableError, match="EndpointConnectionError"):
+        start_in_vain(launcher, door)
 
 
 def test_an_answer_that_is_lost_leaves_open_what_was_done(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket
 ) -> None:
     server.faults.append("lose")
     with pytest.raises(AnswerLostError, match="ConnectionClosedError"):
-        start_in_vain(adapter, door)
+        start_in_vain(launcher, door)
     with caller(door):
-        assert adapter.look({name_of(0): None}) == {}
+        assert launcher.look({name_of(0): None}) == {}
 
 
 # --- ends ---
 
 
 def test_a_crash_costs_no_environment(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket
 ) -> None:
     """Its member is a fork."""
-    start(adapter, door)
+    start(launcher, door)
     with caller(door):
         before = {one for one in server.sandboxes if not one.is_dead}
-    end_of(adapter, name_of(0))
+    end_of(launcher, name_of(0))
     for number in range(1, 3):
-        start(adapter, door, number, leave=True)
-        assert end_of(adapter, name_of(number)).code == 7
+        start(launcher, door, number, leave=True)
+        assert end_of(launcher, name_of(number)).code == 7
     alive = {one for one in server.sandboxes if not one.is_dead}
     assert before <= alive
 
 
 @pytest.mark.slow
 def test_a_member_ends_before_lambda_ends_its_environment(door: socket.socket) -> None:
-    with closing(adapter_of(function="hasty")) as adapter:
-        start(adapter, door)
+    with closing(launcher_of(function="hasty")) as launcher:
+        start(launcher, door)
         with caller(door) as (connection, _):
-            end = end_of(adapter, name_of(0))
+            end = end_of(launcher, name_of(0))
             assert connection.recv(1) == b""
     assert end.signal == 9
     assert "its invocation's time is up" in end.report
 
 
 def test_an_environment_that_dies_is_an_end(
-    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket
+    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket
 ) -> None:
-    start(adapter, door)
+    start(launcher, door)
     with caller(door) as (connection, _):
         server.end_environments()
         assert connection.recv(1) == b""
-        assert "Runtime.ExitError" in end_of(adapter, name_of(0)).report
+        assert "Runtime.ExitError" in end_of(launcher, name_of(0)).report
 
 
 # --- settings ---
@@ -288,15 +288,15 @@ def test_a_loader_is_told_of_limits_and_addresses_when_it_is_made(monkeypatch: p
         loader(options=here)
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     with pytest.raises(OptionError, match="no region is set; give `region`"):
-        adapter_of()
+        launcher_of()
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[aws\]'"):
         loader()
 
 
 def test_the_check_tells_of_a_function_that_ends_too_early(server: LambdaServer) -> None:
-    with closing(adapter_of(function="hasty")) as adapter:
-        bad, room = adapter.check()
+    with closing(launcher_of(function="hasty")) as launcher:
+        bad, room = launcher.check()
     assert room.good
     assert (
         "its timeout of 3 s ends workers before 14 m: give it 870 s, as `dpflow deploy lambda` does"
@@ -304,7 +304,7 @@ def test_the_check_tells_of_a_function_that_ends_too_early(server: LambdaServer)
     )
     assert not bad.good
     with (
-        closing(adapter_of(function="nowhere")) as adapter,
+        closing(launcher_of(function="nowhere")) as launcher,
         pytest.raises(RejectedError, match="dpflow deploy"),
     ):
-        adapter.check()
+        launcher.check()

@@ -50,13 +50,13 @@ class TestForkServer(PlatformContract):
 class Elsewhere(LocalPlatform):
     """As one that runs its processes on other hosts."""
 
-    limits = Limits(shares_memory=False, accepts_connections=True, longest_life_s=None)
+    limits = Limits(shares_memory=False, accepts_connections=True, max_lifetime_s=None)
 
 
 class Unreachable(LocalPlatform):
     """As one that lets nobody connect to its processes."""
 
-    limits = Limits(shares_memory=True, accepts_connections=False, longest_life_s=None)
+    limits = Limits(shares_memory=True, accepts_connections=False, max_lifetime_s=None)
 
 
 def private_shard(platform: Platform) -> None:

@@ -1,4 +1,4 @@
-"""Ray, a real one that this module starts: its adapter keeps the contract, and a loader's workers are its actors."""
+"""Ray, a real one that this module starts: its launcher keeps the contract, and a loader's workers are its actors."""
 
 from __future__ import annotations
 
@@ -38,10 +38,18 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote import Ray
-from torch_dpflow.remote.launchers.contract import Adapter
-from torch_dpflow.remote.launchers.names import MemberName
-from torch_dpflow.remote.launchers.ray import RayAdapter
-from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
+from torch_dpflow.remote.launchers.contract import Launcher
+from torch_dpflow.remote.launchers.names import WorkerName
+from torch_dpflow.remote.launchers.ray import RayLauncher
+from torch_dpflow.testing.launchers import (
+    CLUSTER,
+    PROGRAM,
+    SECRET,
+    LauncherContract,
+    caller,
+    launch_spec_to,
+    name_of,
+)
 
 #: So that several fit on any machine.
 SHARE = 0.1
@@ -62,37 +70,37 @@ def ray() -> Iterator[Any]:
 def no_leaks(ray: Any) -> Iterator[None]:
     """Instead of the check of all tests: Ray keeps sockets and processes as it likes. Of ours nothing is left."""
     yield
-    wait(lambda: not names_in(adapter_of()) and not members(), what="the end of all members")
+    wait(lambda: not names_in(launcher_of()) and not members(), what="the end of all members")
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
     )
 
 
-def adapter_of(detached: bool = False, **settings: Any) -> RayAdapter:
-    return RayAdapter(
+def launcher_of(detached: bool = False, **settings: Any) -> RayLauncher:
+    return RayLauncher(
         Ray(**{"cpus": SHARE, "wait_s": PATIENCE_S, **settings}), module=PROGRAM, detached=detached
     )
 
 
 @slow
-class TestRay(AdapterContract):
+class TestRay(LauncherContract):
     starter = multiprocessing.get_context("spawn")  # Ray does not survive a fork
 
-    def new_adapter(self, module: str) -> Adapter:
-        return RayAdapter(Ray(cpus=SHARE), module=module, detached=True)
+    def new_launcher(self, module: str) -> Launcher:
+        return RayLauncher(Ray(cpus=SHARE), module=module, detached=True)
 
-    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
         return {
-            RejectedError: lambda: adapter_of(runtime_env={"working_dir": "/nowhere"}),
+            RejectedError: lambda: launcher_of(runtime_env={"working_dir": "/nowhere"}),
             QuotaError: self.without_room,
         }
 
-    def without_room(self) -> Adapter:
+    def without_room(self) -> Launcher:
         import ray
 
         self.holder = ray.remote(num_cpus=SHARE)(Holder).remote()
         ray.get(self.holder.__ray_ready__.remote())
-        return adapter_of(cpus=CPUS, wait_s=0.1)
+        return launcher_of(cpus=CPUS, wait_s=0.1)
 
 
 class Holder:
@@ -105,25 +113,25 @@ class Holder:
 @slow
 @pytest.mark.parametrize("victim", ["member", "actor"])
 def test_a_killed_process_is_told_to_have_ended(door: socket.socket, victim: str) -> None:
-    adapter = adapter_of()
-    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+    launcher = launcher_of()
+    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
     with caller(door) as (connection, _):
         ((member, actor),) = members().items()
         os.kill(member if victim == "member" else actor, signal.SIGKILL)
         assert connection.recv(1) == b"", "the member ends with its actor"
-        end = end_of(adapter, name_of(0))
+        end = end_of(launcher, name_of(0))
     assert (end.signal == signal.SIGKILL and end.place == f"pid {member}") or "died" in end.report
     assert (end.signal is None) == (victim == "actor")
 
 
 def test_nothing_is_asked_of_ray_once_this_process_has_left_it(ray: Any) -> None:
     """Ray would connect again, or start a cluster, from a thread of ours."""
-    adapter = adapter_of()
-    adapter._ray = Left()
-    adapter._started[name_of(0)] = None, None
-    assert "ray.shutdown()" in adapter.look({name_of(0): None, name_of(1): None})[name_of(0)].end.report
-    adapter.stop(name_of(0), None)
-    for call in (lambda: adapter.start(name_of(1), b"", deadline_s=1.0), lambda: adapter.list("")):
+    launcher = launcher_of()
+    launcher._ray = Left()
+    launcher._started[name_of(0)] = None, None
+    assert "ray.shutdown()" in launcher.look({name_of(0): None, name_of(1): None})[name_of(0)].end.report
+    launcher.stop(name_of(0), None)
+    for call in (lambda: launcher.start(name_of(1), b"", deadline_s=1.0), lambda: launcher.list("")):
         with pytest.raises(RejectedError, match=r"has left Ray, by ray.shutdown\(\)"):
             call()
 
@@ -138,7 +146,9 @@ class Left:
 
 @slow
 def test_members_end_with_the_process_that_started_them(door: socket.socket) -> None:
-    starter = multiprocessing.get_context("spawn").Process(target=start_one_and_stay, args=(order_to(door),))
+    starter = multiprocessing.get_context("spawn").Process(
+        target=start_one_and_stay, args=(launch_spec_to(door),)
+    )
     starter.start()
     with caller(door) as (connection, _):
         starter.kill()
@@ -146,17 +156,17 @@ def test_members_end_with_the_process_that_started_them(door: socket.socket) -> 
         assert connection.recv(1) == b""
 
 
-def start_one_and_stay(order: bytes) -> None:
-    adapter = adapter_of()
-    adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+def start_one_and_stay(launch_spec: bytes) -> None:
+    launcher = launcher_of()
+    launcher.start(name_of(0), launch_spec, deadline_s=PATIENCE_S)
     time.sleep(PATIENCE_S)
 
 
 @slow
 def test_an_actor_whose_name_is_taken_is_the_member(ray: Any, door: socket.socket) -> None:
-    first, second = adapter_of(), adapter_of()
-    for adapter in (first, second):
-        assert adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S) == name_of(0)
+    first, second = launcher_of(), launcher_of()
+    for launcher in (first, second):
+        assert launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S) == name_of(0)
     with caller(door):
         assert len(members()) == 1
         assert second.look({name_of(0): name_of(0)})[name_of(0)].end is None
@@ -168,30 +178,30 @@ def test_an_actor_whose_name_is_taken_is_the_member(ray: Any, door: socket.socke
 
 
 def test_a_start_without_room_says_what_the_cluster_has(ray: Any, door: socket.socket) -> None:
-    adapter = adapter_of(cpus=CPUS / 2)
+    launcher = launcher_of(cpus=CPUS / 2)
     for number in range(2):
-        adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
+        launcher.start(name_of(number), launch_spec_to(door), deadline_s=PATIENCE_S)
     wait(lambda: not ray.available_resources().get("CPU"), what="Ray's word that all is taken")
-    adapter._wait_s = 0.5
+    launcher._wait_s = 0.5
     for number, wanted in ((2, 3), (3, 4)):  # the second one without a wait
         told = rf"{name_of(number)} .* 2 of {wanted} actors run; the cluster has 4 CPUs, 0 free"
         with pytest.raises(QuotaError, match=told) as raised:
-            adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
+            launcher.start(name_of(number), launch_spec_to(door), deadline_s=PATIENCE_S)
     assert "takes 2: cpus=1 or more nodes" in str(raised.value)
-    adapter.stop(name_of(3), None)
-    stranger = str(MemberName(CLUSTER, "f" * 10, 7, 1))
+    launcher.stop(name_of(3), None)
+    stranger = str(WorkerName(CLUSTER, "f" * 10, 7, 1))
     for name, told in ((name_of(2), "2 of 3 actors"), (stranger, "0 of 1 actors")):
         with pytest.raises(QuotaError, match=told):  # of those that its own fleet wants now
-            adapter.start(name, order_to(door), deadline_s=PATIENCE_S)
-    *_, room = adapter.check()
+            launcher.start(name, launch_spec_to(door), deadline_s=PATIENCE_S)
+    *_, room = launcher.check()
     assert not room.good
     assert (
         room.text
         == "1 node has 4 CPUs: room for 2 workers in all, of 2 CPUs each, and for none now, with 0 CPUs free"
     )
-    assert sorted(names_in(adapter)) == [name_of(0), name_of(1)]
+    assert sorted(names_in(launcher)) == [name_of(0), name_of(1)]
     for number in range(2):
-        adapter.stop(name_of(number), None)
+        launcher.stop(name_of(number), None)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +214,10 @@ def test_a_start_without_room_says_what_the_cluster_has(ray: Any, door: socket.s
 def test_what_no_node_has_is_named_and_not_tried_again(
     door: socket.socket, needs: dict[str, Any], told: str
 ) -> None:
-    adapter = adapter_of(**needs, wait_s=0.1)
+    launcher = launcher_of(**needs, wait_s=0.1)
     with pytest.raises(RejectedError, match=told):
-        adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
-    *_, room = adapter.check()
+        launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
+    *_, room = launcher.check()
     assert not room.good
     assert "room for 0 workers" in room.text
 
@@ -218,14 +228,14 @@ def test_actors_leave_the_placement_group_of_a_trial(ray: Any, door: socket.sock
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def trial(order: bytes) -> str:
-        adapter = RayAdapter(Ray(cpus=SHARE), module=PROGRAM)
-        adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
-        return str(end_of(adapter, name_of(0)))
+    def trial(launch_spec: bytes) -> str:
+        launcher = RayLauncher(Ray(cpus=SHARE), module=PROGRAM)
+        launcher.start(name_of(0), launch_spec, deadline_s=PATIENCE_S)
+        return str(end_of(launcher, name_of(0)))
 
     group = placement_group([{"CPU": 1}])
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    ended = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(order_to(door))
+    ended = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(launch_spec_to(door))
     with caller(door):
         pass
     assert "exited with code 0" in ray.get(ended)
@@ -233,15 +243,15 @@ def test_actors_leave_the_placement_group_of_a_trial(ray: Any, door: socket.sock
 
 
 @slow
-def test_the_runtime_env_reaches_members_and_the_order_does_not_leak(door: socket.socket) -> None:
-    adapter = adapter_of(runtime_env={"env_vars": {"DPF_TRY": "there"}})
-    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+def test_the_runtime_env_reaches_members_and_the_launch_spec_does_not_leak(door: socket.socket) -> None:
+    launcher = launcher_of(runtime_env={"env_vars": {"DPF_TRY": "there"}})
+    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
     with caller(door):
         (pid,) = members()
         process = psutil.Process(pid)
         assert process.environ()["DPF_TRY"] == "there"
         assert SECRET not in f"{process.environ()} {process.cmdline()}"
-        adapter.stop(name_of(0), None)
+        launcher.stop(name_of(0), None)
 
 
 # --- settings ---
@@ -261,7 +271,7 @@ def test_addresses_are_this_hosts_and_the_clusters_own(ray: Any) -> None:
         Ray(address=mine).listen_at()
     with pytest.raises(OptionError, match="in the Ray cluster at"):
         Ray(address=f"localhost:{int(port) - 1}").open()
-    assert all(finding.good for finding in adapter_of().check())
+    assert all(finding.good for finding in launcher_of().check())
     assert not Ray(runtime_env={"working_dir": "."}).sends_code
     assert Ray(runtime_env={"pip": ["simplejpeg"]}).sends_code
 
@@ -360,8 +370,8 @@ def test_a_check_tries_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_left_can_be_listed_and_swept(door: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = adapter_of(detached=True)
-    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+    launcher = launcher_of(detached=True)
+    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
     with caller(door) as (connection, _):
         assert name_of(0) in dpflow(monkeypatch, "workers", "ray").output
         assert f"would end {name_of(0)}" in dpflow(monkeypatch, "sweep", "ray").output
@@ -388,10 +398,10 @@ def test_batches_equal_those_of_local_workers_through_a_kill(victim: str) -> Non
     lose_one(remote, lambda: next(iter(members().items()))[victim == "actor"])
     assert_same([*seen, *iterator], expected)
     assert remote.stats().restarts >= 1
-    names = names_in(adapter_of())
+    names = names_in(launcher_of())
     assert names
     remote._iterator._shutdown_workers()
-    assert not set(names) & set(names_in(adapter_of()))
+    assert not set(names) & set(names_in(launcher_of()))
     local._iterator._shutdown_workers()
 
 

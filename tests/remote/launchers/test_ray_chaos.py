@@ -19,7 +19,7 @@ from tests.hosts.through_faults import read_through, report_kills
 from tests.remote.launchers.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.shared_cluster import wait
 from torch_dpflow.remote import Ray
-from torch_dpflow.remote.launchers.ray import RayAdapter
+from torch_dpflow.remote.launchers.ray import RayLauncher
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
@@ -71,7 +71,7 @@ def test_every_epoch_is_the_local_loaders(pytestconfig: pytest.Config) -> None:
         restarts = remote.stats().restarts
         remote._iterator._shutdown_workers()
         local._iterator._shutdown_workers()
-        adapter = RayAdapter(Ray(cpus=SHARE))
-        wait(lambda: not names_in(adapter) and not members(), what="the end of all members")
+        launcher = RayLauncher(Ray(cpus=SHARE))
+        wait(lambda: not names_in(launcher) and not members(), what="the end of all members")
         print(f"\n{epochs} epochs of {SIZE} samples, {restarts} restarts")
         report_kills(gaps, kills.at)

@@ -18,7 +18,7 @@ from tests.remote.launchers.local_ray import STORE, members, names_in, needs_ray
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.remote import Ray
-from torch_dpflow.remote.launchers.ray import RayAdapter
+from torch_dpflow.remote.launchers.ray import RayLauncher
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
@@ -50,7 +50,7 @@ def cluster() -> Iterator[Any]:
 def no_leaks() -> Iterator[None]:
     """As in `test_ray`."""
     yield
-    wait(lambda: not names_in(RayAdapter(Ray())) and not members(), what="the end of all members")
+    wait(lambda: not names_in(RayLauncher(Ray())) and not members(), what="the end of all members")
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
     )

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
-from torch_dpflow.remote.fleet.remote_member import BATCH_WORKERS, LOST_S, RemoteMember, parts_of
+from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LOST_S, RemoteWorker, parts_of
 
 
-def member(task_s: float, tasks: int = 5) -> RemoteMember:
-    found = RemoteMember("dpf", 1, 2, 0.0)
+def member(task_s: float, tasks: int = 5) -> RemoteWorker:
+    found = RemoteWorker("dpf", 1, 2, 0.0)
     for count in range(tasks + 1):
         found.note_work(1.0 + count * task_s)
     return found

@@ -24,21 +24,21 @@ from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, PeerLostError, WorkerStartError
 from torch_dpflow.ipc.messages.headers import (
     FetchPiece,
-    MemberHello,
-    MemberWelcome,
     Piece,
+    RemoteHandshake,
+    RemoteWelcome,
     WorkerRefused,
     decode,
     encode,
 )
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect, listen
-from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys
+from torch_dpflow.ipc.transport.keys import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
 from torch_dpflow.remote.fleet.reachable import addresses_of, to_bind, to_tell
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Ended
 from torch_dpflow.remote.launchers.processes import Processes
-from torch_dpflow.remote.launchers.subprocesses import ORDER_VARIABLE
+from torch_dpflow.remote.launchers.subprocesses import LAUNCH_SPEC_VARIABLE
 
 #: Enough for members to start on a busy machine, seconds.
 PATIENCE_S = 200.0
@@ -49,15 +49,15 @@ SOCKET_ONLY = LoaderOptions(shared_memory=0, seeding="batch")
 class Recording(Processes):
     """Keeps what its members are told."""
 
-    orders: list[bytes] = field(default_factory=list)
+    launch_specs: list[bytes] = field(default_factory=list)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         platform = super().open(outlived=outlived)
         start = platform.start
 
-        def recorded(name: str, order: bytes) -> None:
-            self.orders.append(order)
-            start(name, order)
+        def recorded(name: str, launch_spec: bytes) -> None:
+            self.launch_specs.append(launch_spec)
+            start(name, launch_spec)
 
         platform.start = recorded  # type: ignore[method-assign]
         return platform
@@ -102,14 +102,19 @@ def local(no_leaks: None) -> Iterator[DPFlowDataLoader[Any]]:
 def members(recording: Recording) -> dict[str, int]:
     """The pids of the members that run, by name."""
     return {
-        order.name: pid for order in map(decode_launch_spec, recording.orders) if (pid := pid_of(order.name))
+        launch_spec.name: pid
+        for launch_spec in map(decode_launch_spec, recording.launch_specs)
+        if (pid := pid_of(launch_spec.name))
     }
 
 
 def pid_of(name: str) -> int:
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"DPFLOW_MEMBER={name}".encode() in (entry / "environ").read_bytes():
+            if (
+                entry.name.isdigit()
+                and f"DPFLOW_WORKER_NAME={name}".encode() in (entry / "environ").read_bytes()
+            ):
                 return int(entry.name)
         except OSError:
             continue
@@ -141,48 +146,52 @@ def test_what_a_member_was_told_is_found_nowhere(
     remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: remote._iterator._shard.processes.working == 2)
-    for order in map(decode_launch_spec, recording.orders):
-        pid = pid_of(order.name)
+    for launch_spec in map(decode_launch_spec, recording.launch_specs):
+        pid = pid_of(launch_spec.name)
         if pid:
-            assert order.secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
-            assert order.secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert order.secret not in repr(order)
+            assert launch_spec.secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert launch_spec.secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert launch_spec.secret not in repr(launch_spec)
 
 
-def test_an_order_used_again_is_refused(
+def test_a_launch_spec_used_again_is_refused(
     remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
 ) -> None:
     """One whose member works, and one whose member is gone."""
     expected = len(list(remote))
     eventually(lambda: len(names_of(remote)) == 2)
-    if len(recording.orders) == 2:  # alone: no test before has lost one
+    if len(recording.launch_specs) == 2:  # alone: no test before has lost one
         lose_one(remote, lambda: next(iter(members(recording).values())))
         eventually(lambda: len(names_of(remote)) == 2)
     running = members(recording)
-    orders = {order.name: data for data in recording.orders if (order := decode_launch_spec(data))}
-    again = next(data for name, data in orders.items() if name in running)
+    launch_specs = {
+        launch_spec.name: data for data in recording.launch_specs if (launch_spec := decode_launch_spec(data))
+    }
+    again = next(data for name, data in launch_specs.items() if name in running)
     copy = subprocess.run(
         [sys.executable, "-m", "torch_dpflow.remote.worker"],
-        env={**os.environ, ORDER_VARIABLE: again.decode()},
+        env={**os.environ, LAUNCH_SPEC_VARIABLE: again.decode()},
         stderr=subprocess.PIPE,
         timeout=PATIENCE_S,
         check=False,
     )
     assert copy.returncode == 0, copy.stderr
     assert b"another process is" in copy.stderr
-    gone = next(decode_launch_spec(data) for name, data in orders.items() if name not in running)
+    gone = next(decode_launch_spec(data) for name, data in launch_specs.items() if name not in running)
     assert not answered(gone, f"{gone.number}/{gone.incarnation}/feed/line", gone.addresses[0], within_s=0.5)
     assert len(list(remote)) == expected
     assert members(recording) == running
 
 
-def answered(order: LaunchSpec, identity: str, address: str, *, within_s: float) -> Any:
-    """What the door answers to garbage from a connection with an order's key; None if it does not hear it.
+def answered(launch_spec: LaunchSpec, identity: str, address: str, *, within_s: float) -> Any:
+    """What the door answers to garbage from a connection with a launch spec's key; None if it does not hear it.
 
     within_s: how long to wait for it, seconds.
     """
     keys = ClientKeys(
-        public=order.public.encode(), secret=order.secret.encode(), server_public=order.server_public.encode()
+        public=launch_spec.public.encode(),
+        secret=launch_spec.secret.encode(),
+        server_public=launch_spec.server_public.encode(),
     )
     options = TransportOptions(keys=keys, send_timeout_s=within_s)
     connection = connect(address, identity=identity.encode(), options=options)
@@ -201,7 +210,11 @@ def test_strangers_and_garbage_change_nothing(
     expected = len(list(remote))
     eventually(lambda: len(names_of(remote)) == 2)
     running = members(recording)
-    own, other = (order for order in map(decode_launch_spec, recording.orders) if order.name in running)
+    own, other = (
+        launch_spec
+        for launch_spec in map(decode_launch_spec, recording.launch_specs)
+        if launch_spec.name in running
+    )
     address = own.addresses[0]
     identity, others = (f"{one.number}/{one.incarnation}/feed/line" for one in (own, other))
     assert isinstance(answered(own, identity, address, within_s=PATIENCE_S), WorkerRefused)
@@ -287,18 +300,18 @@ def test_members_end_by_themselves_where_the_training_process_is_killed(
 ) -> None:
     """Nobody is left who could stop them."""
     recording = Recording()
-    told = tmp_path / "orders"
+    told = tmp_path / "launch specs"
     child = os.fork()
     if not child:
         try:
             loader = DPFlowDataLoader(WhoLoads(40), batch_size=None, num_workers=1, platform=recording)
             iterator = iter(loader)
             next(iterator)
-            told.write_bytes(b"\n".join(recording.orders))
+            told.write_bytes(b"\n".join(recording.launch_specs))
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    recording.orders.extend(told.read_bytes().split(b"\n"))
+    recording.launch_specs.extend(told.read_bytes().split(b"\n"))
     assert members(recording)
     eventually(lambda: not members(recording), within_s=45)
 
@@ -331,14 +344,14 @@ def test_a_member_that_is_refused_while_it_imports_torch_ends_and_says_why_if_th
     reason: str, eventually: Callable[..., None]
 ) -> None:
     public, secret = draw_key_pair()
-    keys = DoorKeys(public=public, secret=secret)
+    keys = WorkerKeys(public=public, secret=secret)
     own_public, own_secret = draw_key_pair()
     keys.expect("0/1", own_public, PATIENCE_S)
     name, content = "dpf-0c0ffee0-0123456789-0-1", b"N."
     digest = hashlib.sha256(content).hexdigest()
     platform = Processes().open()
     head = listen("tcp://127.0.0.1:0", options=TransportOptions(keys=keys))
-    order = LaunchSpec(
+    launch_spec = LaunchSpec(
         name=name,
         role="worker",
         number=0,
@@ -351,11 +364,11 @@ def test_a_member_that_is_refused_while_it_imports_torch_ends_and_says_why_if_th
         lifetime_s=None,
         silence_s=PATIENCE_S,
     )
-    platform.start(name, encode_launch_spec(order))
+    platform.start(name, encode_launch_spec(launch_spec))
     while True:
         peer, frames = head.receive(PATIENCE_S)  # type: ignore[misc]
-        if isinstance(decode(frames[0]), MemberHello):
-            head.send(peer, [encode(MemberWelcome(digest, len(content), "", 0))])
+        if isinstance(decode(frames[0]), RemoteHandshake):
+            head.send(peer, [encode(RemoteWelcome(digest, len(content), "", 0))])
         elif isinstance(decode(frames[0]), FetchPiece):
             break
     head.send(peer, [encode(Piece(digest, 0)), content])

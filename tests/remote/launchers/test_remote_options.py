@@ -240,7 +240,7 @@ def test_local_workers_beside_members_load_the_same_batches_through_kills(
 def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loaded_twice(
     tmp_path: Path, kind: str, eventually: Callable[..., None]
 ) -> None:
-    platform = Troubled(limits={"longest_life_s": 40.0}, held_from=2)
+    platform = Troubled(limits={"max_lifetime_s": 40.0}, held_from=2)
     # Large ones, which come after the words of a member that leaves.
     items: Any = (
         Watched(SIZE, tmp_path, pace_s=0.2, payload=4 << 20)

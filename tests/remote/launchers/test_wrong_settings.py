@@ -142,13 +142,13 @@ def test_a_token_and_a_namespace_that_kubernetes_does_not_know_are_raised(
         assert "401 Unauthorized; give the user of the kubeconfig" in told(double, monkeypatch)
 
 
-def test_a_role_that_may_start_pods_and_give_them_no_order_leaves_none(
+def test_a_role_that_may_start_pods_and_give_them_no_launch_spec_leaves_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with found("kubernetes") as double:
         monkeypatch.setattr(double.server, "rules", double.server.rules[:1])
         assert 'cannot create resource "secrets"' in told(double, monkeypatch)
-        wait(lambda: not double.live(), what="no pod without an order")
+        wait(lambda: not double.live(), what="no pod without a launch spec")
 
 
 #: In a process of its own, since the vendor's chain reads the environment when it is imported.

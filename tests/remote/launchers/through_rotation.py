@@ -10,7 +10,7 @@ import pytest
 from tests.loader_cases import Counted
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.remote.fleet import remote_workers
-from torch_dpflow.remote.fleet.fleet_members import DrainMember, MemberState
+from torch_dpflow.remote.fleet.worker_states import DrainWorker, WorkerState
 
 
 class SlowCounted(Counted):
@@ -21,13 +21,13 @@ class SlowCounted(Counted):
         return super().__getitem__(index)
 
 
-def record_drains(monkeypatch: pytest.MonkeyPatch) -> list[list[MemberState]]:
+def record_drains(monkeypatch: pytest.MonkeyPatch) -> list[list[WorkerState]]:
     """At each drain from now on: the states of all members that have the place of the one that drains."""
-    drains: list[list[MemberState]] = []
+    drains: list[list[WorkerState]] = []
     obey = remote_workers.RemoteWorkers._obey
 
     def recorded(self: Any, instruction: Any, now: float) -> None:
-        if isinstance(instruction, DrainMember):
+        if isinstance(instruction, DrainWorker):
             number = self._members[instruction.name].number
             drains.append([one.state for one in self._fleet.members if one.number == number])
         obey(self, instruction, now)
@@ -39,7 +39,7 @@ def record_drains(monkeypatch: pytest.MonkeyPatch) -> list[list[MemberState]]:
 def read_through_rotation(
     remote: DPFlowDataLoader[Any],
     dataset: SlowCounted,
-    drains: list[list[MemberState]],
+    drains: list[list[WorkerState]],
     *,
     replaced: int,
     for_s: float,
@@ -59,6 +59,6 @@ def read_through_rotation(
     )
     assert remote.stats().restarts == 0
     assert len(drains) >= replaced
-    assert all(MemberState.ON_DECK in states for states in drains), "a successor waits"
+    assert all(WorkerState.ON_DECK in states for states in drains), "a successor waits"
     stall = remote.stats().stall_share
     print(f"{read_epochs} epochs, {len(drains)} members replaced, stall {stall:.3f}")

@@ -20,23 +20,23 @@ import pytest
 from tests.new_process import ROOT
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.remote.worker.forking import Fork
-from torch_dpflow.testing.members import CODE, LAST_WORDS
+from torch_dpflow.testing.remote_workers import CODE, LAST_WORDS
 
 
-def words(order: bytes) -> None:
-    print(order.decode(), file=sys.stderr)
+def words(launch_spec: bytes) -> None:
+    print(launch_spec.decode(), file=sys.stderr)
 
 
-def leave(order: bytes) -> None:
+def leave(launch_spec: bytes) -> None:
     print(LAST_WORDS, file=sys.stderr)
     sys.exit(CODE)
 
 
-def fail(order: bytes) -> None:
+def fail(launch_spec: bytes) -> None:
     raise RuntimeError("no cupboard")
 
 
-def variable(order: bytes) -> int:
+def variable(launch_spec: bytes) -> int:
     print(os.environ.get("KEY_OF_ONE"), file=sys.stderr)
     return 3
 
@@ -44,7 +44,7 @@ def variable(order: bytes) -> int:
 @pytest.mark.parametrize(
     ("run", "code", "report"),
     [
-        (words, 0, "an order"),
+        (words, 0, "a launch spec"),
         (leave, CODE, LAST_WORDS),
         (lambda _: sys.exit("a reason"), 1, "a reason"),
         (fail, 1, "RuntimeError: no cupboard"),
@@ -55,7 +55,7 @@ def variable(order: bytes) -> int:
 def test_the_exit_code_and_the_last_words_are_told(
     run: Callable[[bytes], Any], code: int, report: str
 ) -> None:
-    end = Fork(run, b"an order", env={"KEY_OF_ONE": "of one"}).wait()
+    end = Fork(run, b"a launch spec", env={"KEY_OF_ONE": "of one"}).wait()
     assert (end.code, end.signal) == (code, None)
     assert report in end.report
     assert end.ran_s is not None
@@ -83,7 +83,7 @@ def test_a_kill_is_told_by_its_signal() -> None:
 def test_who_closes_its_standard_error_runs_on_and_nobody_spins() -> None:
     there, here = os.pipe()
 
-    def run(order: bytes) -> int:
+    def run(launch_spec: bytes) -> int:
         os.close(here)
         os.close(2)
         os.read(there, 1)
@@ -99,7 +99,7 @@ def test_who_closes_its_standard_error_runs_on_and_nobody_spins() -> None:
 def test_what_it_has_started_ends_with_it_and_so_do_all_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def run(order: bytes) -> None:
+        def run(launch_spec: bytes) -> None:
             socket.create_connection(server.getsockname()).send(b"x")
             connection = socket.create_connection(server.getsockname())
             if os.fork() == 0:
@@ -120,7 +120,7 @@ def test_it_has_none_of_the_descriptors_that_it_is_not_to_have() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = os.readlink(f"/proc/self/fd/{server.fileno()}")
 
-        def run(order: bytes) -> int:
+        def run(launch_spec: bytes) -> int:
             has = [
                 os.readlink(f"/proc/self/fd/{fd}")
                 for fd in os.listdir("/proc/self/fd")
@@ -135,7 +135,7 @@ def test_it_has_none_of_the_descriptors_that_it_is_not_to_have() -> None:
 def test_it_ends_with_the_process_that_has_forked_it() -> None:
     there, here = os.pipe()
 
-    def middle(order: bytes) -> None:
+    def middle(launch_spec: bytes) -> None:
         Fork(lambda _: time.sleep(60), b"")  # which keeps `here` open
         os.write(here, b"x")
         time.sleep(60)

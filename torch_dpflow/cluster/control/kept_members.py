@@ -17,7 +17,7 @@ from torch_dpflow.cluster.messages.keeper import MAX_MEMBERS, MAX_NEWS
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.errors import StaleShardError
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused
-from torch_dpflow.remote.launchers.names import MemberName
+from torch_dpflow.remote.launchers.names import WorkerName
 
 #: A shard that is silent for so long has no members any more, seconds: nobody answers them, so they leave.
 SILENT_S = 30.0
@@ -162,7 +162,7 @@ class KeptMembers:
         return mine
 
     def _check(self, name: str, shard: str) -> None:
-        if not name.startswith(self._prefix) or not MemberName.is_one(name):
+        if not name.startswith(self._prefix) or not WorkerName.is_one(name):
             raise UsageError(
                 f"{name!r:.80} is no member of this cluster, whose names begin with {self._prefix!r}"
             )

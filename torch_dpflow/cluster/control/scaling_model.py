@@ -13,16 +13,16 @@ from random import Random
 from typing import TypeAlias
 
 from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
-from torch_dpflow.remote.fleet.fleet_members import (
-    AdmitMember,
-    DrainMember,
-    MemberState,
-    RefuseMember,
-    StartMember,
-    StopMember,
-    SuspectMember,
-)
 from torch_dpflow.remote.fleet.lifecycle import Fleet
+from torch_dpflow.remote.fleet.worker_states import (
+    AdmitWorker,
+    CheckWorker,
+    DrainWorker,
+    RejectWorker,
+    StartWorker,
+    StopWorker,
+    WorkerState,
+)
 from torch_dpflow.remote.launchers.contract import Accepted, Ended
 from torch_dpflow.workers.platform import End, Limits
 
@@ -112,7 +112,7 @@ class ScalingRun:
         limits = Limits(
             shares_memory=False,
             accepts_connections=False,
-            longest_life_s=None,
+            max_lifetime_s=None,
             starts_per_s=model.starts_per_s,
             start_timeout_s=(10.0, max(120.0, 6 * model.cold_start_s)),
         )
@@ -172,7 +172,7 @@ class ScalingRun:
             worker_s=counts.worker_s,
             late_s=counts.stall_s,
             working=len(self._working),
-            coming=sum(one.is_expected or one is MemberState.ON_DECK for one in states),
+            coming=sum(one.is_expected or one is WorkerState.ON_DECK for one in states),
             refused=self._fleet.limited_by,
         )
         self._fleet.target(self._law(seen, now))
@@ -194,14 +194,14 @@ class ScalingRun:
             return
         for instruction in fleet.tick(now):
             match instruction:
-                case StartMember(name):
+                case StartWorker(name):
                     self._outcome.starts += 1
                     self._begun[name] = now
                     fleet.handle(Accepted(name, ""), now)
                     heapq.heappush(self._agenda, (now + self._cold_start_s(), name, False))
-                case AdmitMember(name):
+                case AdmitWorker(name):
                     self._working.add(name)
-                case DrainMember(name) | StopMember(name) | RefuseMember(name) | SuspectMember(name):
+                case DrainWorker(name) | StopWorker(name) | RejectWorker(name) | CheckWorker(name):
                     self._working.discard(name)
                     fleet.drained(name, now)
                     heapq.heappush(self._agenda, (now + STEP_S, name, True))

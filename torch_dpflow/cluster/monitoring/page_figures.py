@@ -15,7 +15,7 @@ from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 #: Most jobs and processes that one page shows; it says how many more there are.
 MOST_JOBS, MOST_PROCESSES = 256, 1024
-#: States of processes of this host; those of members are `MemberState`'s.
+#: States of processes of this host; those of members are `WorkerState`'s.
 RUNNING, STARTING, DOWN = "running", "starting", "down"
 
 

@@ -39,8 +39,8 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, 
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import (
     Accepted,
-    Adapter,
     AdoptingPlatform,
+    Launcher,
     PlatformSpec,
     Ref,
     Refused,
@@ -60,7 +60,7 @@ class Opened:
     """A platform that answers."""
 
     platform: AdoptingPlatform
-    adapter: Adapter
+    launcher: Launcher
     #: Where to listen for its members.
     listen_at: str
     #: What it had when it was opened.
@@ -239,12 +239,12 @@ class Keeper:
             spec.check_listen(listen_at)
         platform = spec.open(outlived=True)
         try:
-            adapter = spec.adapter()
+            launcher = spec.launcher()
             listen_at = listen_at or spec.listen_at()
         except BaseException:
             platform.close()
             raise
-        return Opened(platform=platform, adapter=adapter, listen_at=listen_at, found=self._listed(adapter))
+        return Opened(platform=platform, launcher=launcher, listen_at=listen_at, found=self._listed(launcher))
 
     def _on_failed(self, error: UsageError) -> None:
         self._opens = False
@@ -256,7 +256,7 @@ class Keeper:
     def _on_opened(self, opened: Opened) -> None:
         self._opened = opened
         self._on_open()
-        most = opened.platform.limits.most_members
+        most = opened.platform.limits.max_workers
         self._members.limit(most)
         PeriodicCall(
             partial(self._await_outcomes, opened.platform.wakeup_fd),
@@ -283,11 +283,11 @@ class Keeper:
                     self._refusal = str(error)
         self._answer_asking()
 
-    def _listed(self, adapter: Adapter) -> Mapping[str, Ref]:
-        if not adapter.limits.can_list:
+    def _listed(self, launcher: Launcher) -> Mapping[str, Ref]:
+        if not launcher.limits.can_list:
             return {}
         try:
-            return adapter.list(self._prefix)
+            return launcher.list(self._prefix)
         except Exception as error:
             SERVICE.warning("members of platform %s cannot be listed: %s", self._spec.name, error)
             return {}
@@ -295,7 +295,7 @@ class Keeper:
     def _sweep(self) -> None:
         """End members of this cluster that nobody knows: those of shards and keepers that were killed together."""
         assert self._opened is not None
-        found = self._listed(self._opened.adapter)
+        found = self._listed(self._opened.launcher)
         self._server.post(partial(self._end_strays, found))
 
     def _end_strays(self, found: Mapping[str, Ref]) -> None:

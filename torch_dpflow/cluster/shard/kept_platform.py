@@ -39,7 +39,7 @@ OPEN_S, RELEASE_S = 120.0, 2.0
 
 
 class KeptSource:
-    """Where the members of a cluster's shard come from: see `MemberSource`."""
+    """Where the members of a cluster's shard come from: see `PlatformSource`."""
 
     def __init__(self, service: ServiceSpec, place: MemberPlace) -> None:
         self._service = service
@@ -61,7 +61,7 @@ class KeptSource:
 
 
 class KeptPlatform:
-    """The `MemberPlatform` of one shard.
+    """The `RemotePlatform` of one shard.
 
     Raises:
         RemoteCallError: the platform cannot be opened, or refuses.
@@ -96,14 +96,15 @@ class KeptPlatform:
 
     # -- for the shard's thread ------------------------------------------------------------------------------
 
-    def start(self, name: str, order: bytes) -> None:
-        if len(order) > self.limits.order_bytes:
+    def start(self, name: str, launch_spec: bytes) -> None:
+        if len(launch_spec) > self.limits.max_launch_spec_bytes:
             raise OptionError(
-                f"the order of {name} has {len(order)} bytes, of at most {self.limits.order_bytes}"
+                f"the launch spec of {name} has {len(launch_spec)} bytes; at most "
+                f"{self.limits.max_launch_spec_bytes} are allowed"
             )
         with self._lock:
-            self._orders[name] = order
-        self._ask(StartRequest(name, order))
+            self._orders[name] = launch_spec
+        self._ask(StartRequest(name, launch_spec))
 
     def stop(self, name: str, why: str = "") -> None:
         self._ask(StopRequest(name, why[:MAX_TEXT]))
@@ -179,8 +180,8 @@ class KeptPlatform:
             raise
         with self._lock:
             requests, self._requests = self._requests, {}
-            for name, order in self._orders.items():
-                self._requests[StartRequest, name] = StartRequest(name, order)
+            for name, launch_spec in self._orders.items():
+                self._requests[StartRequest, name] = StartRequest(name, launch_spec)
             self._requests |= requests
         self._sender.wake()
 

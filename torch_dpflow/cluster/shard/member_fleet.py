@@ -14,10 +14,10 @@ from torch_dpflow.cluster.shard.kept_platform import KeptSource
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.fleet.door import PortsTakenError
+from torch_dpflow.remote.fleet.door import PortsInUseError
 from torch_dpflow.remote.fleet.remote_content import RemoteContent
-from torch_dpflow.remote.fleet.remote_member import SAMPLE_WORKERS
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
 from torch_dpflow.remote.shipping.flow_content import split
 
 #: Most messages of members that are handled before one of a job is.
@@ -153,7 +153,7 @@ class MemberFleet:
             remote = self._connected()
         except Exception as error:
             text = f"no worker can be had of platform {self._members.name!r} for {self._service.id}: {error}"
-            if isinstance(error, PortsTakenError):
+            if isinstance(error, PortsInUseError):
                 text += (
                     "; end what listens there, have fewer shards by `dpflow flow scale`, or start `dpflow up` with "
                     "more ports in --worker-listen"
@@ -176,7 +176,7 @@ class MemberFleet:
                     kind=SAMPLE_WORKERS,
                     cluster=self._service.place.cluster,
                 )
-            except PortsTakenError as error:  # by a shard that ends once its jobs have left it
+            except PortsInUseError as error:  # by a shard that ends once its jobs have left it
                 if self._ended or time.monotonic() >= until:
                     raise
                 SERVICE.warning("%s; trying again", error)

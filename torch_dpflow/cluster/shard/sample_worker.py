@@ -26,10 +26,10 @@ from torch_dpflow.ipc.memory.running_task import RunningTask
 from torch_dpflow.ipc.messages.headers import (
     Exchange,
     Finished,
+    NoSession,
     Stop,
-    Stranger,
     Window,
-    WorkerHello,
+    WorkerHandshake,
     WorkerReady,
     WorkerRefused,
     WorkerWelcome,
@@ -120,7 +120,7 @@ class SampleWorker:
         if not self._tasks:
             frames = self._connection.receive(self.idle_s)
             if frames is None:
-                self._send_hello(IDLE_S)
+                self._send_handshake(IDLE_S)
             else:
                 received.append(frames)
         now = time.monotonic()
@@ -136,13 +136,13 @@ class SampleWorker:
         is_due = True
         while self._source is None and not self._stopped:
             if is_due:
-                self._send_hello(HELLO_S)
+                self._send_handshake(HELLO_S)
             frames = self._connection.receive(self.hello_s)
             is_due = self.hello_s is not None
             if frames is not None:
                 self._handle(decode(frames[0]), frames[1:])
 
-    def _send_hello(self, every_s: float) -> None:
+    def _send_handshake(self, every_s: float) -> None:
         """every_s: how often that is done, seconds."""
         if self._unanswered_s >= SILENCE_S:
             self._end(f"its shard has not answered for {SILENCE_S:g} s")
@@ -150,7 +150,7 @@ class SampleWorker:
         self._unanswered_s += every_s
         probe = self._arena.probe_ref() if self._arena is not None else None
         self._running = RunningTask(self._arena)  # a new one: a reference to shared memory can be opened once
-        hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+        hello = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
 
     def _end(self, reason: str) -> None:
@@ -179,7 +179,7 @@ class SampleWorker:
                     self._stopped = True
             case WorkerRefused(reason=reason):
                 self._end(f"its shard refuses it: {reason}")
-            case Stranger():
+            case NoSession():
                 self._end("a service of another node listens where its shard did")
             case Stop():
                 self._stopped = True

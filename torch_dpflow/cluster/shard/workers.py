@@ -19,11 +19,11 @@ from torch_dpflow.ipc.memory.arena import ArenaReader
 from torch_dpflow.ipc.memory.arena_peers import ArenaPeers
 from torch_dpflow.ipc.memory.running_task import RunningTaskReader
 from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError, RecoverableError
-from torch_dpflow.ipc.messages.headers import Finished, WorkerHello
+from torch_dpflow.ipc.messages.headers import Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.fleet.remote_member import SAMPLE_WORKERS
+from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
 from torch_dpflow.workers.engine import Shard
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
@@ -335,12 +335,12 @@ class ShardWorkers:
 
     # -- callbacks of the shard (`Requester`) ------------------------------------------------------------
 
-    def refusal(self, hello: WorkerHello) -> str:
+    def refusal(self, hello: WorkerHandshake) -> str:
         # Any number is accepted: the node that starts workers may know of a new size first.
         newest = self._newest.get(hello.worker, hello.incarnation)
         return "" if hello.incarnation >= newest else f"incarnation {newest} has replaced it"
 
-    def shares_memory(self, hello: WorkerHello) -> bool:
+    def shares_memory(self, hello: WorkerHandshake) -> bool:
         before = self._workers.get(hello.worker)
         if before is not None and before.incarnation != hello.incarnation:
             self._lose(hello.worker, before)  # its end has not been seen yet

@@ -4,7 +4,7 @@ A message is one header frame followed by payload frames, which the code here do
 when they are decoded: types, ranges, lengths, and no unknown fields. No allocation trusts a length that a peer claims:
 msgspec grows lists as it reads, and a header frame is at most `MAX_HEADER_BYTES` long.
 
-The version is checked once for each connection (`Hello`, `Welcome`), not in every message.
+The version is checked once for each connection (`Handshake`, `Welcome`), not in every message.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     probe: msgspec.Raw = EMPTY_BODY
 
 
-class Hello(_Header, tag=1):
-    """Client to server, first on every connection and again after `Stranger`.
+class Handshake(_Header, tag=1):
+    """Client to server, first on every connection and again after `NoSession`.
 
     In all releases its first field is the version, as that of `Welcome`: `version_of` reads it.
     """
@@ -70,7 +70,7 @@ class Hello(_Header, tag=1):
 
 
 class Welcome(_Header, tag=2):
-    """Server to client: the answer to `Hello`. A client of another version disconnects."""
+    """Server to client: the answer to `Handshake`. A client of another version disconnects."""
 
     version: Count
     #: Drawn when the server starts, 16 bytes: a new one means that the server has restarted and knows no calls.
@@ -79,8 +79,8 @@ class Welcome(_Header, tag=2):
     offer: PayloadOffer
 
 
-class Stranger(_Header, tag=3):
-    """Server to client: there is no session (any more); send `Hello`, then repeat the open calls."""
+class NoSession(_Header, tag=3):
+    """Server to client: there is no session (any more); send `Handshake`, then repeat the open calls."""
 
 
 class Reading(_Header, tag=6):
@@ -142,7 +142,7 @@ BATCH, FAILURE, END = range(3)
 MAX_TASKS = 1 << 16
 
 
-class WorkerHello(_Header, tag=30):
+class WorkerHandshake(_Header, tag=30):
     """Worker to shard, its first message: it has started.
 
     No release changes what comes before `version`, and each adds behind it only: `version_of` reads it.
@@ -160,7 +160,7 @@ class WorkerHello(_Header, tag=30):
 
 
 class WorkerWelcome(_Header, tag=31):
-    """Shard to worker: the answer to `WorkerHello`. One frame follows: the epoch, as the requester describes it."""
+    """Shard to worker: the answer to `WorkerHandshake`. One frame follows: the epoch, as the requester describes it."""
 
     #: Whether the worker's shared memory can be read here.
     shared_memory: bool
@@ -240,7 +240,7 @@ PIECE_BYTES, MAX_NAMES = 4 << 20, 256
 _Short = Annotated[str, msgspec.Meta(max_length=128)]
 
 
-class MemberHello(_Header, tag=40):
+class RemoteHandshake(_Header, tag=40):
     """Member to shard, first, and again until it is answered.
 
     In all releases its first field is the version: `version_of` reads it.
@@ -255,7 +255,7 @@ class MemberHello(_Header, tag=40):
     where: _Short = ""
 
 
-class MemberWelcome(_Header, tag=41):
+class RemoteWelcome(_Header, tag=41):
     """Shard to member: fetch these contents, by their digests. An empty digest stands for nothing."""
 
     #: What it loads, and how large that is.
@@ -280,13 +280,13 @@ class Piece(_Header, tag=43):
     offset: Count
 
 
-class MemberLacks(_Header, tag=46):
+class MissingModules(_Header, tag=46):
     """Member to shard: it cannot load the content, since it has not these modules. `WorkerRefused` answers it."""
 
     modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
 
 
-class WorkerBeat(_Header, tag=44):
+class WorkerHeartbeat(_Header, tag=44):
     """Member to shard, at times, and the shard's answer."""
 
     #: Messages sent on the other connection so far: who has received fewer for some time knows that one was lost.
@@ -296,7 +296,7 @@ class WorkerBeat(_Header, tag=44):
     away_s: Seconds = 0.0
 
 
-class WorkerBye(_Header, tag=45):
+class WorkerGoodbye(_Header, tag=45):
     """Member to shard, its last message: it ends now."""
 
     #: Why, as a traceback; empty where it was told to.
@@ -308,8 +308,8 @@ class WorkerBye(_Header, tag=45):
 # --- all of them --------------------------------------------------------------------------------------------
 
 
-class _AnyHello(msgspec.Struct, array_like=True, tag=1):
-    """What the `Hello`s of all releases begin with."""
+class _AnyHandshake(msgspec.Struct, array_like=True, tag=1):
+    """What the `Handshake`s of all releases begin with."""
 
     version: Count
 
@@ -318,11 +318,11 @@ class _AnyWelcome(msgspec.Struct, array_like=True, tag=2):
     version: Count
 
 
-class _AnyMemberHello(msgspec.Struct, array_like=True, tag=40):
+class _AnyRemoteHandshake(msgspec.Struct, array_like=True, tag=40):
     version: Count
 
 
-class _AnyWorkerHello(msgspec.Struct, array_like=True, tag=30):
+class _AnyWorkerHandshake(msgspec.Struct, array_like=True, tag=30):
     worker: Any
     incarnation: Any
     pid: Any
@@ -332,16 +332,16 @@ class _AnyWorkerHello(msgspec.Struct, array_like=True, tag=30):
 
 
 Header: TypeAlias = (
-    Hello
+    Handshake
     | Welcome
-    | Stranger
+    | NoSession
     | Reading
     | Request
     | Reply
     | Failure
     | Inquiry
     | Missing
-    | WorkerHello
+    | WorkerHandshake
     | WorkerWelcome
     | WorkerRefused
     | WorkerReady
@@ -351,18 +351,18 @@ Header: TypeAlias = (
     | Exchange
     | PackedExchange
     | Stop
-    | MemberHello
-    | MemberWelcome
+    | RemoteHandshake
+    | RemoteWelcome
     | FetchPiece
     | Piece
-    | MemberLacks
-    | WorkerBeat
-    | WorkerBye
+    | MissingModules
+    | WorkerHeartbeat
+    | WorkerGoodbye
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
-_AnyGreeting: TypeAlias = _AnyHello | _AnyWelcome | _AnyWorkerHello | _AnyMemberHello
+_AnyGreeting: TypeAlias = _AnyHandshake | _AnyWelcome | _AnyWorkerHandshake | _AnyRemoteHandshake
 _greetings: msgspec.msgpack.Decoder[_AnyGreeting] = msgspec.msgpack.Decoder(_AnyGreeting)
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """A client's state machine: no socket, no lock, no clock.
 
 Messages go in through `on_message`; messages to send come out in `outbox`, in order. The server may restart or drop
-this client's session at any time: then it answers `Stranger`, the client sends `Hello` again and asks for the state of
-every open call, and the answers name the calls to send again.
+this client's session at any time: then it answers `NoSession`, the client sends `Handshake` again and asks for the
+state of every open call, and the answers name the calls to send again.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ClientSession:
         self._make_carrier = make_carrier
         self._carrier = make_carrier()
         self._greeted = False
-        self._send_hello()
+        self._send_handshake()
 
     # --- called by the client ---
 
@@ -134,7 +134,7 @@ class ClientSession:
         if not calls:
             return
         if not self._greeted:
-            self._send_hello()
+            self._send_handshake()
         self.send(messages.Inquiry(calls))
 
     def fail_all(self, error: DPFlowError) -> None:
@@ -179,7 +179,7 @@ class ClientSession:
         if self._carrier.accept(header.offer):
             self.send(messages.Reading())
         if before is None:
-            return  # requests were sent after the Hello, and messages keep their order
+            return  # requests were sent after the Handshake, and messages keep their order
         if before != header.incarnation:
             self.stats.server_restarts += 1
         self.send(messages.Inquiry(list(self.waiting)))
@@ -194,12 +194,12 @@ class ClientSession:
             self.fail_all(MessageError(text))
         return version == messages.PROTOCOL_VERSION
 
-    def _on_stranger(self, *_: object) -> None:
+    def _on_no_session(self, *_: object) -> None:
         if self._greeted:
             self._greeted = False
             self._carrier.close()
             self._carrier = self._make_carrier()
-            self._send_hello()
+            self._send_handshake()
 
     def _on_reading(self, *_: object) -> None:
         self._carrier.shares = True
@@ -234,8 +234,8 @@ class ClientSession:
 
     # --- sending ---
 
-    def _send_hello(self) -> None:
-        self.send(messages.Hello(messages.PROTOCOL_VERSION, self._carrier.offer()))
+    def _send_handshake(self) -> None:
+        self.send(messages.Handshake(messages.PROTOCOL_VERSION, self._carrier.offer()))
 
     def _send_request(self, call: OpenCall, now: float) -> None:
         packed, packing = self._carrier.pack(call.frames)
@@ -258,7 +258,7 @@ class ClientSession:
 #: shared memory, to the garbage collector.
 _HANDLERS: dict[type, Callable[[ClientSession, Any, list[memoryview], float], None]] = {
     messages.Welcome: ClientSession._on_welcome,
-    messages.Stranger: ClientSession._on_stranger,
+    messages.NoSession: ClientSession._on_no_session,
     messages.Reading: ClientSession._on_reading,
     messages.Reply: ClientSession._on_reply,
     messages.Failure: ClientSession._on_failure,

@@ -45,7 +45,7 @@ class Carrier:
         self.shares = False
 
     def offer(self) -> PayloadOffer:
-        """What this side can read and offers, for `Hello` or `Welcome`."""
+        """What this side can read and offers, for `Handshake` or `Welcome`."""
         probe = None if self._arena is None else self._arena.probe_ref()
         return PayloadOffer(os.getpid(), self._asks_compression, encode_body(probe))
 

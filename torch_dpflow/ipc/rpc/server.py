@@ -164,11 +164,11 @@ class RpcServer:
         session = self._sessions.on_message(client, now)
         try:
             header = decode(frames[0])
-            if isinstance(header, messages.Hello):
+            if isinstance(header, messages.Handshake):
                 self._on_hello(client, session, header, now)
             elif session is None:
                 self._stats.strangers += 1
-                self._listener.send(client, [encode(messages.Stranger())])
+                self._listener.send(client, [encode(messages.NoSession())])
             elif (action := self._actions.get(type(header))) is not None:
                 action(session, header, frames[1:])
             else:
@@ -185,7 +185,9 @@ class RpcServer:
                 raise
             TRANSPORT.error("a message at %s was dropped: %s", self.address, error)
 
-    def _on_hello(self, client: bytes, session: Session | None, header: messages.Hello, now: float) -> None:
+    def _on_hello(
+        self, client: bytes, session: Session | None, header: messages.Handshake, now: float
+    ) -> None:
         carrier = Carrier(
             max_bytes=self._options.max_payload_bytes,
             shared_bytes=self._options.shared_bytes if self.address.startswith("ipc://") else 0,

@@ -22,7 +22,7 @@ class ServerStats:
     messages: int = 0
     #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
     malformed: int = 0
-    #: Messages of peers without a session: they had not sent a Hello, or their session was dropped.
+    #: Messages of peers without a session: they had not sent a Handshake, or their session was dropped.
     strangers: int = 0
     #: Calls executed.
     calls: int = 0
@@ -36,7 +36,7 @@ class ServerStats:
 
 
 class Session:
-    """One client, from its Hello until its session is dropped."""
+    """One client, from its Handshake until its session is dropped."""
 
     def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
@@ -56,7 +56,7 @@ class Session:
         self._send(self.client, [encode(header), *frames])
 
     def replace_carrier(self, carrier: Carrier) -> None:
-        """The client has repeated its Hello, as it did not receive the Welcome."""
+        """The client has repeated its Handshake, as it did not receive the Welcome."""
         self.carrier.close()
         self.carrier = carrier
 

@@ -21,7 +21,7 @@ from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.payload_table import Frame
 
 if TYPE_CHECKING:
-    from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys, ServerKeys
+    from torch_dpflow.ipc.transport.keys import ClientKeys, ServerKeys, WorkerKeys
 
 #: ZeroMQ's longest peer identity, bytes.
 MAX_IDENTITY_BYTES = 255
@@ -44,7 +44,7 @@ class TransportOptions:
     #: tcp only: a peer that sends nothing for this long is disconnected, seconds.
     silence_s: float = 30.0
     #: With keys, CURVE is mandatory over tcp; without them tcp is allowed for loopback addresses only.
-    keys: ServerKeys | DoorKeys | ClientKeys | None = None
+    keys: ServerKeys | WorkerKeys | ClientKeys | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "max_frame_bytes", "max_frames", "queue_messages", minimum=1)
@@ -67,7 +67,7 @@ class Listener(Protocol):
 
     @property
     def losses(self) -> int:
-        """Connections that have ended, where keys are `DoorKeys`; each makes a waiting `receive` return. Else 0."""
+        """Connections that have ended, where keys are `WorkerKeys`; each makes a waiting `receive` return. Else 0."""
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         """The next message as (identity of the peer, frames), or None.

@@ -4,7 +4,7 @@ A cluster has a server key pair, by which clients recognise its services, and on
 that the services accept. Both lie in a connection file that only its owner may read; whoever can read it can run code
 on the cluster's workers.
 
-Members of a platform get no client key of a cluster: each has one of its own, which a listener with `DoorKeys` admits
+Members of a platform get no client key of a cluster: each has one of its own, which a listener with `WorkerKeys` admits
 for as long as the member is expected or there.
 """
 
@@ -38,7 +38,7 @@ class ServerKeys:
         return "" if hmac.compare_digest(key, self.client_public) else None
 
 
-class DoorKeys:
+class WorkerKeys:
     """A listener's own key pair, and the clients' keys that it admits, each for one user. Thread-safe.
 
     The identity of a user's connection has to begin with the user's name and "/"; messages of others are dropped, also

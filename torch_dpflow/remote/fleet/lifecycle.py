@@ -2,7 +2,7 @@
 
 ::
 
-    StartMember ──> REQUESTED ──Accepted──> STARTING ──arrived, fit──> ON_DECK ──ready, number free──> WORKING
+    StartWorker ──> REQUESTED ──Accepted──> STARTING ──arrived, fit──> ON_DECK ──ready, number free──> WORKING
                      │ Refused: gone                                                                     │
                      │ Answerless: STARTING, and the platform may not have it                            │
                      └ no hello in time ──> LEAVING            target lowered, warned, lifetime ──> DRAINING
@@ -24,20 +24,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from torch_dpflow.errors import RejectedError, UnavailableError
-from torch_dpflow.remote.fleet.fleet_members import (
-    AdmitMember,
-    DrainMember,
+from torch_dpflow.remote.fleet.start_limits import StartLimits
+from torch_dpflow.remote.fleet.worker_states import (
+    AdmitWorker,
+    CheckWorker,
+    DrainWorker,
     Fail,
     FleetInstruction,
-    FleetMember,
-    MemberState,
-    RefuseMember,
+    FleetWorker,
+    RejectWorker,
     Report,
-    StartMember,
-    StopMember,
-    SuspectMember,
+    StartWorker,
+    StopWorker,
+    WorkerState,
 )
-from torch_dpflow.remote.fleet.start_limits import StartLimits
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import Limits
 
@@ -82,12 +82,12 @@ class Fleet:
         self._alone = alone
         self._grace_s = limits.grace_s
         self._draw = draw
-        lifetimes = [one for one in (lifetime_s, limits.longest_life_s) if one is not None]
+        lifetimes = [one for one in (lifetime_s, limits.max_lifetime_s) if one is not None]
         self._lifetime_s = min(lifetimes, default=None)
         self._limits = StartLimits(limits, draw)
         self._incarnation = incarnation
         self._target = 0
-        self._members: dict[str, FleetMember] = {}
+        self._members: dict[str, FleetWorker] = {}
         self._has_arrived = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
@@ -131,14 +131,14 @@ class Fleet:
                 self._on_warned(member, until_s, now)
             case Ended(_, end):
                 self._remove(member, now, end.ran_s)
-                if not member.arrived and member.state is not MemberState.STOPPING:
+                if not member.arrived and member.state is not WorkerState.STOPPING:
                     self._note_false_start(f"{member.name} {end}", now)
 
     def arrived(self, name: str, unfit: str, now: float) -> None:
         """A member has called. unfit: why it cannot be used; empty if it can."""
         member = self._members.get(name)
         if member is None or not (member.state.is_expected or member.arrived):
-            self._out.append(RefuseMember(name, "nobody waits for it any more"))
+            self._out.append(RejectWorker(name, "nobody waits for it any more"))
         elif not member.arrived:
             member.arrived, member.since = True, now
             if unfit:
@@ -146,17 +146,17 @@ class Fleet:
             else:
                 self._has_arrived = True
                 self._limits.note_arrived(member.begun, now)
-                member.state, member.due = MemberState.ON_DECK, math.inf
-        elif not member.state.holds_place and member.state is not MemberState.DRAINING:
-            self._out.append(RefuseMember(name, unfit or "it is to leave"))
+                member.state, member.due = WorkerState.ON_DECK, math.inf
+        elif not member.state.holds_place and member.state is not WorkerState.DRAINING:
+            self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
         """A member that has called cannot be used after all."""
         member = self._members.get(name)
-        if member is not None and member.state is MemberState.ON_DECK:
+        if member is not None and member.state is WorkerState.ON_DECK:
             self._note_unfit(member, reason, now)
         else:
-            self._out.append(RefuseMember(name, reason))
+            self._out.append(RejectWorker(name, reason))
 
     def ready(self, name: str) -> None:
         """A member has loaded what it needs and can work."""
@@ -166,7 +166,7 @@ class Fleet:
 
     def drained(self, name: str, now: float) -> None:
         """A member that drains has no task left; it was told to leave."""
-        self._gone_quiet(name, now, MemberState.DRAINING)
+        self._gone_quiet(name, now, WorkerState.DRAINING)
 
     def bye(self, name: str, now: float) -> None:
         """A member has said that it leaves."""
@@ -190,7 +190,7 @@ class Fleet:
         return out
 
     @property
-    def members(self) -> list[FleetMember]:
+    def members(self) -> list[FleetWorker]:
         """All that are not gone, in the order in which they were started."""
         return [*self._members.values()]
 
@@ -209,23 +209,23 @@ class Fleet:
 
     # -- single events ---------------------------------------------------------------------------------------
 
-    def _on_started(self, member: FleetMember, outcome: Accepted | Answerless, now: float) -> None:
+    def _on_started(self, member: FleetWorker, outcome: Accepted | Answerless, now: float) -> None:
         if isinstance(outcome, Accepted):
             member.accepted = True
             self._limits.note_accepted(member.begun)
-        if member.state is MemberState.REQUESTED:
-            member.state, member.due = MemberState.STARTING, now + self._limits.timeout_s
+        if member.state is WorkerState.REQUESTED:
+            member.state, member.due = WorkerState.STARTING, now + self._limits.timeout_s
             if isinstance(outcome, Answerless):
                 self._limit("starts without an answer", outcome.text)
 
-    def _on_warned(self, member: FleetMember, until_s: float, now: float) -> None:
+    def _on_warned(self, member: FleetWorker, until_s: float, now: float) -> None:
         """Treated as the end of its lifetime; half of the time is for its successor, half for what it has."""
         member.ends = min(member.ends, now + until_s)
         member.rotates = min(member.rotates, now)
         member.drains = min(member.drains, now + until_s / 2)
 
-    def _note_unfit(self, member: FleetMember, reason: str, now: float) -> None:
-        self._out.append(RefuseMember(member.name, reason))
+    def _note_unfit(self, member: FleetWorker, reason: str, now: float) -> None:
+        self._out.append(RejectWorker(member.name, reason))
         self._leave(member, now)
         self._limits.note_false_start(now)
         # Not the traceback before it, which is told with the member's end.
@@ -236,7 +236,7 @@ class Fleet:
         if self._unfit[reason] >= MOST_UNFIT:
             self._fail(reason)
 
-    def _note_missing(self, member: FleetMember, now: float) -> None:
+    def _note_missing(self, member: FleetWorker, now: float) -> None:
         """A member has not called in time."""
         text = f"{member.name} has not called within {now - member.begun:.0f} s"
         others = sum(one.state.holds_place for one in self.members)
@@ -256,11 +256,11 @@ class Fleet:
             self._fail(f"{count} workers were started and none could be used; the last one: {text}")
 
     def _give_up(self, name: str, now: float, until: float) -> None:
-        self._gone_quiet(name, now, MemberState.ON_DECK, MemberState.WORKING, MemberState.DRAINING)
+        self._gone_quiet(name, now, WorkerState.ON_DECK, WorkerState.WORKING, WorkerState.DRAINING)
         if (member := self._members.get(name)) is not None and member.until is None:
             member.until = until
 
-    def _gone_quiet(self, name: str, now: float, *states: MemberState) -> None:
+    def _gone_quiet(self, name: str, now: float, *states: WorkerState) -> None:
         member = self._members.get(name)
         if member is not None and member.state in states:
             self._leave(member, now)
@@ -269,13 +269,13 @@ class Fleet:
 
     def _expire(self, now: float) -> None:
         for member in self.members:
-            if member.state is not MemberState.STOPPING and now >= member.ends + self._grace_s:
+            if member.state is not WorkerState.STOPPING and now >= member.ends + self._grace_s:
                 self._stop(member, "its lifetime has ended", now)
             if now < member.due:
                 continue
             if member.state.is_expected:
                 self._leave(member, now)  # the platform may say what became of it
-            elif member.state is MemberState.STOPPING:
+            elif member.state is WorkerState.STOPPING:
                 self._remove(member, now)
             else:
                 if not member.arrived:
@@ -284,7 +284,7 @@ class Fleet:
 
     def _vacate(self, now: float) -> None:
         """Have members leave whose places are not wanted: who has not called, then who ends soonest."""
-        places: dict[int, list[FleetMember]] = {}
+        places: dict[int, list[FleetWorker]] = {}
         for member in self.members:
             if member.state.holds_place:
                 places.setdefault(member.number, []).append(member)
@@ -305,26 +305,26 @@ class Fleet:
 
     def _drain_old(self, now: float) -> None:
         lead_s = self._lead_s
-        waiting = {one.number for one in self.members if one.state is MemberState.ON_DECK and one.ready}
+        waiting = {one.number for one in self.members if one.state is WorkerState.ON_DECK and one.ready}
         for member in self.members:
-            if member.state is MemberState.WORKING and (
+            if member.state is WorkerState.WORKING and (
                 (now >= member.rotates - lead_s and member.number in waiting) or now >= member.drains
             ):
                 self._drain(member, now)
 
     def _admit(self) -> None:
         busy = {
-            one.number for one in self.members if one.state in (MemberState.WORKING, MemberState.DRAINING)
+            one.number for one in self.members if one.state in (WorkerState.WORKING, WorkerState.DRAINING)
         }
         for member in self.members:
-            if member.state is MemberState.ON_DECK and member.ready and member.number not in busy:
-                member.state = MemberState.WORKING
+            if member.state is WorkerState.ON_DECK and member.ready and member.number not in busy:
+                member.state = WorkerState.WORKING
                 busy.add(member.number)
-                self._out.append(AdmitMember(member.name))
+                self._out.append(AdmitWorker(member.name))
 
     def _fill(self, now: float) -> None:
         most = min(self._target + self._spare, self._limits.ceiling(now))
-        requested = any(one.state is MemberState.REQUESTED for one in self.members)
+        requested = any(one.state is WorkerState.REQUESTED for one in self.members)
         for number in self._next_places(now):
             if len(self._members) >= most or not self._limits.may_start(now, requested=requested):
                 break
@@ -356,14 +356,14 @@ class Fleet:
         held = Counter(
             one.number
             for one in self.members
-            if one.state.holds_place or (one.state is MemberState.LEAVING and not one.arrived)
+            if one.state.holds_place or (one.state is WorkerState.LEAVING and not one.arrived)
         )
         free = [number for number in range(self._target) if number not in held]
         lead_s = self._lead_s
         old = [
             one
             for one in self.members
-            if one.state is MemberState.WORKING and now >= one.rotates - lead_s and held[one.number] == 1
+            if one.state is WorkerState.WORKING and now >= one.rotates - lead_s and held[one.number] == 1
         ]
         free = free[: max(0, self._target - len(held))]
         return free + [one.number for one in sorted(old, key=lambda one: one.ends)]
@@ -373,7 +373,7 @@ class Fleet:
     def _start(self, number: int, now: float) -> None:
         self._incarnation += 1
         name = f"{self._prefix}{number}-{self._incarnation}"
-        member = FleetMember(name, number, self._incarnation, now, now + self._limits.timeout_s)
+        member = FleetWorker(name, number, self._incarnation, now, now + self._limits.timeout_s)
         if self._lifetime_s is not None:
             # From here on, though it begins later: the platform may count so.
             first, last = ROTATE
@@ -382,27 +382,27 @@ class Fleet:
             member.drains = now + self._lifetime_s * LAST
         self._members[name] = member
         self._limits.note_start(now)
-        self._out.append(StartMember(name, number, self._incarnation, self._lifetime_s))
+        self._out.append(StartWorker(name, number, self._incarnation, self._lifetime_s))
 
-    def _remove(self, member: FleetMember, now: float, ran_s: float | None = None) -> None:
+    def _remove(self, member: FleetWorker, now: float, ran_s: float | None = None) -> None:
         del self._members[member.name]
         self._gone_s += member.ran_s(now) if ran_s is None else ran_s
 
-    def _drain(self, member: FleetMember, now: float) -> None:
-        waited = member.state is MemberState.ON_DECK  # and so has no tasks
+    def _drain(self, member: FleetWorker, now: float) -> None:
+        waited = member.state is WorkerState.ON_DECK  # and so has no tasks
         ends = member.ends if member.ends > now else math.inf
-        member.state, member.due = MemberState.DRAINING, min(now + DRAIN_S, ends)
-        self._out.append(DrainMember(member.name))
+        member.state, member.due = WorkerState.DRAINING, min(now + DRAIN_S, ends)
+        self._out.append(DrainWorker(member.name))
         if waited:
             self._leave(member, now)
 
-    def _leave(self, member: FleetMember, now: float) -> None:
-        member.state, member.due = MemberState.LEAVING, now + LEAVE_S
-        self._out.append(SuspectMember(member.name))
+    def _leave(self, member: FleetWorker, now: float) -> None:
+        member.state, member.due = WorkerState.LEAVING, now + LEAVE_S
+        self._out.append(CheckWorker(member.name))
 
-    def _stop(self, member: FleetMember, why: str, now: float) -> None:
-        member.state, member.due = MemberState.STOPPING, now + max(STOP_S, 2 * self._grace_s)
-        self._out.append(StopMember(member.name, why))
+    def _stop(self, member: FleetWorker, why: str, now: float) -> None:
+        member.state, member.due = WorkerState.STOPPING, now + max(STOP_S, 2 * self._grace_s)
+        self._out.append(StopWorker(member.name, why))
 
     def _limit(self, by: str, text: str) -> None:
         if by != self.limited_by:
@@ -420,17 +420,17 @@ class Fleet:
         places = Counter(one.number for one in members if one.state.holds_place)
         assert len(places) <= self._target
         assert all(count <= 2 for count in places.values())
-        busy = [one.number for one in members if one.state in (MemberState.WORKING, MemberState.DRAINING)]
+        busy = [one.number for one in members if one.state in (WorkerState.WORKING, WorkerState.DRAINING)]
         assert len(busy) == len(set(busy)), "two members work in one place"
         assert not [
             one
             for one in members
-            if one.state is MemberState.ON_DECK and one.ready and one.number not in busy
+            if one.state is WorkerState.ON_DECK and one.ready and one.number not in busy
         ]
         for one in members:
             assert one.name == f"{self._prefix}{one.number}-{one.incarnation}"
             assert one.incarnation <= self._incarnation
-            leased = one.state in (MemberState.ON_DECK, MemberState.WORKING)
+            leased = one.state in (WorkerState.ON_DECK, WorkerState.WORKING)
             assert one.arrived if leased else now < one.due < math.inf
-            assert one.state is MemberState.STOPPING or now < one.ends + self._grace_s
+            assert one.state is WorkerState.STOPPING or now < one.ends + self._grace_s
         self._limits.validate(now, [one.begun for one in members])

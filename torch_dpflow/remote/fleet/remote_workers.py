@@ -15,14 +15,14 @@ from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.ipc.messages.headers import (
     FetchPiece,
-    MemberHello,
-    MemberLacks,
-    MemberWelcome,
+    MissingModules,
     Piece,
+    RemoteHandshake,
+    RemoteWelcome,
     Stop,
-    WorkerBeat,
-    WorkerBye,
-    WorkerHello,
+    WorkerGoodbye,
+    WorkerHandshake,
+    WorkerHeartbeat,
     WorkerRefused,
     decode,
     encode,
@@ -32,30 +32,30 @@ from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.remote.fleet.door import Door
-from torch_dpflow.remote.fleet.fleet_members import (
-    AdmitMember,
-    DrainMember,
-    Fail,
-    FleetInstruction,
-    RefuseMember,
-    Report,
-    StartMember,
-    StopMember,
-    SuspectMember,
-)
 from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.fleet.remote_content import RemoteContent, other_release
-from torch_dpflow.remote.fleet.remote_member import (
+from torch_dpflow.remote.fleet.shortage import Shortage
+from torch_dpflow.remote.fleet.worker_record import (
     BATCH_WORKERS,
     LINE,
     WORK,
-    RemoteMember,
+    RemoteWorker,
     Shell,
     WorkerKind,
     parts_of,
 )
-from torch_dpflow.remote.fleet.shortage import Shortage
-from torch_dpflow.remote.launchers.contract import Ended, MemberPlatform, MemberSource
+from torch_dpflow.remote.fleet.worker_states import (
+    AdmitWorker,
+    CheckWorker,
+    DrainWorker,
+    Fail,
+    FleetInstruction,
+    RejectWorker,
+    Report,
+    StartWorker,
+    StopWorker,
+)
+from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform
 from torch_dpflow.remote.launchers.names import prefix_of
 from torch_dpflow.workers.platform import Handle
 
@@ -91,7 +91,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        platform: MemberSource,
+        platform: PlatformSource,
         content: RemoteContent,
         workers: int,
         *,
@@ -108,7 +108,7 @@ class RemoteWorkers:
         self._clock = SuspendAwareClock()
         if listen_at:
             platform.check_listen(listen_at)
-        self._platform: MemberPlatform = platform.open()
+        self._platform: RemotePlatform = platform.open()
         try:
             self._door = Door(listen_at or platform.listen_at())
         except BaseException:
@@ -125,10 +125,10 @@ class RemoteWorkers:
         #: As of `private_shard.Workers`: there are none.
         self.local = None
         self.shell: Shell
-        self._members: dict[str, RemoteMember] = {}
-        self._by_user: dict[str, RemoteMember] = {}
+        self._members: dict[str, RemoteWorker] = {}
+        self._by_user: dict[str, RemoteWorker] = {}
         #: By the identity of their second connection, those that work.
-        self._working: dict[bytes, RemoteMember] = {}
+        self._working: dict[bytes, RemoteWorker] = {}
         #: Names of members that may work, until enough are there.
         self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
@@ -244,7 +244,7 @@ class RemoteWorkers:
                 self._send(peer, WorkerRefused("nobody waits for it any more"))
             elif kind == LINE:
                 self._on_line(member, nonce, peer, frames)
-            elif nonce == member.nonce and isinstance(decode(frames[0]), WorkerHello):
+            elif nonce == member.nonce and isinstance(decode(frames[0]), WorkerHandshake):
                 member.hello, member.received = frames, member.received + 1
                 self._fleet.ready(member.name)
                 self._has_news = True
@@ -252,27 +252,27 @@ class RemoteWorkers:
             TRANSPORT.warning("message of a member dropped: %s", error)
             self._send(peer, WorkerRefused((other_release(version_of(frames[0])) or str(error))[:MAX_TEXT]))
 
-    def _on_line(self, member: RemoteMember, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
+    def _on_line(self, member: RemoteWorker, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
         header: Any = decode(frames[0])
         if member.nonce and nonce != member.nonce:
             self._send(peer, WorkerRefused(f"another process is {member.name} already"))
             return
         member.heard = self._clock()
         match header:
-            case MemberHello():
+            case RemoteHandshake():
                 self._on_hello(member, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
                 self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
-            case WorkerBeat(sent=sent, round_trip_s=round_trip_s, away_s=away_s):
+            case WorkerHeartbeat(sent=sent, round_trip_s=round_trip_s, away_s=away_s):
                 self.time.away_s += member.note_away(away_s)
                 if member.lacks(sent, self.listener.losses, member.heard):
                     self.kill(member.number, "messages of it were lost with a connection")
                 self._fit_window(member, round_trip_s)
-                self._send(peer, WorkerBeat(member.sent))
-            case MemberLacks(modules=modules):
+                self._send(peer, WorkerHeartbeat(member.sent))
+            case MissingModules(modules=modules):
                 self._fleet.unfit(member.name, self._content.missing(modules), self._clock())
                 self._has_news = True
-            case WorkerBye():
+            case WorkerGoodbye():
                 # Its results come by the other connection, and may come later.
                 member.bye, self._has_news = header, True
                 self._platform.suspect(member.name)
@@ -281,7 +281,7 @@ class RemoteWorkers:
             case _:
                 raise MessageError(f"a member may not send a {type(header).__name__} here")
 
-    def _on_hello(self, member: RemoteMember, nonce: bytes, hello: MemberHello) -> None:
+    def _on_hello(self, member: RemoteWorker, nonce: bytes, hello: RemoteHandshake) -> None:
         member.nonce, member.where = nonce, hello.where
         self._door.keep(member)
         if not member.has_called:
@@ -293,16 +293,16 @@ class RemoteWorkers:
         content = self._content
         self._send(
             member.peer(LINE),
-            MemberWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
+            RemoteWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
         )
 
-    def _fit_window(self, member: RemoteMember, round_trip_s: float) -> None:
+    def _fit_window(self, member: RemoteWorker, round_trip_s: float) -> None:
         window = member.fitting_window(round_trip_s)
         if member.is_working and window != member.window:
             member.window = window
             self.shell.set_window(member.number, window)
 
-    def _part(self, member: RemoteMember, end: str, now: float) -> None:
+    def _part(self, member: RemoteWorker, end: str, now: float) -> None:
         """A member has left or ended, and all that it had to say is here."""
         words = "" if member.bye is None else member.bye.words
         if words and not member.is_working:
@@ -363,21 +363,21 @@ class RemoteWorkers:
     def _obey(self, instruction: FleetInstruction, now: float) -> None:
         member = self._members.get(getattr(instruction, "name", ""))
         match instruction:
-            case StartMember():
+            case StartWorker():
                 self._start(instruction, now)
-            case SuspectMember(name):
+            case CheckWorker(name):
                 self._platform.suspect(name)
-            case StopMember(name, why):
+            case StopWorker(name, why):
                 self._platform.stop(name, why)
                 if member is not None:
                     self._lose(member, f"{name} was ended: {why}", may_blame=False)
-            case RefuseMember(name, why) if member is not None:
+            case RejectWorker(name, why) if member is not None:
                 self._refuse(member, why)
                 self._forget(member)
-            case AdmitMember() if member is not None:
+            case AdmitWorker() if member is not None:
                 self._admitted.append(member.name)
                 self._begin()
-            case DrainMember() if member is not None:
+            case DrainWorker() if member is not None:
                 member.is_sent_away = True
                 if member.is_working:
                     self._send(member.peer(WORK), Stop())
@@ -401,27 +401,29 @@ class RemoteWorkers:
                 self._working[member.peer(WORK)] = member
                 self.shell.admit(member.peer(WORK), hello)
 
-    def _start(self, start: StartMember, now: float) -> None:
+    def _start(self, start: StartWorker, now: float) -> None:
         number = self._first + start.number
-        member = RemoteMember(start.name, number, start.incarnation, now, self._kind)
+        member = RemoteWorker(start.name, number, start.incarnation, now, self._kind)
         within_s = self._platform.limits.start_timeout_s[1]
-        order = self._door.order(member, self._content, within_s=within_s, lifetime_s=start.lifetime_s)
+        launch_spec = self._door.launch_spec(
+            member, self._content, within_s=within_s, lifetime_s=start.lifetime_s
+        )
         self._members[member.name] = self._by_user[member.user] = member
-        self._platform.start(member.name, order)
+        self._platform.start(member.name, launch_spec)
 
-    def _lose(self, member: RemoteMember, how: str, *, may_blame: bool = True) -> None:
+    def _lose(self, member: RemoteWorker, how: str, *, may_blame: bool = True) -> None:
         self._forget(member)
         if member.nonce:
             self.shell.lose(member.number, how, had_tasks=member.is_working, may_blame=may_blame)
 
-    def _forget(self, member: RemoteMember) -> None:
+    def _forget(self, member: RemoteWorker) -> None:
         self._members.pop(member.name, None)
         self._by_user.pop(member.user, None)
         if self._working.pop(member.peer(WORK), None) is not None:
             self._condemned.pop(member.number, None)  # else its successor would be killed for it
         self._door.drop(member)
 
-    def _refuse(self, member: RemoteMember, why: str) -> None:
+    def _refuse(self, member: RemoteWorker, why: str) -> None:
         if member.nonce:
             self._send(member.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
 

@@ -57,7 +57,7 @@ class StartLimits:
     def __init__(self, limits: Limits, draw: Callable[[], float]) -> None:
         self._limits = limits
         self._rate = RateLimit(limits.starts_per_s)
-        self._most = math.inf if limits.most_members is None else limits.most_members
+        self._most = math.inf if limits.max_workers is None else limits.max_workers
         #: The ceiling that the platform has shown, when, and whether by accepting members that never called.
         self._ceiling, self._shown_at, self._accepts_too_many = self._most, 0.0, False
         self._resume_at = -math.inf

@@ -93,7 +93,7 @@ class AlibabaClient(ABC):
             )
             if isinstance(lost, DeniedError):
                 self._client = None  # they are looked up again
-            # Not from it: it has the whole request in it, with the key of an order.
+            # Not from it: it has the whole request in it, with the key of a launch spec.
             raise lost from None
         finally:
             _CALLS.under_way = False

@@ -107,7 +107,7 @@ class AwsClient:
             #: Where its calls go, and whether that is an emulator of this host.
             url = urlsplit(meta.endpoint_url)
             self.region, self.is_near = str(meta.region_name), is_loopback(url.hostname or "")
-        if url.scheme != "https" and not self.is_near:  # orders have keys
+        if url.scheme != "https" and not self.is_near:  # launch specs have keys
             raise OptionError(f"AWS's settings name {meta.endpoint_url!r} as the service: give https://HOST")
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 An invocation is answered when its member has ended, so a call is held for each of them. There is no id by which Lambda
 would know it: none can be listed, or ended by force. A member leaves when its shard does not want it, or is silent, or
-when its time is up; an order that comes twice is refused by the shard the second time.
+when its time is up; a launch spec that comes twice is refused by the shard the second time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_dpflow._core.depth import load_json
 from torch_dpflow._core.durations import format_duration, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.remote.launchers.aws_client import AwsClient, check_installed, is_loopback
-from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
 from torch_dpflow.remote.launchers.processes import LOOK_S
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: Lambda ends an invocation after this time, seconds; its answer may come that much later; members have to be done by
@@ -125,12 +125,12 @@ class Lambda:
             )
             raise OptionError(f"{workers} workers on Lambda are more than {what}: give at most {most}")
 
-    def adapter(self) -> Adapter:
-        return LambdaAdapter(self)
+    def launcher(self) -> Launcher:
+        return LambdaLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         self.check_workers(0)
-        return Calls(self.adapter(), sweep_s=LOOK_S)
+        return ThreadedPlatform(self.launcher(), sweep_s=LOOK_S)
 
     def listen_at(self) -> str:
         if not self._is_near():
@@ -150,7 +150,7 @@ class Lambda:
             return client.is_near
 
 
-class LambdaAdapter:
+class LambdaLauncher:
     """The control plane of AWS Lambda.
 
     Args:
@@ -167,8 +167,8 @@ class LambdaAdapter:
         self.limits = Limits(
             shares_memory=False,
             accepts_connections=False,
-            longest_life_s=settings.lifetime_s,
-            most_members=settings.max_workers or None,
+            max_lifetime_s=settings.lifetime_s,
+            max_workers=settings.max_workers or None,
             # Each start waits a little for a refusal; Lambda itself takes a thousand new environments in 10 s.
             calls_at_once=64,
             start_timeout_s=(20.0, 120.0),
@@ -189,8 +189,8 @@ class LambdaAdapter:
             client.invoke(FunctionName=function, InvocationType="DryRun")  # whether this is allowed
         return [*_findings_of(told, self._settings, self._client.region), self._room()]
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
-        call = _HeldCall(self, name, json.dumps({"order": order.decode()}))
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
+        call = _HeldCall(self, name, json.dumps({"launch_spec": launch_spec.decode()}))
         with self._lock:
             if name in self._held or name in self._ends:
                 return name
@@ -228,7 +228,7 @@ class LambdaAdapter:
     def invoke(self, name: str, payload: str) -> End:
         """Invoke the function, and wait for its end. Raises PlatformError."""
         with self._client.calling(f"{name} cannot be started") as client:
-            # A file, since botocore's own log has what a request consists of: the order has a key.
+            # A file, since botocore's own log has what a request consists of: the launch spec has a key.
             body = io.BytesIO(payload.encode())
             answer = client.invoke(FunctionName=self._settings.function, Payload=body)
             told = answer["Payload"].read()
@@ -267,10 +267,10 @@ class LambdaAdapter:
 class _HeldCall(threading.Thread):
     """One invocation, from its request to the end of its member."""
 
-    def __init__(self, adapter: LambdaAdapter, member: str, payload: str) -> None:
+    def __init__(self, launcher: LambdaLauncher, member: str, payload: str) -> None:
         super().__init__(name="dpflow-invocation", daemon=True)
         self.member = member
-        self._adapter = adapter
+        self._launcher = launcher
         self._payload = payload
         #: Set once the call has come back; whether its start was taken for accepted before; else why it was not.
         self.answered = threading.Event()
@@ -280,12 +280,12 @@ class _HeldCall(threading.Thread):
     def run(self) -> None:
         """Hold the call (threading's name)."""
         try:
-            told: End | PlatformError = self._adapter.invoke(self.member, self._payload)
+            told: End | PlatformError = self._launcher.invoke(self.member, self._payload)
         except PlatformError as error:
             told = error
         except Exception as error:
             told = AnswerLostError(f"{self.member} cannot be started: {type(error).__name__}: {error}")
-        self._adapter.note(self, told)
+        self._launcher.note(self, told)
         self.answered.set()
 
 

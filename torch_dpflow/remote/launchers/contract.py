@@ -1,11 +1,11 @@
 """The contract of members: processes that a platform starts through its control plane, wherever they run.
 
-A member has a name, which is never used again, and an order: bytes that say what it is to do and whom to call. It
+A member has a name, which is never used again, and a launch spec: bytes that say what it is to do and whom to call. It
 connects out. Whether it lives is for those to say whom it calls; what the platform says shortens the waiting and
 explains ends.
 
-`Adapter` is what a platform's module implements, with blocking calls and no state machine of its own; `calls.Calls`
-makes a `MemberPlatform` of it. `torch_dpflow.testing.adapters` has the contract suite.
+`Launcher` is what a platform's module implements, with blocking calls and no state machine of its own; `calls.Calls`
+makes a `RemotePlatform` of it. `torch_dpflow.testing.launchers` has the contract suite.
 
 Beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since starts differ.
 A process of this host is started by a function with what a fork inherits, in the calling thread, which gets the error.
@@ -44,11 +44,11 @@ class Fate:
     until_s: float | None = None
 
 
-class Adapter(Protocol):
+class Launcher(Protocol):
     """A platform's control plane. Any thread may call; several do at once.
 
-    Every call ends in some time of its own. Errors are those of `PlatformError`, and quote nothing of an order. After a
-    DeniedError credentials are looked up again.
+    Every call ends in some time of its own. Errors are those of `PlatformError`, and quote nothing of a launch spec.
+    After a DeniedError credentials are looked up again.
     """
 
     limits: Limits
@@ -56,7 +56,7 @@ class Adapter(Protocol):
     def check(self) -> Sequence[Finding]:
         """Look at credentials, quota, image and the way to the control plane, without any effect."""
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         """Ask for one member, once: neither this nor its library tries again.
 
         Where the platform can tell, a second start under a name is the first one's member.
@@ -121,15 +121,15 @@ class Ended:
 Outcome: TypeAlias = Accepted | Refused | Answerless | Warned | Ended
 
 
-class MemberPlatform(Protocol):
+class RemotePlatform(Protocol):
     """Starts and ends members. Nothing but `close` waits; any thread may call."""
 
     limits: Limits
     #: A descriptor that is readable while `take` has something to return.
     wakeup_fd: int
 
-    def start(self, name: str, order: bytes) -> None:
-        """Have this member started. Raises OptionError if the name is taken or the order too long."""
+    def start(self, name: str, launch_spec: bytes) -> None:
+        """Have this member started. Raises OptionError if the name is taken or the launch spec too long."""
 
     def stop(self, name: str, why: str = "") -> None:
         """Have this member ended by force, whatever its start has come to. Of others' members nothing is told."""
@@ -144,7 +144,7 @@ class MemberPlatform(Protocol):
         """End all members that it has started, after `grace_s` in which they may end themselves. Idempotent."""
 
 
-class AdoptingPlatform(MemberPlatform, Protocol):
+class AdoptingPlatform(RemotePlatform, Protocol):
     """A platform that can go on for a process that has died."""
 
     def adopt(self, name: str, ref: Ref | None) -> None:
@@ -154,14 +154,14 @@ class AdoptingPlatform(MemberPlatform, Protocol):
         """
 
 
-class MemberSource(Protocol):
+class PlatformSource(Protocol):
     """Where the members of one fleet come from."""
 
     @property
     def name(self) -> str:
         """As in `platform="ray"`; for messages."""
 
-    def open(self) -> MemberPlatform:
+    def open(self) -> RemotePlatform:
         """Connect to it. Raises as `PlatformSpec.open`."""
 
     def listen_at(self) -> str:
@@ -171,7 +171,7 @@ class MemberSource(Protocol):
         """Raise OptionError for an address which its members cannot reach, as 127.0.0.1 from another host."""
 
 
-class PlatformSpec(MemberSource, Protocol):
+class PlatformSpec(PlatformSource, Protocol):
     """What users give as `platform=`: a small frozen dataclass of settings, which pickles. It holds no connection.
 
     Its fields have defaults, so that its name alone gives one: see `registry`.
@@ -187,11 +187,11 @@ class PlatformSpec(MemberSource, Protocol):
     def check_workers(self, workers: int) -> None:
         """Raise OptionError where there may not be so many workers, as one that is billed says by its `max_workers`."""
 
-    def adapter(self) -> Adapter:
+    def launcher(self) -> Launcher:
         """Its control plane, for what is no loader's affair. Raises as `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        """Connect to the platform, whose members run `torch_dpflow.remote.worker.run` with their order.
+        """Connect to the platform, whose members run `torch_dpflow.remote.worker.run` with their launch spec.
 
         outlived: members are to live on where this process is killed; else they may end with it.
         Raises:

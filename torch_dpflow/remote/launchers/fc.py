@@ -16,9 +16,9 @@ from torch_dpflow._core.depth import check_json
 from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
-from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
 from torch_dpflow.remote.launchers.fc_control import FunctionControl, check_installed
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.
@@ -92,7 +92,7 @@ class FunctionCompute:
             raise OptionError(f"vpc has {sorted(self.vpc)}; give all of {list(_VPC)}, or none")
         if not (
             self.endpoint == "" or self.endpoint.startswith("https://") or _is_here(self.endpoint)
-        ):  # orders have keys
+        ):  # launch specs have keys
             raise OptionError(
                 f"endpoint={self.endpoint!r}: give https://HOST, or leave it out for the region's"
             )
@@ -130,12 +130,12 @@ class FunctionCompute:
         """The function. Raises MissingExtraError if the vendor's client is not installed."""
         return FunctionControl(self.region, self.endpoint, self.function)
 
-    def adapter(self) -> Adapter:
-        return FunctionComputeAdapter(self)
+    def launcher(self) -> Launcher:
+        return FunctionComputeLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         self.check_workers(0)
-        return Calls(self.adapter(), sweep_s=SWEEP_S)
+        return ThreadedPlatform(self.launcher(), sweep_s=SWEEP_S)
 
     def listen_at(self) -> str:
         if not _is_here(self.endpoint):
@@ -149,7 +149,7 @@ class FunctionCompute:
             raise OptionError(f"listen={address!r}: {_LISTEN}")
 
 
-class FunctionComputeAdapter:
+class FunctionComputeLauncher:
     """The control plane of one function, whose asynchronous tasks members are: a member's name is its task's id.
 
     Raises MissingExtraError if the vendor's client is not installed.
@@ -159,8 +159,8 @@ class FunctionComputeAdapter:
         self.limits = Limits(
             shares_memory=False,
             accepts_connections=False,
-            longest_life_s=settings.lifetime_s,
-            most_members=settings.max_workers or None,
+            max_lifetime_s=settings.lifetime_s,
+            max_workers=settings.max_workers or None,
             calls_at_once=16,
             start_timeout_s=START_S,
         )
@@ -200,9 +200,9 @@ class FunctionComputeAdapter:
             Finding(False, f"it does not keep invocations as tasks, or tries them again; {_DEPLOY}"),
         ]
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         with suppress(ConflictError):  # it was started before, under this name
-            self._control.invoke(name, order, deadline_s=deadline_s)
+            self._control.invoke(name, launch_spec, deadline_s=deadline_s)
         return name
 
     def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
@@ -239,7 +239,7 @@ class FunctionComputeAdapter:
 _DEPLOY = "`dpflow deploy fc` sets that right"
 
 
-class MemberAnswer(msgspec.Struct):
+class WorkerAnswer(msgspec.Struct):
     """What an invocation is answered with: how its member has ended."""
 
     code: int | None
@@ -258,7 +258,7 @@ def _fate_of(task: Any) -> Fate:
         for text in (task.return_payload, task.task_error_message):
             with suppress(msgspec.DecodeError, RecursionError):
                 check_json((text or "").encode())
-                told = msgspec.json.decode(text or "", type=MemberAnswer)
+                told = msgspec.json.decode(text or "", type=WorkerAnswer)
                 words = told.words[-MAX_REPORT_CHARS:]
                 ran_s = told.ran_s if billed_s is None else billed_s
                 return Fate(

@@ -20,7 +20,7 @@ ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsy
 
 
 def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
-    """The function, as the vendor's JSON. module: whose `run(order)` members run."""
+    """The function, as the vendor's JSON. module: whose `run(launch_spec)` members run."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",

@@ -13,8 +13,7 @@ from torch_dpflow._core.checks import check_fields, check_int, check_number, che
 from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
 from torch_dpflow.remote.launchers.kubernetes_additions import check_container, check_pod
 from torch_dpflow.remote.launchers.kubernetes_pods import FILE, Pods, check_installed
 from torch_dpflow.remote.launchers.kubernetes_specs import (
@@ -33,14 +32,15 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     safe_pod,
 )
 from torch_dpflow.remote.launchers.processes import MODULE
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, Limits
 
 #: How much later than a member's own life its pod ends, with the time that the pod takes to start, seconds.
 MARGIN_S = 900.0
 #: How long Kubernetes leaves a pod that is ended by force, seconds: less is none, and then nobody waits for its end.
 FORCED_S = 1
-#: Where a member finds its order, and may write.
-_ORDERS, _TEMPORARY = "/var/run/dpflow", "/tmp"
+#: Where a member finds its launch spec, and may write.
+_LAUNCH_SPECS, _TEMPORARY = "/var/run/dpflow", "/tmp"
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -130,12 +130,12 @@ class Kubernetes:
                 "that"
             )
 
-    def adapter(self) -> Adapter:
-        return KubernetesAdapter(self)
+    def launcher(self) -> Launcher:
+        return KubernetesLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         self.check_workers(0)
-        return Calls(self.adapter(), sweep_s=SWEEP_S)
+        return ThreadedPlatform(self.launcher(), sweep_s=SWEEP_S)
 
     def listen_at(self) -> str:
         return "tcp://0.0.0.0:0"
@@ -150,8 +150,8 @@ class Kubernetes:
             )
 
 
-class KubernetesAdapter:
-    """The pods of a namespace, as members. The order is in a secret that a pod waits for, and that ends with it.
+class KubernetesLauncher:
+    """The pods of a namespace, as members. The launch spec is in a secret that a pod waits for, and that ends with it.
 
     Args:
         settings: of the pods.
@@ -167,9 +167,9 @@ class KubernetesAdapter:
         self.limits = Limits(
             shares_memory=False,
             accepts_connections=True,
-            longest_life_s=settings.lifetime_s,
+            max_lifetime_s=settings.lifetime_s,
             grace_s=GRACE_S,
-            most_members=settings.max_workers or None,
+            max_workers=settings.max_workers or None,
             # An API server lets one client have some tens of requests a second, and a start is two.
             starts_per_s=20.0,
             # A node may have to be added, and an image be pulled.
@@ -189,7 +189,7 @@ class KubernetesAdapter:
         text = f"{self._pods.host} would create pods in namespace {self._pods.namespace!r}"
         return [Finding(True, f"{text}, where {len(there)} workers are")]
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         labels = labels_of(name)
         try:
             uid = self._pods.create(self._body(name, labels))
@@ -199,11 +199,11 @@ class KubernetesAdapter:
                 raise
             uid = found
         try:
-            self._pods.give(name, uid, labels, order)
+            self._pods.give(name, uid, labels, launch_spec)
         except AnswerLostError:
             raise
         except PlatformError as error:
-            try:  # without an order it would wait for ever
+            try:  # without a launch spec it would wait for ever
                 self._pods.delete(name, grace_s=FORCED_S)
             except PlatformError as left:
                 raise AnswerLostError(f"{error}; {left}") from error
@@ -255,14 +255,14 @@ class KubernetesAdapter:
         container = {
             "name": "worker",
             "image": settings.image,
-            "command": ["python", "-m", self._module, f"{_ORDERS}/{FILE}"],
+            "command": ["python", "-m", self._module, f"{_LAUNCH_SPECS}/{FILE}"],
             # Of an id that the image does not know, whose home would be /.
             "env": [{"name": "HOME", "value": _TEMPORARY}, {"name": "USER", "value": "dpflow"}],
             "resources": {"requests": {**settings.requests}, "limits": limits},
             "securityContext": SAFE_CONTAINER,
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
-                {"name": "order", "mountPath": _ORDERS, "readOnly": True},
+                {"name": "launch-spec", "mountPath": _LAUNCH_SPECS, "readOnly": True},
                 {"name": "tmp", "mountPath": _TEMPORARY},
             ],
         }
@@ -274,7 +274,7 @@ class KubernetesAdapter:
             "enableServiceLinks": False,
             "securityContext": safe_pod(settings.user),
             "volumes": [
-                {"name": "order", "secret": {"secretName": name, "defaultMode": 0o440}},
+                {"name": "launch-spec", "secret": {"secretName": name, "defaultMode": 0o440}},
                 {"name": "tmp", "emptyDir": {}},
             ],
             "containers": [merged(container, settings.container)],

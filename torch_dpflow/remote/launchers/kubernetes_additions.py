@@ -48,7 +48,7 @@ _TABLES = {
 }
 #: Entries whose names tell them apart, and those that are ours already.
 _NAMED: Mapping[str, set[str]] = {
-    "volumes": {"order", "tmp"},
+    "volumes": {"launch-spec", "tmp"},
     "env": {"HOME", "USER"},
     "initContainers": {"worker"},
 }

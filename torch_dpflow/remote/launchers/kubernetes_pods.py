@@ -34,7 +34,7 @@ _NOT_INSTALLED = (
 #: lost, which together stay below `calls.DEADLINE_S`.
 CALL_S = (5.0, 15.0)
 #: The key of the only file in a pod's secret.
-FILE = "order"
+FILE = "launch-spec"
 #: Where a pod finds its namespace, and that it has one.
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 #: urllib3's errors before anything was sent.
@@ -131,7 +131,7 @@ class Pods:
             "metadata": {"name": name, "labels": {**labels}, "ownerReferences": [owner]},
             "data": {FILE: base64.b64encode(content).decode()},
         }
-        with self._calling(f"{name} cannot be given its order") as client:
+        with self._calling(f"{name} cannot be given its launch spec") as client:
             try:
                 _sent(client.core.create_namespaced_secret, client.namespace, body, **options)
             except Exception as error:
@@ -213,7 +213,7 @@ def _connect(namespace: str, context: str) -> _CoreClient:
         ) from error
     settings.retries = False
     host = str(settings.host)
-    if not host.startswith("https://") and not _is_here(host):  # orders have keys
+    if not host.startswith("https://") and not _is_here(host):  # launch specs have keys
         raise OptionError(f"the kubeconfig names {host!r} as its server: give https://HOST")
     api = client.ApiClient(settings)
     return _CoreClient(api, client.CoreV1Api(api), namespace or found or "default", host)

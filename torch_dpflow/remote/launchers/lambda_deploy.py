@@ -38,7 +38,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
     """Create the function or change it to these settings; what is done, for people, as it is done.
 
     dry_run: say what would be done; without credentials that is not compared with what is there.
-    handler: what runs orders; another one is for tests of the adapter.
+    handler: what runs launch specs; another one is for tests of the launcher.
 
     Raises:
         OptionError: there is no image or no role.

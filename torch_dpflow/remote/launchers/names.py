@@ -11,7 +11,7 @@ _NAME = re.compile(r"dpf-([0-9a-f]{8})-([0-9a-f]{10})-(0|[1-9][0-9]{0,5})-(0|[1-
 
 
 @dataclass(frozen=True)
-class MemberName:
+class WorkerName:
     """Names one member for ever; `str` gives the text, `parse` reads it. Not to be reused, so incarnations only rise.
 
     Args:
@@ -36,7 +36,7 @@ class MemberName:
         return f"{prefix_of(self.cluster, self.group)}{self.number}-{self.incarnation}"
 
     @classmethod
-    def parse(cls, text: str) -> MemberName:
+    def parse(cls, text: str) -> WorkerName:
         """Read a name. Raises OptionError if it is none."""
         cluster, group, number, incarnation = _match(text).groups()
         return cls(cluster, group, int(number), int(incarnation))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform
-from torch_dpflow.remote.launchers.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
 #: What a member runs.
 MODULE = "torch_dpflow.remote.worker"
@@ -63,12 +63,12 @@ class Processes:
     def check_workers(self, workers: int) -> None:
         """Nothing: it costs nothing beyond what is there."""
 
-    def adapter(self) -> Adapter:
+    def launcher(self) -> Launcher:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})
+        return SubprocessLauncher(MODULE, python=self.python or sys.executable, env={**path, **self.env})
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        return Calls(self.adapter(), sweep_s=LOOK_S)
+        return ThreadedPlatform(self.launcher(), sweep_s=LOOK_S)
 
     def listen_at(self) -> str:
         return "tcp://127.0.0.1:0"

@@ -20,8 +20,7 @@ from torch_dpflow.errors import (
     RejectedError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers.calls import Calls
-from torch_dpflow.remote.launchers.contract import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
 from torch_dpflow.remote.launchers.processes import LOOK_S, MODULE
 from torch_dpflow.remote.launchers.ray_cluster import (
     RayCapacity,
@@ -32,7 +31,8 @@ from torch_dpflow.remote.launchers.ray_cluster import (
     failure,
     nodes_of,
 )
-from torch_dpflow.remote.launchers.ray_member import MemberActor
+from torch_dpflow.remote.launchers.ray_member import WorkerActor
+from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: Ray's namespace of all members: a name is unique in it, whoever starts them.
@@ -111,11 +111,13 @@ class Ray:
     def check_workers(self, workers: int) -> None:
         """Nothing: it costs nothing beyond what is there."""
 
-    def adapter(self) -> Adapter:
-        return RayAdapter(self)
+    def launcher(self) -> Launcher:
+        return RayLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        return Calls(RayAdapter(self, detached=outlived), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
+        return ThreadedPlatform(
+            RayLauncher(self, detached=outlived), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S
+        )
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"
@@ -135,12 +137,12 @@ class Ray:
                 )
 
 
-class RayAdapter:
+class RayLauncher:
     """The control plane of a Ray cluster.
 
     Args:
         settings: of the actors and the cluster.
-        module: what members run, by its `run(order)`.
+        module: what members run, by its `run(launch_spec)`.
         detached: whether actors outlive the process that starts them.
 
     Raises:
@@ -152,7 +154,7 @@ class RayAdapter:
     limits = Limits(
         shares_memory=False,
         accepts_connections=False,
-        longest_life_s=None,
+        max_lifetime_s=None,
         # Every start that waits for room is a call, and shows an autoscaler how much is missing.
         calls_at_once=64,
         start_timeout_s=(30.0, 300.0),
@@ -177,7 +179,7 @@ class RayAdapter:
             ),
             "memory": self._needs.get("memory"),
         }
-        self._class = self._ray.remote(MemberActor)
+        self._class = self._ray.remote(WorkerActor)
         #: The actors that were started here, which live as long as their handles, and the answers of their `run`.
         self._started: dict[str, tuple[Any, Any]] = {}
         #: Those that were seen to run.
@@ -208,7 +210,7 @@ class RayAdapter:
             ),
         ]
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         self._check_connected()
         if name in self._started:
             return name
@@ -218,8 +220,8 @@ class RayAdapter:
         actor = self._create(name)
         if actor is not None:
             ready = actor.ready.remote()
-            # Not as an argument of its class, which the cluster's store would keep: the order has a key.
-            self._started[name] = actor, actor.run.remote(self._module, order)
+            # Not as an argument of its class, which the cluster's store would keep: the launch spec has a key.
+            self._started[name] = actor, actor.run.remote(self._module, launch_spec)
             self._await_place(name, ready, min(self._wait_s, deadline_s))
         return name
 
@@ -262,7 +264,7 @@ class RayAdapter:
             raise RejectedError(f"{_LEFT}: call it once loaders are closed")
 
     def _create(self, name: str) -> Any:
-        """The handle of a new actor of this name, which has no order yet; None if another has started it before."""
+        """Create an actor of this name, without a launch spec yet; None if it exists already."""
         from_ray = self._ray.exceptions
         try:
             return self._class.options(name=name, **self._options).remote()

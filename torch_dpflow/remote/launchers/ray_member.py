@@ -3,7 +3,7 @@
 A process of its own, because the member's torch wants the main thread and its signals, which Ray has in the actor's,
 and because user code may call os._exit or crash: the actor survives that, and tells the exit code and the last words.
 `python -m torch_dpflow.remote.launchers.ray_member MODULE PID` is that child; it imports `MODULE` and calls its
-`run(order)`.
+`run(launch_spec)`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
 from torch_dpflow.workers.orphan import exit_with
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS
 
-#: How long an actor waits for its order, and for the last output of a child that has ended, seconds.
-ORDER_S, OUTPUT_S = 60.0, 2.0
+#: How long an actor waits for its launch spec, and for the last output of a child that has ended, seconds.
+LAUNCH_SPEC_S, OUTPUT_S = 60.0, 2.0
 
 
-class MemberActor:
+class WorkerActor:
     """Runs one member. Not decorated, so that this module needs no Ray."""
 
     def __init__(self) -> None:
-        # Whoever has started it may be killed before it sends the order.
-        self._idle = threading.Timer(ORDER_S, os._exit, (1,))
+        # Whoever has started it may be killed before it sends the launch spec.
+        self._idle = threading.Timer(LAUNCH_SPEC_S, os._exit, (1,))
         self._idle.daemon = True
         self._idle.start()
 
     def ready(self) -> None:
         """Answered once the actor has its place."""
 
-    def run(self, module: str, order: bytes) -> tuple[int, int, str]:
+    def run(self, module: str, launch_spec: bytes) -> tuple[int, int, str]:
         """Run a member to its end; its pid, its exit code or minus its signal, and the end of its standard error."""
         self._idle.cancel()
         try:
-            return _run(module, order)
+            return _run(module, launch_spec)
         finally:
             _current_actor().__ray_terminate__.remote()  # after this method's answer
 
 
-def _run(module: str, order: bytes) -> tuple[int, int, str]:
+def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
     # Ray has put `runtime_env` and the driver's directories into this process's path.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", __name__, module, str(os.getpid())]
@@ -56,7 +56,9 @@ def _run(module: str, order: bytes) -> tuple[int, int, str]:
         words = bytearray()
         reader = threading.Thread(target=_forward, args=(child.stderr, words), daemon=True)
         reader.start()
-        child.stdin.write(order)  # not by its environment or arguments, which others may read: it has a key
+        child.stdin.write(
+            launch_spec
+        )  # not by its environment or arguments, which others may read: it has a key
         child.stdin.close()
         code = child.wait()
         reader.join(OUTPUT_S)  # which what the member has started may hold open
@@ -77,7 +79,7 @@ def _current_actor() -> Any:
 
 
 def main(module: str, parent: int) -> Any:
-    """Run the member whose order is on standard input; what its `run` returns."""
+    """Run the member whose launch spec is on standard input; what its `run` returns."""
     exit_with(parent, by_kernel=True)
     return import_module(module).run(take_launch_spec())
 

@@ -40,8 +40,8 @@ def check_reachable(platform: str, listen: str) -> None:
 def _check(platform: str, listen: str) -> int:
     try:
         spec = resolve(platform)
-        with closing(spec.adapter()) as adapter:
-            adapter.check()
+        with closing(spec.launcher()) as launcher:
+            launcher.check()
         if listen:
             spec.check_listen(listen)
         else:

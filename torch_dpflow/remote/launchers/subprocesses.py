@@ -19,8 +19,8 @@ from torch_dpflow.errors import RejectedError, UnavailableError
 from torch_dpflow.remote.launchers.contract import Fate, Finding, Ref
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Where a member finds its name, and its order if its standard input is not it.
-ORDER_VARIABLE, NAME_VARIABLE = "DPFLOW_ORDER", "DPFLOW_MEMBER"
+#: Where a member finds its name, and its launch spec if its standard input is not it.
+LAUNCH_SPEC_VARIABLE, NAME_VARIABLE = "DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"
 
 #: How long a killed process may take to end, seconds.
 END_S = 5.0
@@ -37,19 +37,19 @@ class _Child:
 
 
 def take_launch_spec(file: str = "") -> bytes:
-    """The order of this process: from a file, else from the environment or standard input, where nobody finds it later.
+    """Return this process's launch spec, from a file, the environment or standard input, and erase it there.
 
     Raises OSError if the file cannot be read.
     """
     if file:
         return Path(file).read_bytes()
-    if ORDER_VARIABLE in os.environ:
-        _erase(ORDER_VARIABLE)
-        return os.environ.pop(ORDER_VARIABLE).encode()
-    order = sys.stdin.buffer.read()
+    if LAUNCH_SPEC_VARIABLE in os.environ:
+        _erase(LAUNCH_SPEC_VARIABLE)
+        return os.environ.pop(LAUNCH_SPEC_VARIABLE).encode()
+    launch_spec = sys.stdin.buffer.read()
     with suppress(OSError):  # a pipe, which is read once
         os.ftruncate(0, 0)
-    return order
+    return launch_spec
 
 
 def _erase(name: str) -> None:
@@ -61,8 +61,8 @@ def _erase(name: str) -> None:
         ctypes.memset(address, 0, len(os.environb[name.encode()]))
 
 
-class SubprocessAdapter:
-    """Starts `python -m module`, which takes its order by `take_launch_spec` and ends by itself when nobody answers it.
+class SubprocessLauncher:
+    """Starts `python -m module`, which reads its launch spec by `take_launch_spec`.
 
     A member leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
     only this user may read.
@@ -74,7 +74,7 @@ class SubprocessAdapter:
         prefix: a command that runs another one, which is given to it; its first word is a path.
     """
 
-    limits = Limits(shares_memory=True, accepts_connections=True, longest_life_s=None)
+    limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class SubprocessAdapter:
         good = os.access(python, os.X_OK)
         return [Finding(good, f"{python} {'can' if good else 'cannot'} be executed")]
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         with self._lock:
             child = self._children.get(name)
             if child is None:
-                child = self._children[name] = self._spawn(name, order)
+                child = self._children[name] = self._spawn(name, launch_spec)
             return str(child.pid)
 
     def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
@@ -125,7 +125,7 @@ class SubprocessAdapter:
         stranger = self.list(name).get(name)
         if stranger is not None:
             _kill(int(stranger), name)
-            with suppress(ChildProcessError):  # started by another adapter of this process
+            with suppress(ChildProcessError):  # started by another launcher of this process
                 os.waitid(os.P_PID, int(stranger), os.WEXITED | os.WNOHANG)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
@@ -147,18 +147,18 @@ class SubprocessAdapter:
         """What is run for this member."""
         return self._command
 
-    def _spawn(self, name: str, order: bytes) -> _Child:
+    def _spawn(self, name: str, launch_spec: bytes) -> _Child:
         env = {**os.environ, **self._env, NAME_VARIABLE: name}
         command = self._command_of(name)
         try:
             with ExitStack() as stack:
                 errors = stack.enter_context(tempfile.TemporaryFile())
-                # Not in its environment, which can be read as long as it lives: the order has a key.
-                with os.fdopen(os.memfd_create("order"), "w+b") as orders:
-                    orders.write(order)
-                    orders.seek(0)
+                # Not in its environment, which can be read as long as it lives: the launch spec has a key.
+                with os.fdopen(os.memfd_create("launch_spec"), "w+b") as launch_specs:
+                    launch_specs.write(launch_spec)
+                    launch_specs.seek(0)
                     files = [
-                        (os.POSIX_SPAWN_DUP2, orders.fileno(), 0),
+                        (os.POSIX_SPAWN_DUP2, launch_specs.fileno(), 0),
                         (os.POSIX_SPAWN_DUP2, errors.fileno(), 2),
                     ]
                     # Not subprocess.Popen, which warns of children that live on: members may outlive their starter.

@@ -4,11 +4,13 @@
 """
 
 
-def run(order: bytes) -> int:
-    """Work as this order says, in the main thread of a process; returns the exit code. See `program.run`."""
-    from torch_dpflow.remote.worker.program import run as work  # once the order is out of the environment
+def run(launch_spec: bytes) -> int:
+    """Work as this launch spec says, in the main thread of a process; returns the exit code. See `program.run`."""
+    from torch_dpflow.remote.worker.program import (
+        run as work,
+    )  # once the launch spec is out of the environment
 
-    return work(order)
+    return work(launch_spec)
 
 
 def warm() -> None:
@@ -28,7 +30,8 @@ def warm() -> None:
 
     import_module(SAMPLES)
     versions_here()
-    # What the first call of each looks up stays: types of an order, the sources of the lines that a seed is set by.
+    # What the first call of each looks up stays: types of a launch spec, the sources of the lines that a seed is set
+    # by.
     with suppress(MessageError):
         decode_launch_spec(b'{"version": %d}' % LAUNCH_SPEC_VERSION)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Take the order out of a file, of the environment or of standard input, and work.
+"""Take the launch spec out of a file, of the environment or of standard input, and work.
 
 The names of this module are `__main__`'s, where the user's script has its own, so there are few here.
 """

@@ -27,20 +27,20 @@ _init_s = age_s()
 
 
 def handler(event: Any, context: Any) -> dict[str, Any]:
-    """Run one member (Lambda's signature). Raises MessageError for an event that no adapter has sent."""
+    """Run one member (Lambda's signature). Raises MessageError for an event that no launcher has sent."""
     return answer_of(run, event, context)
 
 
 def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str, Any]:
-    """Run an order in a fork until its end or the invocation's; how it has ended. Raises as `handler`."""
-    order = event.get("order") if isinstance(event, dict) else None
-    if not isinstance(order, str):
+    """Run a launch spec in a fork until its end or the invocation's; how it has ended. Raises as `handler`."""
+    launch_spec = event.get("launch_spec") if isinstance(event, dict) else None
+    if not isinstance(launch_spec, str):
         raise MessageError(
-            "the event has no order: workers are started by a loader or a cluster, and by nobody else"
+            "the event has no launch spec: workers are started by a loader or a cluster, and by nobody else"
         )
     global _init_s
     init_s, _init_s = _init_s, 0.0
-    fork = Fork(run, order.encode())
+    fork = Fork(run, launch_spec.encode())
     why = ""
     while (end := fork.poll()) is None:
         left_s = context.get_remaining_time_in_millis() / 1000 - MARGIN_S

@@ -26,12 +26,12 @@ from torch_dpflow.ipc.messages.headers import (
     PIECE_BYTES,
     PROTOCOL_VERSION,
     FetchPiece,
-    MemberHello,
-    MemberLacks,
-    MemberWelcome,
+    MissingModules,
     Piece,
-    WorkerBeat,
-    WorkerBye,
+    RemoteHandshake,
+    RemoteWelcome,
+    WorkerGoodbye,
+    WorkerHeartbeat,
     WorkerRefused,
     decode,
     encode,
@@ -51,7 +51,7 @@ ADDRESS_S, BYE_S = 5.0, 2.0
 LOST_S = 6.0
 
 
-class RefusedMemberError(DPFlowError):
+class UnwantedWorkerError(DPFlowError):
     """The shard wants nothing of this member (any more)."""
 
 
@@ -86,33 +86,33 @@ class ControlConnection(threading.Thread):
     """Calls the shard and stays in touch with it. Ends the process where nobody answers any more.
 
     Args:
-        order: says whom to call.
+        launch_spec: says whom to call.
         versions: what is installed here.
     """
 
-    def __init__(self, order: LaunchSpec, versions: dict[str, str]) -> None:
+    def __init__(self, launch_spec: LaunchSpec, versions: dict[str, str]) -> None:
         super().__init__(name="dpflow-control", daemon=True)
-        self._order = order
+        self._launch_spec = launch_spec
         self._versions = versions
-        self._identity = f"{order.number}/{order.incarnation}/{secrets.token_hex(8)}"
+        self._identity = f"{launch_spec.number}/{launch_spec.incarnation}/{secrets.token_hex(8)}"
         self._options = TransportOptions(
             keys=ClientKeys(
-                public=order.public.encode(),
-                secret=order.secret.encode(),
-                server_public=order.server_public.encode(),
+                public=launch_spec.public.encode(),
+                secret=launch_spec.secret.encode(),
+                server_public=launch_spec.server_public.encode(),
             )
         )
         self._connection: Connection | None = None
         #: Where the shard has answered.
         self.address = ""
         #: What the main thread waits for: contents by digest, or why there are none.
-        self._results: queue.SimpleQueue[tuple[MemberWelcome, dict[str, bytes]] | Exception] = (
+        self._results: queue.SimpleQueue[tuple[RemoteWelcome, dict[str, bytes]] | Exception] = (
             queue.SimpleQueue()
         )
         #: Whether the main thread waits for that, and hears of an error so.
         self._is_awaited = True
         self._begun = self._heard = self._said = self._asked = time.monotonic()
-        self._welcome: MemberWelcome | None = None
+        self._welcome: RemoteWelcome | None = None
         self._downloads: list[_Download] = []
         self._words: str | None = None
         #: Modules that are missing here, to be told.
@@ -127,11 +127,11 @@ class ControlConnection(threading.Thread):
 
     # -- for the main thread -----------------------------------------------------------------------------
 
-    def contents(self) -> tuple[MemberWelcome, dict[str, bytes]]:
+    def contents(self) -> tuple[RemoteWelcome, dict[str, bytes]]:
         """What to load, by its digest, once it is here.
 
         Raises:
-            RefusedMemberError: the shard has nothing for this member.
+            UnwantedWorkerError: the shard has nothing for this member.
             PeerLostError: nobody answers.
             MessageError: what came has another digest.
         """
@@ -146,7 +146,7 @@ class ControlConnection(threading.Thread):
         return result
 
     def refused_for(self, modules: Sequence[str]) -> NoReturn:
-        """Say that modules are missing here. Raises RefusedMemberError with what the shard says to that."""
+        """Say that modules are missing here. Raises UnwantedWorkerError with what the shard says to that."""
         self._is_awaited = True
         self._lacks = [module[:128] for module in modules[:MAX_NAMES]]
         assert self._connection is not None
@@ -184,7 +184,7 @@ class ControlConnection(threading.Thread):
 
     def _call(self) -> None:
         """Say hello at one address after the other, until somebody answers."""
-        addresses, patience_s = self._order.addresses, self._order.silence_s
+        addresses, patience_s = self._launch_spec.addresses, self._launch_spec.silence_s
         for address in itertools.cycle(addresses):
             connection = connect(address, identity=f"{self._identity}/line".encode(), options=self._options)
             self._connection, self.address = connection, address
@@ -196,12 +196,12 @@ class ControlConnection(threading.Thread):
             if time.monotonic() - self._begun >= patience_s:
                 raise PeerLostError(
                     f"nobody answers {self._order.name} at {', '.join(addresses)}: is that reachable from here, and is "
-                    "the order's key still admitted?"
+                    "the launch spec's key still admitted?"
                 )
 
     def _greet(self, connection: Connection, until: float) -> bool:
         while time.monotonic() < until:
-            self._send(connection, encode(MemberHello(PROTOCOL_VERSION, self._versions, [], _where())))
+            self._send(connection, encode(RemoteHandshake(PROTOCOL_VERSION, self._versions, [], _where())))
             self._receive(connection, BEAT_S)
             if self._welcome is not None:
                 return True
@@ -212,12 +212,12 @@ class ControlConnection(threading.Thread):
         assert connection is not None
         while self._words is None:
             now = time.monotonic()
-            if now - self._heard >= self._order.silence_s:
+            if now - self._heard >= self._launch_spec.silence_s:
                 self._leave_at_once(f"nothing was heard of the shard for {self._order.silence_s:g} s")
-            if self._order.lifetime_s is not None and now - self._begun >= self._order.lifetime_s:
+            if self._launch_spec.lifetime_s is not None and now - self._begun >= self._launch_spec.lifetime_s:
                 self._leave_at_once("its lifetime has ended")
             if self._lacks:
-                self._send(connection, encode(MemberLacks(self._lacks)))
+                self._send(connection, encode(MissingModules(self._lacks)))
                 self._lacks = []
             for download in self._downloads:
                 for offset in download.due(now):
@@ -226,11 +226,11 @@ class ControlConnection(threading.Thread):
                 self._asked = now
                 self._send(connection, encode(self._beat()))
             self._receive(connection, max(0.0, self._said + BEAT_S - now))
-        self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:], self._sent)))
+        self._send(connection, encode(WorkerGoodbye(self._words[-MAX_TEXT:], self._sent)))
 
-    def _beat(self) -> WorkerBeat:
+    def _beat(self) -> WorkerHeartbeat:
         away_s = 0.0 if self._work is None else self._work.away_s()
-        return WorkerBeat(self._sent, min(self._round_trips_s), away_s)
+        return WorkerHeartbeat(self._sent, min(self._round_trips_s), away_s)
 
     @property
     def _sent(self) -> int:
@@ -247,17 +247,17 @@ class ControlConnection(threading.Thread):
             self._heard = time.monotonic()
             header: Any = decode(frames[0])
             match header:
-                case MemberWelcome() if self._welcome is None:
+                case RemoteWelcome() if self._welcome is None:
                     self._on_welcome(header)
                 case Piece():
                     self._on_piece(header, frames[1])
-                case WorkerBeat():
+                case WorkerHeartbeat():
                     self._on_beat(header)
                 case WorkerRefused(reason=reason):
                     self._on_refused(reason)
             frames = connection.receive(0)
 
-    def _on_welcome(self, welcome: MemberWelcome) -> None:
+    def _on_welcome(self, welcome: RemoteWelcome) -> None:
         self._welcome = welcome
         wanted = ((welcome.content, welcome.nbytes), (welcome.code, welcome.code_nbytes))
         self._downloads = [_Download(digest, nbytes) for digest, nbytes in wanted if digest]
@@ -272,7 +272,7 @@ class ControlConnection(threading.Thread):
             self._is_awaited = False
             self._results.put((self._welcome, contents))
 
-    def _on_beat(self, beat: WorkerBeat) -> None:
+    def _on_beat(self, beat: WorkerHeartbeat) -> None:
         if not self._round_trips_s[-1]:
             self._round_trips_s.clear()
         self._round_trips_s.append(time.monotonic() - self._asked)
@@ -286,7 +286,7 @@ class ControlConnection(threading.Thread):
 
     def _on_refused(self, reason: str) -> None:
         if self._is_awaited:
-            raise RefusedMemberError(reason)
+            raise UnwantedWorkerError(reason)
         self._leave_at_once(reason and f"the shard refuses it: {reason}", code=0)
 
     def _leave_at_once(self, why: str, code: int = 1) -> None:

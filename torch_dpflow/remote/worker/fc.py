@@ -1,6 +1,7 @@
 """What Function Compute's custom container runs: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
 
-A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's order in a fork. An
+A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's launch spec in a
+fork. An
 invocation is answered when nothing of its member is left: after that the platform freezes the instance, and a
 connection that stayed open would look alive to the shard. One thread, so that a fork copies nothing half done.
 
@@ -23,14 +24,14 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.remote.launchers.fc import MemberAnswer
+from torch_dpflow.remote.launchers.fc import WorkerAnswer
 from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.worker.forking import Fork
 from torch_dpflow.workers.platform import End
 
 #: The variable that names the port, and the one that the platform uses by default.
 PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000
-#: The most that is read of a request: an order is far below.
+#: The most that is read of a request: a launch spec is far below.
 MOST_BYTES = 2**20
 #: How long a request may take to arrive once it has begun, seconds.
 REQUEST_S = 10.0
@@ -106,7 +107,7 @@ class Instance:
     """The server of one instance, in the main thread. It runs one invocation at a time.
 
     Args:
-        module: whose `run(order)` members run.
+        module: whose `run(launch_spec)` members run.
         port: to listen at, on all interfaces; 0: any.
     """
 
@@ -126,14 +127,14 @@ class Instance:
             while not self._stopping or self._fork is not None:
                 self._turn()
 
-    def invoke(self, caller: RuntimeConnection, headers: Mapping[str, str], order: bytes) -> None:
-        """Run an order, and answer when its member has ended."""
+    def invoke(self, caller: RuntimeConnection, headers: Mapping[str, str], launch_spec: bytes) -> None:
+        """Run a launch spec, and answer when its member has ended."""
         if self._fork is not None or self._stopping:
             caller.answer(503, b"")
             return
         env = {variable: headers[name] for name, variable in KEYS.items() if headers.get(name)}
         close = [self._listener.fileno(), *self._connections]
-        self._caller, self._fork = caller, Fork(self._run, order, env=env, close=close)
+        self._caller, self._fork = caller, Fork(self._run, launch_spec, env=env, close=close)
 
     def stop(self) -> None:
         """End the member, soon: the instance ends."""
@@ -180,7 +181,7 @@ class Instance:
     def _answer(self, end: End) -> None:
         caller, self._fork, self._caller = self._caller, None, None
         if caller is not None:
-            body = msgspec.json.encode(MemberAnswer(end.code, end.signal, end.report, end.ran_s))
+            body = msgspec.json.encode(WorkerAnswer(end.code, end.signal, end.report, end.ran_s))
             caller.answer(200 if end.code == 0 else 500, body)
 
 

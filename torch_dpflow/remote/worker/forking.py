@@ -38,7 +38,7 @@ class Fork:
     """One member in a child of this process, which has to be in its main thread and to have no other.
 
     Args:
-        run: what the child runs with the order; it returns the exit code.
+        run: what the child runs with the launch spec; it returns the exit code.
         env: variables of the child alone, beside those of this process.
         close: descriptors that the child is not to have.
     """
@@ -46,7 +46,7 @@ class Fork:
     def __init__(
         self,
         run: Callable[[bytes], Any],
-        order: bytes,
+        launch_spec: bytes,
         *,
         env: Mapping[str, str] | None = None,
         close: Collection[int] = (),
@@ -59,7 +59,7 @@ class Fork:
         self._begun = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(run, order, dict(env or {}), theirs, [*close, ours], parent)
+            _become(run, launch_spec, dict(env or {}), theirs, [*close, ours], parent)
         os.close(theirs)
         self._errors: int | None = ours
         self._words = bytearray()
@@ -132,7 +132,7 @@ class Fork:
 
 def _become(
     run: Callable[[bytes], Any],
-    order: bytes,
+    launch_spec: bytes,
     env: dict[str, str],
     errors: int,
     close: Collection[int],
@@ -153,7 +153,7 @@ def _become(
         os.environ.update(env)
         # The user's script has its names there, and this process's are of no use to it.
         sys.modules["__main__"] = ModuleType("__main__")
-        code = run(order) or 0
+        code = run(launch_spec) or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code and not isinstance(leaving.code, int):

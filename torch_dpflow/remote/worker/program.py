@@ -13,28 +13,28 @@ from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
 from torch_dpflow.ipc.transport import is_loopback
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.fit import missing_modules, required_modules, versions_here
-from torch_dpflow.remote.worker.control_connection import ControlConnection, RefusedMemberError
+from torch_dpflow.remote.worker.control_connection import ControlConnection, UnwantedWorkerError
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
 SAMPLES = "torch_dpflow.cluster.shard.remote_samples"
 
 
-def run(order: bytes) -> int:
-    """Work as this order says, in the main thread of a process, until told to leave; returns the exit code.
+def run(launch_spec: bytes) -> int:
+    """Work as this launch spec says, in the main thread of a process, until told to leave; returns the exit code.
 
     0: it was told to leave, or is not wanted. Else the reason is on standard error, and at the shard, if that answers.
 
     Raises:
-        MessageError: it is no order.
+        MessageError: it is no launch spec.
     """
-    told = decode_launch_spec(order)
+    told = decode_launch_spec(launch_spec)
     if told.role == "node":
-        raise MessageError(f"the order is for a {told.role}; this release can be a worker")
+        raise MessageError(f"the launch spec is for a {told.role}; this release can be a worker")
     control = ControlConnection(told, versions_here())
     control.start()
     try:
         _work(told, control)
-    except RefusedMemberError as error:
+    except UnwantedWorkerError as error:
         if str(error):
             print(f"{told.name} is not wanted: {error}", file=sys.stderr)
         return 0
@@ -50,7 +50,7 @@ def run(order: bytes) -> int:
     return 0
 
 
-def _work(order: LaunchSpec, control: ControlConnection) -> None:
+def _work(launch_spec: LaunchSpec, control: ControlConnection) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable()
     welcome, contents = control.contents()
@@ -63,11 +63,11 @@ def _work(order: LaunchSpec, control: ControlConnection) -> None:
         control.refused_for(missing)
     from torch_dpflow.remote.worker import remote_batches  # here: importing torch takes seconds
 
-    if order.role == "sample-worker":
+    if launch_spec.role == "sample-worker":
         connection, near = control.connect(), is_loopback(control.address)
         directory = "" if control.directory is None else control.directory.path
         import_module(SAMPLES).load_samples(
-            packed, order.number, order.incarnation, connection, is_near=near, directory=directory
+            packed, launch_spec.number, launch_spec.incarnation, connection, is_near=near, directory=directory
         )
         connection.close()
         return
@@ -79,6 +79,6 @@ def _work(order: LaunchSpec, control: ControlConnection) -> None:
         del packed
         connection = control.connect()
         near = is_loopback(control.address)
-        remote_batches.work(spec, order.number, order.incarnation, connection, is_near=near)
+        remote_batches.work(spec, launch_spec.number, launch_spec.incarnation, connection, is_near=near)
     except remote_batches.RefusedError as error:
-        raise RefusedMemberError(str(error)) from error
+        raise UnwantedWorkerError(str(error)) from error

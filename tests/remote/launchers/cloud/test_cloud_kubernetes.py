@@ -1,4 +1,4 @@
-"""A Kubernetes cluster itself: the suite of adapters, and batches of a loader. Not run yet by anybody."""
+"""A Kubernetes cluster itself: the suite of launchers, and batches of a loader. Not run yet by anybody."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import Kubernetes
-from torch_dpflow.remote.launchers.contract import Adapter
-from torch_dpflow.remote.launchers.kubernetes import KubernetesAdapter
+from torch_dpflow.remote.launchers.contract import Launcher
+from torch_dpflow.remote.launchers.kubernetes import KubernetesLauncher
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.adapters import AdapterContract
+from torch_dpflow.testing.launchers import LauncherContract
 
 pytestmark = cloud("kubernetes")
 
@@ -32,26 +32,26 @@ def settings() -> Kubernetes:
 
 
 class Make:
-    """Makes adapters, in other processes too."""
+    """Makes launchers, in other processes too."""
 
     def __init__(self, spec: Kubernetes) -> None:
         self.spec = spec
 
-    def __call__(self, module: str) -> KubernetesAdapter:
-        return KubernetesAdapter(self.spec, module=module)
+    def __call__(self, module: str) -> KubernetesLauncher:
+        return KubernetesLauncher(self.spec, module=module)
 
 
-class TestKubernetesItself(AdapterContract):
+class TestKubernetesItself(LauncherContract):
     starter = multiprocessing.get_context("spawn")
 
     @pytest.fixture(autouse=True)
     def there(self, settings: Kubernetes) -> None:
         self.near = needed("DPFLOW_TEST_NEAR")
-        self.new_adapter = Make(settings)  # type: ignore[method-assign]
+        self.new_launcher = Make(settings)  # type: ignore[method-assign]
 
-    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
-        spec = replace(self.new_adapter.spec, service_account="no-such-account")  # type: ignore[attr-defined]
-        return {RejectedError: lambda: KubernetesAdapter(spec)}
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
+        spec = replace(self.new_launcher.spec, service_account="no-such-account")  # type: ignore[attr-defined]
+        return {RejectedError: lambda: KubernetesLauncher(spec)}
 
 
 def test_batches_equal_those_of_local_workers(settings: Kubernetes) -> None:

@@ -1,4 +1,4 @@
-"""AWS Lambda itself: the suite of adapters, and batches of a loader. Not run yet by anybody."""
+"""AWS Lambda itself: the suite of launchers, and batches of a loader. Not run yet by anybody."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import Lambda
-from torch_dpflow.remote.launchers.aws_lambda import LambdaAdapter
-from torch_dpflow.remote.launchers.contract import Adapter
+from torch_dpflow.remote.launchers.aws_lambda import LambdaLauncher
+from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.lambda_deploy import deploy, remove
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.adapters import PROGRAM, AdapterContract
+from torch_dpflow.testing.launchers import PROGRAM, LauncherContract
 
 pytestmark = cloud("lambda")
 
@@ -42,16 +42,16 @@ def deployed(spec: Lambda, **arguments: Any) -> Iterator[Lambda]:
 
 
 class Make:
-    """Makes adapters, in other processes too."""
+    """Makes launchers, in other processes too."""
 
     def __init__(self, spec: Lambda) -> None:
         self.spec = spec
 
-    def __call__(self, module: str = PROGRAM) -> LambdaAdapter:
-        return LambdaAdapter(self.spec)
+    def __call__(self, module: str = PROGRAM) -> LambdaLauncher:
+        return LambdaLauncher(self.spec)
 
 
-class TestLambdaItself(AdapterContract):
+class TestLambdaItself(LauncherContract):
     starter = multiprocessing.get_context("spawn")
 
     @pytest.fixture(scope="class")
@@ -61,10 +61,10 @@ class TestLambdaItself(AdapterContract):
     @pytest.fixture(autouse=True)
     def there(self, function: Lambda) -> None:
         self.near = needed("DPFLOW_TEST_NEAR")
-        self.new_adapter = Make(function)  # type: ignore[method-assign]
+        self.new_launcher = Make(function)  # type: ignore[method-assign]
 
-    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
-        return {RejectedError: lambda: Make(replace(self.new_adapter.spec, function="no-such-function"))()}  # type: ignore[attr-defined]
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
+        return {RejectedError: lambda: Make(replace(self.new_launcher.spec, function="no-such-function"))()}  # type: ignore[attr-defined]
 
 
 def test_batches_equal_those_of_local_workers(settings: Lambda) -> None:

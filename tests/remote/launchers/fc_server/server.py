@@ -1,6 +1,6 @@
 """Function Compute 3.0 without a cloud: an HTTP control plane for the vendor's real client, and real instances.
 
-It knows what the adapter and the commands use: functions, their asynchronous configuration, invocations as tasks. It
+It knows what the launcher and the commands use: functions, their asynchronous configuration, invocations as tasks. It
 checks signatures, expires keys, has a quota, and loses, delays or refuses answers where a test says so. What it cannot
 show: how long a cold start takes, images and their pulls, VPCs, roles, billing.
 """

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from torch_dpflow._core.descriptors import require
-from torch_dpflow.ipc.transport.keys import DoorKeys, ServerKeys
+from torch_dpflow.ipc.transport.keys import ServerKeys, WorkerKeys
 
 #: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12
@@ -81,7 +81,7 @@ def disown_after_fork(inheritable: Inheritable) -> None:
     _inheritables.add(inheritable)
 
 
-def guarded_context(keys: ServerKeys | DoorKeys) -> zmq.SyncContext:
+def guarded_context(keys: ServerKeys | WorkerKeys) -> zmq.SyncContext:
     """A context whose listener accepts these clients; libzmq authenticates a peer before it passes on any message.
 
     libzmq has one authenticator for each context, hence a context of its own for each listener with keys.

@@ -22,7 +22,7 @@ from torch_dpflow._core import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
 from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.transport.base import TransportOptions, check_frames, check_identity, is_loopback
-from torch_dpflow.ipc.transport.keys import ClientKeys, DoorKeys, ServerKeys
+from torch_dpflow.ipc.transport.keys import ClientKeys, ServerKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import contexts
 from torch_dpflow.ipc.transport.zeromq.ipc_path import check_path
 from torch_dpflow.log import TRANSPORT
@@ -204,9 +204,9 @@ class ZeroMQListener(_SocketEndpoint):
 
     def __init__(self, address: str, options: TransportOptions) -> None:
         context, keys = None, options.keys
-        if address.startswith("tcp://") and isinstance(keys, ServerKeys | DoorKeys):
+        if address.startswith("tcp://") and isinstance(keys, ServerKeys | WorkerKeys):
             context = contexts.guarded_context(keys)
-        self._door = keys if isinstance(keys, DoorKeys) else None
+        self._door = keys if isinstance(keys, WorkerKeys) else None
         self._losses = 0
         #: Whether it accepts no connections, for lack of descriptors.
         self.refuses = False
@@ -269,7 +269,7 @@ class ZeroMQListener(_SocketEndpoint):
     def _configure_tcp(self) -> None:
         super()._configure_tcp()
         keys = self._options.keys
-        if isinstance(keys, ServerKeys | DoorKeys):
+        if isinstance(keys, ServerKeys | WorkerKeys):
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

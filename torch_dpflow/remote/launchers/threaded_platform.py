@@ -1,4 +1,4 @@
-"""Makes a platform of an adapter: its blocking calls run in threads, and what comes of them is news."""
+"""Makes a platform of a launcher: its blocking calls run in threads, and what comes of them is news."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import (
     Accepted,
-    Adapter,
     Answerless,
     Ended,
     Fate,
+    Launcher,
     Outcome,
     Ref,
     Refused,
@@ -47,7 +47,7 @@ class _Asked:
 
     name: str
     #: Emptied once it was sent: it has a key.
-    order: bytes = field(repr=False)
+    launch_spec: bytes = field(repr=False)
     ref: Ref | None = None
     #: Whether the platform may have it and no start of it is awaited: it can be looked at and stopped.
     there: bool = False
@@ -64,8 +64,8 @@ class _Asked:
     backoff: Backoff = field(default_factory=lambda: Backoff(0.5, LONGEST_PAUSE_S))
 
 
-class Calls:
-    """The `MemberPlatform` of an adapter, which it closes at the end.
+class ThreadedPlatform:
+    """The `RemotePlatform` of a launcher, which it closes at the end.
 
     One thread decides which call is next, and each call has a thread of its own, so that one that hangs holds up no
     other: a start counts as lost after `deadline_s`, and can be stopped by its name then. Stops come first, and are
@@ -79,18 +79,20 @@ class Calls:
         DescriptorLimitError: this process has too many files open.
     """
 
-    def __init__(self, adapter: Adapter, *, deadline_s: float = DEADLINE_S, sweep_s: float = SWEEP_S) -> None:
-        self.limits = adapter.limits
+    def __init__(
+        self, launcher: Launcher, *, deadline_s: float = DEADLINE_S, sweep_s: float = SWEEP_S
+    ) -> None:
+        self.limits = launcher.limits
         try:
             self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
             if descriptors.is_exhausted(error):
                 raise descriptors.exhausted("no member can be started") from error
             raise
-        self._adapter = adapter
+        self._launcher = launcher
         self._deadline_s = deadline_s
         self._sweep_s = sweep_s
-        self._rate = RateLimit(adapter.limits.starts_per_s)
+        self._rate = RateLimit(launcher.limits.starts_per_s)
         #: Guards all that follows; notified when any of it changes.
         self._changed = threading.Condition()
         self._members: dict[str, _Asked] = {}
@@ -114,17 +116,18 @@ class Calls:
 
     # -- for the owner -----------------------------------------------------------------------------------
 
-    def start(self, name: str, order: bytes) -> None:
-        if len(order) > self.limits.order_bytes:
+    def start(self, name: str, launch_spec: bytes) -> None:
+        if len(launch_spec) > self.limits.max_launch_spec_bytes:
             raise OptionError(
-                f"the order of {name} has {len(order)} bytes, of at most {self.limits.order_bytes}"
+                f"the launch spec of {name} has {len(launch_spec)} bytes; at most "
+                f"{self.limits.max_launch_spec_bytes} are allowed"
             )
         with self._changed:
             if self._closed:
                 raise OptionError(f"{name} cannot be started: its platform is closed")
             if name in self._members:
                 raise OptionError(f"{name} cannot be started again: give each member a name of its own")
-            self._members[name] = _Asked(name, order)
+            self._members[name] = _Asked(name, launch_spec)
             self._queue[name] = None
             self._changed.notify_all()
 
@@ -176,7 +179,7 @@ class Calls:
             threads, hung = [*self._threads], self._hung
         for thread in threads:
             thread.wait(0.0 if hung else self._deadline_s)
-        self._adapter.close()
+        self._launcher.close()
         with self._changed:
             self._released = True
             os.close(self.wakeup_fd)
@@ -266,17 +269,17 @@ class Calls:
     # -- the calls, each in a thread of its own; what they find is entered under the lock ------------------
 
     def _start(self, member: _Asked) -> None:
-        order, member.order = member.order, b""
+        launch_spec, member.launch_spec = member.launch_spec, b""
         ref: Ref | None = None
         refused: PlatformError | None = None
         text = ""
         try:
-            ref = self._adapter.start(member.name, order, deadline_s=self._deadline_s)
+            ref = self._launcher.start(member.name, launch_spec, deadline_s=self._deadline_s)
         except AnswerLostError as error:
             text = str(error)
         except PlatformError as error:
             refused = error
-        except Exception as error:  # a fault of the adapter: the member may have been started
+        except Exception as error:  # a fault of the launcher: the member may have been started
             text = f"{type(error).__name__}: {error}"
         with self._changed:
             self._starting.pop(member.name, None)
@@ -290,7 +293,7 @@ class Calls:
                 self._lost(member, text)
             is_stray = self._closed and member.name not in self._members
         if ref is not None and is_stray:
-            failure = self._failure_of(lambda: self._adapter.stop(member.name, ref))
+            failure = self._failure_of(lambda: self._launcher.stop(member.name, ref))
             SERVICE.error(
                 "%s was started after its platform was closed: %s", member.name, failure or "stopped"
             )
@@ -312,7 +315,7 @@ class Calls:
             self._tell(Answerless(member.name, text))
 
     def _stop(self, member: _Asked) -> None:
-        failure = self._failure_of(lambda: self._adapter.stop(member.name, member.ref))
+        failure = self._failure_of(lambda: self._launcher.stop(member.name, member.ref))
         with self._changed:
             if self._members.get(member.name) is not member:
                 return  # it has ended meanwhile
@@ -348,7 +351,7 @@ class Calls:
 
         def look() -> None:
             nonlocal fates
-            fates = self._adapter.look({name: member.ref for name, member in asked.items()})
+            fates = self._launcher.look({name: member.ref for name, member in asked.items()})
 
         failure = self._failure_of(look) if asked else ""
         with self._changed:
@@ -415,6 +418,6 @@ class Calls:
         """Make a call; what went wrong, empty if nothing did."""
         try:
             call()
-        except Exception as error:  # an adapter's faults too: a stop is repeated whatever happens
+        except Exception as error:  # a launcher's faults too: a stop is repeated whatever happens
             return f"{type(error).__name__}: {error}"
         return ""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.names import MemberName, prefix_of
+from torch_dpflow.remote.launchers.names import WorkerName, prefix_of
 from torch_dpflow.remote.launchers.rate_limit import RateLimit
 
 
@@ -22,9 +22,9 @@ from torch_dpflow.remote.launchers.rate_limit import RateLimit
 def test_a_name_is_a_label_that_can_be_read_again(
     cluster: str, group: str, number: int, incarnation: int
 ) -> None:
-    name = MemberName(cluster, group, number, incarnation)
+    name = WorkerName(cluster, group, number, incarnation)
     assert re.fullmatch(r"[a-z][a-z0-9-]{0,61}[a-z0-9]", str(name))
-    assert MemberName.parse(str(name)) == name
+    assert WorkerName.parse(str(name)) == name
     assert str(name).startswith(prefix_of(cluster, group))
     assert prefix_of(cluster, group).startswith(prefix_of(cluster))
 
@@ -44,12 +44,12 @@ def test_a_name_is_a_label_that_can_be_read_again(
 )
 def test_what_is_no_name_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="is no name of a member"):
-        MemberName.parse(text)
+        WorkerName.parse(text)
 
 
 def test_a_name_cannot_be_made_of_other_parts() -> None:
     with pytest.raises(OptionError, match="CLUSTER has 8"):
-        MemberName("cluster", "0123456789", 0, 1)
+        WorkerName("cluster", "0123456789", 0, 1)
 
 
 @given(

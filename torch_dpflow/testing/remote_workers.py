@@ -1,4 +1,4 @@
-"""What the members in `torch_dpflow.testing.adapters` run: apart, so that it imports no torch or pytest.
+"""What the members in `torch_dpflow.testing.launchers` run: apart, so that it imports no torch or pytest.
 
 Platforms that start a command run it as `python -m`, others call `run`.
 """
@@ -15,14 +15,14 @@ from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
 LAST_WORDS, CODE = "the cupboard is bare", 7
 
 
-def run(order: bytes) -> None:
-    """Send the order to the address in it, and keep running until that hangs up; with "leave" in it end at once."""
-    told = json.loads(order)
+def run(launch_spec: bytes) -> None:
+    """Send the launch spec to the address in it, and run until that hangs up; with "leave" in it end at once."""
+    told = json.loads(launch_spec)
     if told.get("leave"):
         print(LAST_WORDS, file=sys.stderr)
         sys.exit(CODE)
     with socket.create_connection(tuple(told["address"])) as connection:
-        connection.sendall(len(order).to_bytes(4, "big") + order)
+        connection.sendall(len(launch_spec).to_bytes(4, "big") + launch_spec)
         connection.recv(1)
 
 

@@ -18,14 +18,14 @@ from torch_dpflow.workers.platform import Limits
 SOON_S = 0.2
 
 
-class ScriptedAdapter:
+class ScriptedLauncher:
     """A test double: a control plane that does what the test says, in threads that are real.
 
     `raises` are the errors of the next calls of a kind; `gates` hold calls of a kind up until they are opened.
     """
 
     def __init__(self, **limits: Any) -> None:
-        self.limits = Limits(shares_memory=False, accepts_connections=False, longest_life_s=None, **limits)
+        self.limits = Limits(shares_memory=False, accepts_connections=False, max_lifetime_s=None, **limits)
         #: What the platform has, by name.
         self.there: dict[str, str] = {}
         self.made: list[tuple[str, Any]] = []
@@ -62,7 +62,7 @@ class ScriptedAdapter:
     def check(self) -> list[Any]:
         return []
 
-    def start(self, name: str, order: bytes, *, deadline_s: float) -> str:
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> str:
         with self._call("start", name):
             self.there[name] = f"ref of {name}"
         return self.there[name]
@@ -82,7 +82,7 @@ class ScriptedAdapter:
         self.closed += 1
 
 
-class FaultyAdapter(ScriptedAdapter):
+class FaultyLauncher(ScriptedLauncher):
     """A test double whose calls take their time and fail as chance, which is seeded, has it."""
 
     def __init__(self, seed: int) -> None:

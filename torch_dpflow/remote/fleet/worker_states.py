@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 
-class MemberState(enum.Enum):
+class WorkerState(enum.Enum):
     """Where a member is in its life; see `lifecycle`."""
 
     #: The platform has not answered.
@@ -29,16 +29,16 @@ class MemberState(enum.Enum):
     @property
     def holds_place(self) -> bool:
         """Whether it has its number, or will get it."""
-        return self in (MemberState.REQUESTED, MemberState.STARTING, MemberState.ON_DECK, MemberState.WORKING)
+        return self in (WorkerState.REQUESTED, WorkerState.STARTING, WorkerState.ON_DECK, WorkerState.WORKING)
 
     @property
     def is_expected(self) -> bool:
         """Whether it has been started and has not called."""
-        return self in (MemberState.REQUESTED, MemberState.STARTING)
+        return self in (WorkerState.REQUESTED, WorkerState.STARTING)
 
 
 @dataclass(slots=True)
-class FleetMember:
+class FleetWorker:
     """A member that is not gone. Times are seconds on the clock of the machine's caller."""
 
     name: str
@@ -52,7 +52,7 @@ class FleetMember:
     #: From when on a successor is started, and when it is drained even without one.
     rotates: float = math.inf
     drains: float = math.inf
-    state: MemberState = MemberState.REQUESTED
+    state: WorkerState = WorkerState.REQUESTED
     #: Whether the platform has accepted its start, and whether it has called.
     accepted: bool = False
     arrived: bool = False
@@ -67,7 +67,7 @@ class FleetMember:
         return 0.0 if self.since is None else max(0.0, until - self.since)
 
 
-class StartMember(msgspec.Struct, frozen=True):
+class StartWorker(msgspec.Struct, frozen=True):
     """Start this member; its name is new. It is to leave by itself after `lifetime_s`, None: never."""
 
     name: str
@@ -76,32 +76,32 @@ class StartMember(msgspec.Struct, frozen=True):
     lifetime_s: float | None
 
 
-class AdmitMember(msgspec.Struct, frozen=True):
+class AdmitWorker(msgspec.Struct, frozen=True):
     """Give this member tasks: its number is free."""
 
     name: str
 
 
-class RefuseMember(msgspec.Struct, frozen=True):
+class RejectWorker(msgspec.Struct, frozen=True):
     """Tell whoever called under this name to leave, and why."""
 
     name: str
     why: str
 
 
-class DrainMember(msgspec.Struct, frozen=True):
+class DrainWorker(msgspec.Struct, frozen=True):
     """Give this member no more tasks, and have it leave when it has none."""
 
     name: str
 
 
-class SuspectMember(msgspec.Struct, frozen=True):
+class CheckWorker(msgspec.Struct, frozen=True):
     """Have the platform look at this member."""
 
     name: str
 
 
-class StopMember(msgspec.Struct, frozen=True):
+class StopWorker(msgspec.Struct, frozen=True):
     """Have the platform end this member by force."""
 
     name: str
@@ -122,5 +122,5 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 FleetInstruction: TypeAlias = (
-    StartMember | AdmitMember | RefuseMember | DrainMember | SuspectMember | StopMember | Report | Fail
+    StartWorker | AdmitWorker | RejectWorker | DrainWorker | CheckWorker | StopWorker | Report | Fail
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.headers import WorkerBye
+from torch_dpflow.ipc.messages.headers import WorkerGoodbye
 from torch_dpflow.log import LOADER, SERVICE
 
 #: A member's two connections, by the ends of their identities: see `ipc.messages.headers`.
@@ -25,7 +25,7 @@ _WEIGHT = 0.2
 class WorkerKind:
     """What the members of a fleet are to their shard."""
 
-    #: As of `Order`.
+    #: As of `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
     #: How many tasks one holds: so many in any case, and what it loads during a round trip, up to so many.
     least_window: int
@@ -40,7 +40,7 @@ SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 
 @dataclass(eq=False)
-class RemoteMember:
+class RemoteWorker:
     """A member that was asked for and is not lost. Times are seconds on the clock of `RemoteWorkers`."""
 
     name: str
@@ -48,9 +48,9 @@ class RemoteMember:
     incarnation: int
     heard: float
     kind: WorkerKind = BATCH_WORKERS
-    #: As of `MemberHello`.
+    #: As of `RemoteHandshake`.
     where: str = ""
-    #: Drawn by its process, so that two with one order are told apart.
+    #: Drawn by its process, so that two with one launch spec are told apart.
     nonce: bytes = b""
     #: Its greeting as a worker, until it is admitted.
     hello: list[memoryview] | None = None
@@ -58,7 +58,7 @@ class RemoteMember:
     #: Whether it was told to leave: that it does so is no death.
     is_sent_away: bool = False
     #: Its last message.
-    bye: WorkerBye | None = None
+    bye: WorkerGoodbye | None = None
     received: int = 0
     sent: int = 0
     #: For how long it has had nothing to do while its results were on their way, as it says, seconds.

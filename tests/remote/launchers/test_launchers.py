@@ -1,0 +1,52 @@
+"""Every launcher of ours keeps the contract of members."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.shared_cluster import wait
+from tests.support.hosts import Hosts, HostsLauncher
+from torch_dpflow.errors import PlatformError, RejectedError
+from torch_dpflow.remote.launchers.contract import Launcher
+from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.testing.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
+from torch_dpflow.testing.processes import PATIENCE_S
+
+
+class TestSubprocesses(LauncherContract):
+    def new_launcher(self, module: str) -> Launcher:
+        return SubprocessLauncher(module)
+
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
+        return {RejectedError: lambda: SubprocessLauncher(PROGRAM, python="/nowhere/python")}
+
+    def test_a_launch_spec_is_nowhere_to_be_read_once_it_was_taken(
+        self, launcher: Launcher, door: socket.socket
+    ) -> None:
+        pid = launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
+        with caller(door):
+            kept = [Path(f"/proc/{pid}/{file}").read_bytes() for file in ("environ", "cmdline", "fd/0")]
+            assert not [text for text in kept if SECRET.encode() in text]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.mark.hosts
+class TestOtherHosts(LauncherContract):
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, hosts: Hosts) -> Iterator[None]:
+        self.near, self.hosts = hosts.address, hosts
+        yield
+        wait(lambda: not [pid for host in hosts for pid in host.pids()], what="the members' end")
+
+    def new_launcher(self, module: str) -> Launcher:
+        prefixes = [host.prefix for host in self.hosts]
+        return HostsLauncher(prefixes, module, env={"PYTHONPATH": str(Path(__file__).parents[3])})
