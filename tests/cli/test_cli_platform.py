@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
-from torch_dpflow.remote.launchers.names import WorkerName
-from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.contract import WorkerName
+from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 from torch_dpflow.testing.launchers import PROGRAM, caller, launch_spec_to
 from torch_dpflow.testing.processes import PATIENCE_S
 

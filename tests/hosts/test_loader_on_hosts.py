@@ -20,7 +20,7 @@ from tests.support.hosts import Hosts
 from torch_dpflow.errors import PeerLostError
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect
-from torch_dpflow.ipc.transport.keys import ClientKeys
+from torch_dpflow.ipc.transport.base import ClientKeys
 
 pytestmark = pytest.mark.hosts
 

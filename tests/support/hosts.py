@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher
-from torch_dpflow.remote.launchers.names import WorkerName
-from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher, WorkerName
+from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
 #: Where a host's own temporary directory is, there: a place that every Linux has.

@@ -43,13 +43,13 @@ def _with_options(command: _F) -> _F:
 @_with_options
 def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """The function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
-    from torch_dpflow.remote.launchers import fc_deploy
+    from torch_dpflow.remote.launchers import fc_function
 
     settings: Any = resolve("fc")
     _say(
-        fc_deploy.remove(settings, dry_run=dry_run)
+        fc_function.remove(settings, dry_run=dry_run)
         if removes
-        else fc_deploy.deploy(settings, image, dry_run=dry_run),
+        else fc_function.deploy(settings, image, dry_run=dry_run),
         as_json=as_json,
     )
 
@@ -58,13 +58,13 @@ def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
 @_with_options
 def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """The function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
-    from torch_dpflow.remote.launchers import lambda_deploy
+    from torch_dpflow.remote.launchers import aws_client
 
     settings: Any = resolve("lambda")
     _say(
-        lambda_deploy.remove(settings, dry_run=dry_run)
+        aws_client.remove(settings, dry_run=dry_run)
         if removes
-        else lambda_deploy.deploy(settings, image, dry_run=dry_run),
+        else aws_client.deploy(settings, image, dry_run=dry_run),
         as_json=as_json,
     )
 
@@ -129,21 +129,21 @@ def eci(
 
     Called again, it makes those that are missing or have ended, and removes those that are too many.
     """
-    from torch_dpflow.remote.launchers import eci_nodes
-    from torch_dpflow.remote.launchers.eci_control import ContainerGroups
+    from torch_dpflow.remote.launchers import eci
+    from torch_dpflow.remote.launchers.eci import ContainerGroups
 
     if removes and lists:
         raise OptionError("--remove and --list exclude each other; give one of them")
     file = _cluster_file(join, cluster if removes or lists else None)
-    name = eci_nodes.cluster_of(file.server_public) if file is not None else str(cluster)
+    name = eci.cluster_of(file.server_public) if file is not None else str(cluster)
     groups = ContainerGroups(region, endpoint)
     if removes or lists or file is None:
-        lines = eci_nodes.remove(groups, name, dry_run=dry_run) if removes else eci_nodes.listed(groups, name)
+        lines = eci.remove(groups, name, dry_run=dry_run) if removes else eci.listed(groups, name)
     else:
         if nodes is None:
             raise OptionError("how many? Give --nodes, as 4")
         file.server_keys()
-        wanted = eci_nodes.NodeGroups(
+        wanted = eci.NodeGroups(
             cluster=name,
             address=file.address,
             keys=msgspec.json.encode(file),
@@ -151,7 +151,7 @@ def eci(
             memory_gib=memory / 2**30,
             **given,
         )
-        lines = eci_nodes.deploy(groups, wanted, dry_run=dry_run)
+        lines = eci.deploy(groups, wanted, dry_run=dry_run)
     _say(lines, as_json=as_json)
 
 

@@ -105,8 +105,7 @@ def kubernetes(
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import scaled_limits
     from torch_dpflow.remote.launchers.kubernetes import Kubernetes
-    from torch_dpflow.remote.launchers.kubernetes_manifest import Head
-    from torch_dpflow.remote.launchers.kubernetes_nodes import NodePods
+    from torch_dpflow.remote.launchers.kubernetes_manifest import Head, NodePods
 
     settings = resolve("kubernetes")
     assert isinstance(settings, Kubernetes)

@@ -17,7 +17,7 @@ from torch_dpflow.loader.loader import DPFlowDataLoader
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.launchers.contract import Finding, PlatformSpec
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.remote.shipping.fit import versions_here, warnings_of
+from torch_dpflow.remote.shipping.compatibility import versions_here, warnings_of
 
 #: How many small samples are fetched for the round trip, and how many large ones, of how many bytes, for the bandwidth.
 SMALL, LARGE, LARGE_BYTES = 32, 8, 2**24

@@ -130,8 +130,8 @@ def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> Worke
 
 
 def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> RemoteWorkers:
-    from torch_dpflow.remote.fleet.remote_content import RemoteContent
     from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+    from torch_dpflow.remote.fleet.worker_record import RemoteContent
     from torch_dpflow.remote.launchers.registry import resolve
     from torch_dpflow.remote.shipping.code_bundle import make_bundle
     from torch_dpflow.remote.shipping.content_pack import pack_load_spec

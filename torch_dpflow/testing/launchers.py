@@ -25,8 +25,15 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.errors import OptionError, PlatformError
-from torch_dpflow.remote.launchers.contract import Accepted, Ended, Launcher, Outcome, RemotePlatform
-from torch_dpflow.remote.launchers.names import WorkerName, prefix_of
+from torch_dpflow.remote.launchers.contract import (
+    Accepted,
+    Ended,
+    Launcher,
+    Outcome,
+    RemotePlatform,
+    WorkerName,
+    prefix_of,
+)
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.testing.platforms import wakes
 from torch_dpflow.testing.processes import PATIENCE_S

@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 
-from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
+from torch_dpflow.remote.launchers.processes import take_launch_spec
 
 #: What a member writes before it leaves, and its exit code.
 LAST_WORDS, CODE = "the cupboard is bare", 7

@@ -331,7 +331,7 @@ def _worker_of(peer: bytes) -> int:
 def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
     """Frames of which some are compressed, as they were."""
     # Here, because a loader whose workers are of this host does without it.
-    from torch_dpflow.ipc.rpc.compression import decompress
+    from torch_dpflow.ipc.rpc.carrier import decompress
 
     if len(sizes) != len(frames) or sum(sizes) > MAX_UNPACKED_BYTES:
         raise MessageError(f"{len(frames)} frames, of which {len(sizes)} hold {sum(sizes)} bytes compressed")

@@ -22,7 +22,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import SAMPLE, Ask, Served, ServedSample
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.ipc.rpc.incoming import Handler
+from torch_dpflow.ipc.rpc.call_service import Handler
 from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.ipc.transport import listen
 

@@ -9,8 +9,7 @@ from torch_dpflow.cluster.services import keeper
 from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace, ServiceSpec
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform
-from torch_dpflow.remote.launchers.processes import Processes
-from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.processes import Processes, SubprocessLauncher
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
 #: What a keeper's settings hold, and no shard's.

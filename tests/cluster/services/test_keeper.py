@@ -20,9 +20,8 @@ from tests.worker_cases import has_ended
 from torch_dpflow.cluster.shard import kept_platform
 from torch_dpflow.cluster.shard.kept_platform import KeptPlatform
 from torch_dpflow.errors import OptionError, RejectedError, RemoteCallError, ThrottledError, UnavailableError
-from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, Refused
-from torch_dpflow.remote.launchers.names import prefix_of
-from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, Refused, prefix_of
+from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 
 PROGRAM = "import sys; from tests.cluster.services.kept_processes import keep; keep(sys.argv[1:])"
 Attached = Callable[..., KeptPlatform]

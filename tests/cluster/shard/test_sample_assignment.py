@@ -23,7 +23,7 @@ from torch_dpflow.cluster.shard.sample_source import (
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.transforms import SampleTransform
-from torch_dpflow.remote.shipping.script import pack, unpack
+from torch_dpflow.remote.shipping.content_pack import pack, unpack
 
 
 class Locked:

@@ -34,7 +34,7 @@ from torch_dpflow.cluster.security.node_proof import node_proof
 from torch_dpflow.cluster.services.head_link import Joining
 from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions, own_address
 from torch_dpflow.errors import ErrorKind, OptionError, RemoteCallError, UsageError
-from torch_dpflow.remote.shipping.fit import versions_here
+from torch_dpflow.remote.shipping.compatibility import versions_here
 
 OPTIONS = JobOptions(patience_s=120.0, ready=1, asked=2)
 

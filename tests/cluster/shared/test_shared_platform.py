@@ -29,8 +29,8 @@ from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions
 from torch_dpflow.errors import OptionError, PoisonTaskError, WorkerStartError
-from torch_dpflow.remote.launchers.names import WorkerName
-from torch_dpflow.remote.launchers.subprocesses import NAME_VARIABLE
+from torch_dpflow.remote.launchers.contract import WorkerName
+from torch_dpflow.remote.launchers.processes import NAME_VARIABLE
 
 Join = Callable[..., SharedJob]
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.headers import Packing
-from torch_dpflow.ipc.rpc.compression import SMALLEST_FRAME, compress, decompress, pays
-from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.rpc.carrier import SMALLEST_FRAME, Carrier, compress, decompress, pays
 
 NOISE = os.urandom(100_000)
 LABELS = np.arange(20_000, dtype=np.int64).tobytes()

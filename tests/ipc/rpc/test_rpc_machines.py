@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torch_dpflow.ipc.messages.headers import EMPTY_BODY
-from torch_dpflow.ipc.rpc.calls import CallTable, OpenCall
-from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.rpc.call_service import Session, SessionTable
+from torch_dpflow.ipc.rpc.carrier import Carrier
+from torch_dpflow.ipc.rpc.client_session import CallTable, OpenCall
 from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
-from torch_dpflow.ipc.rpc.sessions import Session, SessionTable
 
 # --- open calls ---
 

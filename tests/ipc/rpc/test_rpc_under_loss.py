@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer, ServerOptions
+from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Awaited, ClientSession
-from torch_dpflow.ipc.rpc.payload import Carrier
 from torch_dpflow.ipc.transport import Frame
 
 ANY = body_decoder(int | None)

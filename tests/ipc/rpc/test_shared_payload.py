@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.ipc.memory.conversions import address_of
 from torch_dpflow.ipc.messages.payload_table import SHARED_BYTES
-from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.rpc.carrier import Carrier
 
 #: Room for two messages of the tests below.
 ROOM = 2 << 20

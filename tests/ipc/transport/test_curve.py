@@ -24,7 +24,7 @@ from torch_dpflow.cluster.security.connection_file import (
 )
 from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.ipc.transport import Connection, Listener, TransportOptions, connect, listen
-from torch_dpflow.ipc.transport.keys import ClientKeys, WorkerKeys
+from torch_dpflow.ipc.transport.base import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
 from torch_dpflow.testing.transports import PATIENCE_S, answered, greet, heard
 

@@ -26,10 +26,8 @@ from torch_dpflow.remote.fleet.worker_states import (
     StopWorker,
     WorkerState,
 )
-from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
-from torch_dpflow.remote.launchers.names import WorkerName, prefix_of
-from torch_dpflow.remote.launchers.processes import Processes
-from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, WorkerName, prefix_of
+from torch_dpflow.remote.launchers.processes import Processes, SubprocessLauncher
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.testing.launchers import PROGRAM, launch_spec_to
 from torch_dpflow.testing.platforms import wakes

@@ -21,7 +21,7 @@ needs_ray = pytest.mark.skipif(
 STORE = 80 * 2**20
 
 #: How the processes are called that run members, in their command lines.
-MEMBER = "torch_dpflow.remote.launchers.ray_member"
+MEMBER = "torch_dpflow.remote.launchers.ray_cluster"
 
 
 @contextmanager

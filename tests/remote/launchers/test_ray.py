@@ -38,8 +38,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote import Ray
-from torch_dpflow.remote.launchers.contract import Launcher
-from torch_dpflow.remote.launchers.names import WorkerName
+from torch_dpflow.remote.launchers.contract import Launcher, WorkerName
 from torch_dpflow.remote.launchers.ray import RayLauncher
 from torch_dpflow.testing.launchers import (
     CLUSTER,

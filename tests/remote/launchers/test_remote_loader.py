@@ -33,12 +33,11 @@ from torch_dpflow.ipc.messages.headers import (
 )
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect, listen
-from torch_dpflow.ipc.transport.keys import ClientKeys, WorkerKeys
+from torch_dpflow.ipc.transport.base import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
-from torch_dpflow.remote.fleet.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.fleet.worker_listener import addresses_of, to_bind, to_tell
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Ended
-from torch_dpflow.remote.launchers.processes import Processes
-from torch_dpflow.remote.launchers.subprocesses import LAUNCH_SPEC_VARIABLE
+from torch_dpflow.remote.launchers.processes import LAUNCH_SPEC_VARIABLE, Processes
 
 #: Enough for members to start on a busy machine, seconds.
 PATIENCE_S = 200.0

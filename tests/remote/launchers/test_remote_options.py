@@ -17,7 +17,7 @@ from tests.loader_cases import Indices, assert_same, patiently
 from tests.remote_cases import PacedStream, Troubled, Watched, label, names_of
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, QuotaError, WorkerStartError
-from torch_dpflow.remote.fleet.remote_content import RemoteContent
+from torch_dpflow.remote.fleet.worker_record import RemoteContent
 
 SIZE = 24
 #: Without an accelerator there is nothing to pin for.

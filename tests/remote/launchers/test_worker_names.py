@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.names import WorkerName, prefix_of
-from torch_dpflow.remote.launchers.rate_limit import RateLimit
+from torch_dpflow.remote.launchers.contract import RateLimit, WorkerName, prefix_of
 
 
 @given(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.shipping.fit import (
+from torch_dpflow.remote.shipping.compatibility import (
     missing_modules,
     missing_text,
     required_modules,

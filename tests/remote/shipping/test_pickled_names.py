@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.shipping.pickled_names import names_in
-from torch_dpflow.remote.shipping.script import pack
+from torch_dpflow.remote.shipping.content_pack import pack
+from torch_dpflow.remote.shipping.modules import names_in
 
 LEAVES = [
     collections.OrderedDict(a=1),

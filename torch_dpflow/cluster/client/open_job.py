@@ -124,12 +124,12 @@ def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:
         return assignment.pack()
     from torch_dpflow.datasets.storage.credentials import left_out
     from torch_dpflow.remote.shipping.code_bundle import make_bundle
-    from torch_dpflow.remote.shipping.flow_content import join
+    from torch_dpflow.remote.shipping.content_pack import join_content
 
     with left_out():
         packed = assignment.pack()
     bundle = make_bundle(packed, "auto")
-    return join(packed, b"" if bundle is None else bundle.data)
+    return join_content(packed, b"" if bundle is None else bundle.data)
 
 
 def _rank_of(name: str, replica: Replica | None) -> JobRank | None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from torch_dpflow.cluster.messages.keeper import MAX_MEMBERS, MAX_NEWS
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.errors import StaleShardError
-from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused
-from torch_dpflow.remote.launchers.names import WorkerName
+from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
 
 #: A shard that is silent for so long has no members any more, seconds: nobody answers them, so they leave.
 SILENT_S = 30.0

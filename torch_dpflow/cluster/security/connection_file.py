@@ -13,7 +13,7 @@ import msgspec
 from torch_dpflow._core.depth import check_json
 from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.errors import OptionError
-from torch_dpflow.ipc.transport.keys import ClientKeys, ServerKeys
+from torch_dpflow.ipc.transport.base import ClientKeys, ServerKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
 
 _NOT_REGULAR = " is a pipe, socket or device; give a regular file"

@@ -49,7 +49,7 @@ from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError, UnknownFlowError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.fleet.reachable import ports_in
+from torch_dpflow.remote.fleet.worker_listener import ports_in
 
 #: What it is called for: the type of the arguments, and whether a repeated call gets the first one's reply.
 METHODS: dict[str, tuple[Any, bool]] = {

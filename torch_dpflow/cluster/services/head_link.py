@@ -24,7 +24,7 @@ from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.shipping.fit import versions_here
+from torch_dpflow.remote.shipping.compatibility import versions_here
 
 #: How long a coordinator may take to answer one call, and a node waits for one that does not answer: before it joins,
 #: and once it has; seconds.

@@ -22,7 +22,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.shipping.fit import unfit, versions_here
+from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
 #: A node that has not reported for so long is given up, seconds. As long as the lease of a node's own processes.
 NODE_LEASE_S = 10.0

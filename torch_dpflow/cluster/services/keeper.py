@@ -44,8 +44,8 @@ from torch_dpflow.remote.launchers.contract import (
     PlatformSpec,
     Ref,
     Refused,
+    prefix_of,
 )
-from torch_dpflow.remote.launchers.names import prefix_of
 
 #: How long a call of `news` waits for some, seconds.
 HOLD_S = 1.0

@@ -38,11 +38,10 @@ from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
-from torch_dpflow.remote.fleet.reachable import check_ports
+from torch_dpflow.remote.fleet.worker_listener import check_ports
 from torch_dpflow.remote.launchers import registry
 from torch_dpflow.remote.launchers.contract import PlatformSpec
-from torch_dpflow.remote.launchers.reachability import check_reachable
-from torch_dpflow.remote.launchers.registry import resolve
+from torch_dpflow.remote.launchers.registry import check_reachable, resolve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,10 @@ from torch_dpflow.cluster.shard.kept_platform import KeptSource
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.fleet.door import PortsInUseError
-from torch_dpflow.remote.fleet.remote_content import RemoteContent
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
-from torch_dpflow.remote.shipping.flow_content import split
+from torch_dpflow.remote.fleet.worker_listener import PortsInUseError
+from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS, RemoteContent
+from torch_dpflow.remote.shipping.content_pack import split_content
 
 #: Most messages of members that are handled before one of a job is.
 _BURST = 64
@@ -188,7 +187,7 @@ class MemberFleet:
                 self._service.place, self._digest, lambda: None, coordinator=COORDINATOR
             )
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        return RemoteContent(*split(memoryview(mapped)))
+        return RemoteContent(*split_content(memoryview(mapped)))
 
     def _begin(self, remote: RemoteWorkers) -> None:
         remote.shell = self

@@ -18,9 +18,9 @@ from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE
 from torch_dpflow.epoch.rng import seed_batch
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.serialization.codec import decode
-from torch_dpflow.ipc.serialization.explain import explain_loading
+from torch_dpflow.ipc.serialization.pickling import explain_loading
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.shipping.script import pack, unpack
+from torch_dpflow.remote.shipping.content_pack import pack, unpack
 from torch_dpflow.workers.fetching import failure
 from torch_dpflow.workers.kept_memory import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings

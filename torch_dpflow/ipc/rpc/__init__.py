@@ -7,11 +7,10 @@ process executes it at most once.
 
 from __future__ import annotations
 
+from torch_dpflow.ipc.rpc.call_service import LATER, IncomingCall, Later, Result, ServerStats
 from torch_dpflow.ipc.rpc.client import ClientOptions, PendingCall, RpcClient
 from torch_dpflow.ipc.rpc.client_session import Answer, ClientStats
-from torch_dpflow.ipc.rpc.incoming import LATER, IncomingCall, Later, Result
 from torch_dpflow.ipc.rpc.server import RpcServer, ServerOptions
-from torch_dpflow.ipc.rpc.sessions import ServerStats
 
 __all__ = [
     "LATER",

@@ -2,21 +2,214 @@
 
 from __future__ import annotations
 
+import enum
+import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from torch_dpflow.errors import ErrorKind, MessageError, UsageError
+from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
 from torch_dpflow.ipc.messages import headers as messages
-from torch_dpflow.ipc.messages.headers import body_decoder, decode_body, encode_body
+from torch_dpflow.ipc.messages.errors import RecoverableError
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.headers import Header, Reply, body_decoder, decode_body, encode, encode_body
 from torch_dpflow.ipc.messages.payload_table import Frame
-from torch_dpflow.ipc.rpc.describing import describe, kind_of
-from torch_dpflow.ipc.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
+from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
-from torch_dpflow.ipc.rpc.sessions import ServerStats, Session, SessionTable
 from torch_dpflow.log import TRANSPORT
+
+
+def kind_of(error: BaseException) -> ErrorKind:
+    """The kind of an error."""
+    if isinstance(error, RecoverableError):
+        return error.kind
+    if isinstance(error, UsageError) and not isinstance(
+        error, StateError
+    ):  # which a service's own store raises
+        return ErrorKind.USAGE
+    if isinstance(error, MessageError):
+        return ErrorKind.MALFORMED
+    return ErrorKind.LOST if isinstance(error, PeerLostError) else ErrorKind.INTERNAL
+
+
+def describe(error: BaseException) -> tuple[ErrorKind, str]:
+    """An error's kind, and the end of its text, or of an unforeseen error's traceback, that fits into a header."""
+    kind = kind_of(error)
+    is_foreseen = kind is not ErrorKind.INTERNAL or isinstance(error, StateError)
+    text = str(error) if is_foreseen else "".join(traceback.format_exception(error))
+    return kind, text[-MAX_TEXT:]
+
+
+class Result(NamedTuple):
+    """A method's answer: a small body that msgpack can encode, and bulk data."""
+
+    body: Any = None
+    frames: Sequence[Frame] = ()
+
+
+class Later(enum.Enum):
+    """Returned by a handler that answers later, by `IncomingCall.answer` or `fail`."""
+
+    LATER = enum.auto()
+
+
+LATER = Later.LATER
+#: How a call ends: with a result, or with an error for the caller.
+Outcome: TypeAlias = "Result | Exception"
+
+
+class IncomingCall:
+    """One call of a client. The frames are writable and belong to the handler."""
+
+    __slots__ = ("_finish", "body", "client", "frames", "method", "patience_s")
+
+    def __init__(
+        self,
+        client: bytes,
+        method: str,
+        body: Any,
+        frames: list[memoryview],
+        patience_s: float,
+        finish: Callable[[Outcome], None],
+    ) -> None:
+        #: Who calls, by the identity of its connection.
+        self.client = client
+        self.method = method
+        self.body = body
+        self.frames = frames
+        #: How long the client said that it would wait, seconds.
+        self.patience_s = patience_s
+        self._finish = finish
+
+    def answer(self, body: Any = None, frames: Sequence[Frame] = ()) -> None:
+        """Answer the call; the first answer or failure counts. Any thread may call.
+
+        `frames` must not change afterwards.
+        """
+        self._finish(Result(body, frames))
+
+    def fail(self, error: Exception) -> None:
+        """Answer the call with an error: the client gets its kind and its text."""
+        self._finish(error)
+
+
+#: Serves one method. The client gets what it raises as RemoteCallError, and the server goes on. It runs in the server's
+#: thread, so it must not block; a handler that needs long returns LATER.
+Handler: TypeAlias = Callable[[IncomingCall], "Result | Later | None"]
+
+
+#: Sends a message to a client; False where it is gone or its queue is full. That may be ignored: the client inquires.
+Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]
+
+
+@dataclass(kw_only=True)
+class ServerStats:
+    """Counters of a server."""
+
+    messages: int = 0
+    #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
+    malformed: int = 0
+    #: Messages of peers without a session: they had not sent a Handshake, or their session was dropped.
+    strangers: int = 0
+    #: Calls executed.
+    calls: int = 0
+    #: Repeated calls that were not executed again.
+    repeats: int = 0
+    #: Calls answered with an error.
+    failures: int = 0
+    #: Clients with a session now, and bytes of replies kept for repeated calls.
+    clients: int = 0
+    reply_bytes: int = 0
+
+
+class Session:
+    """One client, from its Handshake until its session is dropped."""
+
+    def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
+        self.client = client
+        self.carrier = carrier
+        #: When its latest message came; the server's clock, seconds.
+        self.received_at = 0.0
+        self._send = send
+
+    def send(self, header: Header) -> None:
+        """Send a message without payload."""
+        self._send(self.client, [encode(header)])
+
+    def send_payload(self, header: Reply, frames: Sequence[Frame]) -> None:
+        """Send a message with payload. Raises MessageError where it exceeds a limit."""
+        if frames:
+            frames, header.packing = self.carrier.pack(frames)
+        self._send(self.client, [encode(header), *frames])
+
+    def replace_carrier(self, carrier: Carrier) -> None:
+        """The client has repeated its Handshake, as it did not receive the Welcome."""
+        self.carrier.close()
+        self.carrier = carrier
+
+    def close(self) -> None:
+        """Release what the session holds."""
+        self.carrier.close()
+
+
+class SessionTable:
+    """The sessions, least recently active first.
+
+    Args:
+        most: most sessions; a new one replaces the one idle longest.
+        idle_s: how long a session may be idle before it is dropped, seconds.
+        drop: called with each session that is dropped.
+    """
+
+    def __init__(self, *, most: int, idle_s: float, drop: Callable[[Session], None]) -> None:
+        self._most = most
+        self._idle_s = idle_s
+        self._drop = drop
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, client: bytes) -> Session | None:
+        """The session of a client."""
+        return self._sessions.get(client)
+
+    def on_message(self, client: bytes, now: float) -> Session | None:
+        """A message has come from this client; returns its session, if it has one."""
+        session = self._sessions.get(client)
+        if session is not None:
+            self._sessions.move_to_end(client)
+            session.received_at = now
+        return session
+
+    def add(self, session: Session, now: float) -> None:
+        """Admit a client."""
+        while len(self._sessions) >= self._most:
+            self.drop(next(iter(self._sessions.values())))
+        session.received_at = now
+        self._sessions[session.client] = session
+
+    def drop(self, session: Session) -> None:
+        """Drop a session."""
+        if self._sessions.pop(session.client, None) is not None:
+            self._drop(session)
+
+    def tick(self, now: float) -> None:
+        """Drop idle sessions."""
+        while self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            if now - oldest.received_at < self._idle_s:
+                break
+            self.drop(oldest)
+
+    def clear(self) -> None:
+        """Drop all sessions."""
+        for session in list(self._sessions.values()):
+            self.drop(session)
+
 
 #: Schedules a function for the server's thread.
 RunSoon: TypeAlias = Callable[[Callable[[], None]], None]

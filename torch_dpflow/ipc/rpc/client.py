@@ -20,8 +20,8 @@ import msgspec
 from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import PeerLostError, StateError
 from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
+from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
-from torch_dpflow.ipc.rpc.payload import Carrier
 from torch_dpflow.ipc.transport import Frame, TransportOptions, connect, is_loopback
 
 

@@ -16,11 +16,9 @@ from torch_dpflow.errors import MessageError, OptionError, TransportError
 from torch_dpflow.ipc.messages import headers as messages
 from torch_dpflow.ipc.messages.fields import MAX_NAME
 from torch_dpflow.ipc.messages.headers import decode, encode
-from torch_dpflow.ipc.rpc.call_service import CallService
-from torch_dpflow.ipc.rpc.incoming import Handler
-from torch_dpflow.ipc.rpc.payload import Carrier
+from torch_dpflow.ipc.rpc.call_service import CallService, Handler, ServerStats, Session, SessionTable
+from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.replies import ReplyMemory
-from torch_dpflow.ipc.rpc.sessions import ServerStats, Session, SessionTable
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import TRANSPORT
 

@@ -39,8 +39,7 @@ from torch_dpflow.ipc.messages.payload_table import (
     PayloadTable,
     aligned,
 )
-from torch_dpflow.ipc.serialization.explain import explain
-from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler
+from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler, explain
 
 #: From this size on a buffer has a block or a frame of its own, bytes. Measured: to coalesce a smaller one costs no
 #: more than a block, and less than a frame.

@@ -31,17 +31,18 @@ from torch_dpflow.ipc.messages.headers import (
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
-from torch_dpflow.remote.fleet.door import Door
 from torch_dpflow.remote.fleet.lifecycle import Fleet
-from torch_dpflow.remote.fleet.remote_content import RemoteContent, other_release
-from torch_dpflow.remote.fleet.shortage import Shortage
+from torch_dpflow.remote.fleet.worker_listener import Door
 from torch_dpflow.remote.fleet.worker_record import (
     BATCH_WORKERS,
     LINE,
     WORK,
+    RemoteContent,
     RemoteWorker,
     Shell,
+    Shortage,
     WorkerKind,
+    other_release,
     parts_of,
 )
 from torch_dpflow.remote.fleet.worker_states import (
@@ -55,8 +56,7 @@ from torch_dpflow.remote.fleet.worker_states import (
     StartWorker,
     StopWorker,
 )
-from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform
-from torch_dpflow.remote.launchers.names import prefix_of
+from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform, prefix_of
 from torch_dpflow.workers.platform import Handle
 
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost, seconds.

@@ -16,7 +16,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers.rate_limit import RateLimit
+from torch_dpflow.remote.launchers.contract import RateLimit
 from torch_dpflow.workers.platform import Limits
 
 #: The longest pause after a failure, first and at all, seconds. And while the platform does not answer, which costs

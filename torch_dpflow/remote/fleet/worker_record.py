@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.headers import WorkerGoodbye
+from torch_dpflow.ipc.messages.headers import PIECE_BYTES, PROTOCOL_VERSION, WorkerGoodbye
 from torch_dpflow.log import LOADER, SERVICE
+from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, versions_here, warnings_of
 
 #: A member's two connections, by the ends of their identities: see `ipc.messages.headers`.
 LINE, WORK = b"line", b"work"
@@ -155,3 +159,137 @@ def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
     if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
         raise MessageError("no connection of a member has such an identity")
     return b"/".join(parts[:2]).decode(errors="replace"), parts[2], parts[3]
+
+
+class RemoteContent:
+    """What each worker is sent.
+
+    Args:
+        data: what it loads, pickled.
+        code: the archive of the user's modules that this needs, see `code_bundle`; empty: none.
+    """
+
+    def __init__(self, data: bytes | memoryview, code: bytes | memoryview = b"") -> None:
+        self.digest, self.nbytes = hashlib.sha256(data).hexdigest(), len(data)
+        self.code_digest, self.code_nbytes = hashlib.sha256(code).hexdigest() if len(code) else "", len(code)
+        self._contents = {self.digest: memoryview(data), self.code_digest: memoryview(code)}
+        self._versions = versions_here()
+        self._warned: set[str] = set()
+
+    def piece(self, digest: str, offset: int) -> memoryview:
+        """A piece that begins here. Raises MessageError if there is none."""
+        data = self._contents.get(digest)
+        if data is None or not 0 <= offset < data.nbytes or offset % PIECE_BYTES:
+            raise MessageError("it asks for a piece of a content which is not there")
+        return data[offset : offset + PIECE_BYTES]
+
+    def unfit(self, versions: Mapping[str, str]) -> str:
+        """Why a member with these versions cannot load it, and what to do; empty if it can."""
+        reason = unfit(versions, self._versions)
+        for text in () if reason else warnings_of(versions, self._versions):
+            if text not in self._warned:
+                self._warned.add(text)
+                LOADER.warning("%s", text)
+        return reason
+
+    def missing(self, modules: Sequence[str]) -> str:
+        """Why a member without these modules cannot load it, and what to do."""
+        return missing_text(name for name in modules if name.replace(".", "").isidentifier())
+
+
+def other_release(version: int) -> str:
+    """Why a member is refused that speaks another version of the protocol; empty if it does not."""
+    if version == PROTOCOL_VERSION:
+        return ""
+    return (
+        f"it speaks version {version} of the protocol and this process {PROTOCOL_VERSION}: install torch_dpflow "
+        f"{__version__} where members run"
+    )
+
+
+#: After how long to say how many workers have come, if not all have, seconds.
+COMPLAIN_S = 20.0
+
+
+class Shortage:
+    """What people are told of workers that are missing; nobody is to wait in silence. Times are seconds.
+
+    Args:
+        platform: its name.
+        workers: how many there are to be.
+        least: fewer are an error after `start_s`, the time of a start.
+        address: where they call.
+        log: where that is told.
+    """
+
+    def __init__(
+        self,
+        platform: str,
+        workers: int,
+        least: int,
+        start_s: float,
+        address: str,
+        log: logging.Logger,
+    ) -> None:
+        self._log = log
+        self._platform = platform
+        self.workers = workers
+        self._least = least
+        self._start_s = start_s
+        self._address = address
+        #: What limits them and the details, for people; empty: nothing that is known.
+        self.reason = ""
+        #: When to say that not all have come, and when too few are an error.
+        self._complains_at = self._fails_at = math.inf
+
+    def begin(self, now: float) -> None:
+        """They have been asked for."""
+        self._complains_at, self._fails_at = now + COMPLAIN_S, now + self._start_s
+
+    def end(self) -> None:
+        """None is to come."""
+        self._complains_at = self._fails_at = math.inf
+
+    def limit(self, by: str, text: str, working: int) -> None:
+        """The platform has said what limits them; by: empty if nothing does any more."""
+        self.reason = f"limited by {by}: {text}" if by else ""
+        if by:
+            self._log.warning(
+                "%d of %d workers run on platform %r, %s", working, self.workers, self._platform, self.reason
+            )
+
+    def check(self, working: int, called: int, now: float) -> str:
+        """Say once how many are missing; returns an error if too few of them have called in time, else nothing.
+
+        called: all that have, also those that work.
+        """
+        if working == self.workers:
+            self._complains_at = self._fails_at = math.inf
+        if now >= self._complains_at:
+            self._complains_at = math.inf
+            self._complain(working, called)
+        if now < self._fails_at:
+            return ""
+        self._fails_at = math.inf
+        if called >= self._least:
+            return ""
+        return (
+            f"{called} of min_workers={self._least} workers of platform {self._platform!r} have called within "
+            f"{self._start_s:g} s: {self.reason or self._door()}"
+        )
+
+    def _complain(self, working: int, called: int) -> None:
+        door = "" if called or self.reason else f"; {self._door()}"
+        self._log.warning(
+            "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
+            "run go on, and the others are awaited",
+            working,
+            self.workers,
+            self._platform,
+            COMPLAIN_S,
+            called - working,
+            door,
+        )
+
+    def _door(self) -> str:
+        return f"is {self._address} open to where they run?"

@@ -105,6 +105,11 @@ class Lambda:
         return parse_duration("lifetime", self.lifetime)
 
     @property
+    def timeout_s(self) -> int:
+        """The function's own time limit, seconds: later than that of the workers, which end by themselves."""
+        return int(self.lifetime_s + MARGIN_S)
+
+    @property
     def memory_mib(self) -> int:
         """As Lambda counts it."""
         return parse_bytes("memory", self.memory) // _MIB

@@ -15,11 +15,14 @@ of it is news.
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from torch_dpflow.errors import PlatformError
+from torch_dpflow._core.checks import check_number
+from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.workers.platform import End, Limits
 
 #: How the platform knows a member, as its id there. Text, so that whoever comes after its starter can use it.
@@ -199,3 +202,87 @@ class PlatformSpec(PlatformSource, Protocol):
             OptionError: a setting is not possible, or there is no such platform to connect to.
             PlatformError: it cannot be reached, or refuses.
         """
+
+
+_NAME = re.compile(r"dpf-([0-9a-f]{8})-([0-9a-f]{10})-(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,17})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class WorkerName:
+    """Names one member for ever; `str` gives the text, `parse` reads it. Not to be reused, so incarnations only rise.
+
+    Args:
+        cluster: whose it is: 8 digits, hexadecimal.
+        group: its fleet in the cluster: 10 digits, hexadecimal.
+        number: its place in the fleet, below a million.
+        incarnation: counts the fleet's members.
+
+    Raises:
+        OptionError: one of them is something else.
+    """
+
+    cluster: str
+    group: str
+    number: int
+    incarnation: int
+
+    def __post_init__(self) -> None:
+        _match(str(self))
+
+    def __str__(self) -> str:
+        return f"{prefix_of(self.cluster, self.group)}{self.number}-{self.incarnation}"
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerName:
+        """Read a name. Raises OptionError if it is none."""
+        cluster, group, number, incarnation = _match(text).groups()
+        return cls(cluster, group, int(number), int(incarnation))
+
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text is a name."""
+        return _NAME.fullmatch(text) is not None
+
+
+def prefix_of(cluster: str, group: str = "") -> str:
+    """What the names of all members of a cluster, or of one of its fleets, begin with."""
+    return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
+
+
+def _match(text: str) -> re.Match[str]:
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise OptionError(
+            f"{text!r:.120} is no name of a member; give dpf-CLUSTER-GROUP-NUMBER-INCARNATION, where CLUSTER has 8 and "
+            "GROUP 10 hexadecimal digits, NUMBER at most 6 digits and INCARNATION at most 18"
+        )
+    return match
+
+
+#: The time over which a rate is an average, seconds.
+PERIOD_S = 10.0
+
+
+class RateLimit:
+    """At most so many in any `PERIOD_S`, which may come all at once: control planes count so.
+
+    A bucket of that size which is filled at that rate would let twice as many through. Time is an argument.
+
+    Args:
+        per_s: a second, on average, above 0. Below one in a period, one in as much time as it takes.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        check_number("per_s", per_s, exclusive=True)
+        self.period_s = max(PERIOD_S, 1.0 / per_s)
+        self._latest: deque[float] = deque(maxlen=max(1, int(per_s * self.period_s)))
+
+    def wait_s(self, now: float) -> float:
+        """How long until the next is allowed, seconds; 0 if it is now."""
+        if len(self._latest) < (self._latest.maxlen or 1):
+            return 0.0
+        return max(0.0, self.period_s - (now - self._latest[0]))
+
+    def note(self, now: float) -> None:
+        """One is done now."""
+        self._latest.append(now)

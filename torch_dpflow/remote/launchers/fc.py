@@ -17,14 +17,14 @@ from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
-from torch_dpflow.remote.launchers.fc_control import FunctionControl, check_installed
+from torch_dpflow.remote.launchers.fc_function import QUEUE_S, FunctionControl, check_installed
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
 #: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.
 LONGEST_S, MARGIN_S = 86400.0, 60.0
-#: How long an invocation may wait for an instance, and how long a member may take from its start to its hello, seconds.
-QUEUE_S, START_S = 300, (30.0, 300.0)
+#: How long a worker may take from its start to its handshake, minimum and maximum, seconds.
+START_S = (30.0, 300.0)
 #: How often to look at all members, seconds: each is a call.
 SWEEP_S = 30.0
 #: From so many members on they are looked up by a list.
@@ -111,6 +111,11 @@ class FunctionCompute:
     def lifetime_s(self) -> float:
         """After how long a worker is replaced, seconds."""
         return parse_duration("lifetime", self.lifetime, maximum=LONGEST_S - MARGIN_S)
+
+    @property
+    def timeout_s(self) -> int:
+        """The function's own time limit, seconds: later than that of the workers, which end by themselves."""
+        return int(self.lifetime_s + MARGIN_S)
 
     def check_installed(self) -> None:
         check_installed()

@@ -14,7 +14,6 @@ from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
-from torch_dpflow.remote.launchers.kubernetes_additions import check_container, check_pod
 from torch_dpflow.remote.launchers.kubernetes_pods import FILE, Pods, check_installed
 from torch_dpflow.remote.launchers.kubernetes_specs import (
     FLEET,
@@ -23,7 +22,9 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     SELECTOR,
     START_S,
     SWEEP_S,
+    check_container,
     check_label,
+    check_pod,
     check_quantity,
     fate_of,
     is_left,

@@ -2,16 +2,231 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
+import signal
 import sys
-from collections.abc import Mapping
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
 
 from torch_dpflow._core.checks import check_type
-from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Launcher
-from torch_dpflow.remote.launchers.subprocesses import SubprocessLauncher
+from torch_dpflow.errors import OptionError, OptionTypeError, RejectedError, UnavailableError
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
+from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
+
+#: Where a member finds its name, and its launch spec if its standard input is not it.
+LAUNCH_SPEC_VARIABLE, NAME_VARIABLE = "DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"
+
+#: How long a killed process may take to end, seconds.
+END_S = 5.0
+#: Of a start: it will not succeed later either.
+_LASTING = (FileNotFoundError, PermissionError, NotADirectoryError)
+
+
+@dataclass(slots=True)
+class _Child:
+    pid: int
+    #: Its standard error, of which the end is its last words: a file without a name, so that nothing can be left.
+    errors: IO[bytes]
+    end: End | None = None
+
+
+def take_launch_spec(file: str = "") -> bytes:
+    """Return this process's launch spec, from a file, the environment or standard input, and erase it there.
+
+    Raises OSError if the file cannot be read.
+    """
+    if file:
+        return Path(file).read_bytes()
+    if LAUNCH_SPEC_VARIABLE in os.environ:
+        _erase(LAUNCH_SPEC_VARIABLE)
+        return os.environ.pop(LAUNCH_SPEC_VARIABLE).encode()
+    launch_spec = sys.stdin.buffer.read()
+    with suppress(OSError):  # a pipe, which is read once
+        os.ftruncate(0, 0)
+    return launch_spec
+
+
+def _erase(name: str) -> None:
+    """Overwrite a variable where the process began with it: /proc/PID/environ and `ps` read it from there."""
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    address = library.getenv(name.encode())
+    if address:
+        ctypes.memset(address, 0, len(os.environb[name.encode()]))
+
+
+class SubprocessLauncher:
+    """Starts `python -m module`, which reads its launch spec by `take_launch_spec`.
+
+    A member leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
+    only this user may read.
+
+    Args:
+        module: what members run.
+        python: the interpreter.
+        env: variables for members, beside those of this process.
+        prefix: a command that runs another one, which is given to it; its first word is a path.
+    """
+
+    limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self._python = python
+        self._command = (*prefix, python, "-m", module)
+        self._env = dict(env or {})
+        self._children: dict[str, _Child] = {}
+        self._lock = threading.Lock()
+
+    def check(self) -> Sequence[Finding]:
+        python = self._python
+        good = os.access(python, os.X_OK)
+        return [Finding(good, f"{python} {'can' if good else 'cannot'} be executed")]
+
+    def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
+        with self._lock:
+            child = self._children.get(name)
+            if child is None:
+                child = self._children[name] = self._spawn(name, launch_spec)
+            return str(child.pid)
+
+    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        with self._lock:
+            fates = {name: self._fate(child) for name in members if (child := self._children.get(name))}
+        if strangers := members.keys() - fates.keys():
+            there = self.list("")
+            for name in strangers:
+                if name in there:
+                    fates[name] = Fate()
+                elif members[name] is not None:  # it was there, so it has ended
+                    fates[name] = Fate(end=End(place=f"pid {members[name]}"))
+        return fates
+
+    def stop(self, name: str, ref: Ref | None) -> None:
+        with self._lock:
+            child = self._children.get(name)
+            if child is not None:
+                if self._fate(child).end is None:
+                    _kill(child.pid)
+                    self._fate(child)
+                return
+        stranger = self.list(name).get(name)
+        if stranger is not None:
+            _kill(int(stranger), name)
+            with suppress(ChildProcessError):  # started by another launcher of this process
+                os.waitid(os.P_PID, int(stranger), os.WEXITED | os.WNOHANG)
+
+    def list(self, prefix: str) -> Mapping[str, Ref]:
+        found: dict[str, Ref] = {}
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and (name := _name_of(int(entry.name))).startswith(prefix) and name:
+                found[name] = entry.name
+        with self._lock:  # those that are ending have no environment any more
+            alive = {name: child for name, child in self._children.items() if self._fate(child).end is None}
+        return found | {name: str(child.pid) for name, child in alive.items() if name.startswith(prefix)}
+
+    def close(self) -> None:
+        with self._lock:
+            for child in self._children.values():
+                self._fate(child)
+                child.errors.close()
+
+    def _command_of(self, name: str) -> tuple[str, ...]:
+        """What is run for this member."""
+        return self._command
+
+    def _spawn(self, name: str, launch_spec: bytes) -> _Child:
+        env = {**os.environ, **self._env, NAME_VARIABLE: name}
+        command = self._command_of(name)
+        try:
+            with ExitStack() as stack:
+                errors = stack.enter_context(tempfile.TemporaryFile())
+                # Not in its environment, which can be read as long as it lives: the launch spec has a key.
+                with os.fdopen(os.memfd_create("launch_spec"), "w+b") as launch_specs:
+                    launch_specs.write(launch_spec)
+                    launch_specs.seek(0)
+                    files = [
+                        (os.POSIX_SPAWN_DUP2, launch_specs.fileno(), 0),
+                        (os.POSIX_SPAWN_DUP2, errors.fileno(), 2),
+                    ]
+                    # Not subprocess.Popen, which warns of children that live on: members may outlive their starter.
+                    pid = os.posix_spawn(command[0], command, env, file_actions=files, setsid=True)
+                stack.pop_all()
+        except OSError as error:
+            kind = RejectedError if isinstance(error, _LASTING) else UnavailableError
+            raise kind(f"{name} cannot be started by {command[0]}: {error.strerror}") from error
+        return _Child(pid, errors)
+
+    def _fate(self, child: _Child) -> Fate:
+        """What has become of a child, which is reaped once it has ended."""
+        if child.end is None:
+            try:
+                done = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG)
+            except ChildProcessError:  # somebody else has reaped it
+                child.end = End(place=f"pid {child.pid}")
+            else:
+                if done is not None:
+                    exited = done.si_code == os.CLD_EXITED
+                    child.end = End(
+                        code=done.si_status if exited else None,
+                        signal=None if exited else done.si_status,
+                        report=_tail(child.errors),
+                        place=f"pid {child.pid}",
+                    )
+        return Fate(end=child.end)
+
+
+def _kill(pid: int, name: str = "") -> None:
+    """Kill a session's leader and all that it has started, and wait a little for its end.
+
+    name: the member that it is, where it may have ended meanwhile and its pid be another's.
+    """
+    with suppress(ProcessLookupError), ExitStack() as stack:
+        poller, patience_s = select.poll(), 0.0
+        with suppress(PermissionError):  # of a sandbox that forbids the call
+            descriptor = os.pidfd_open(pid)
+            stack.callback(os.close, descriptor)
+            poller.register(descriptor, select.POLLIN)
+            patience_s = END_S
+        if not name or _name_of(pid) == name:
+            os.killpg(pid, signal.SIGKILL)
+            poller.poll(patience_s * 1000)
+
+
+def _name_of(pid: int) -> str:
+    """The name of the member that a process is; empty if it is none, has ended, or is another user's."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if os.getsid(pid) != pid:
+            return ""  # its member's child
+    except OSError:
+        return ""
+    key = f"{NAME_VARIABLE}=".encode()
+    return next((one[len(key) :].decode() for one in variables if one.startswith(key)), "")
+
+
+def _tail(file: IO[bytes]) -> str:
+    """The end of a file, which is closed."""
+    if file.closed:
+        return ""
+    with file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_REPORT_CHARS))
+        return file.read().decode(errors="replace").strip()
+
 
 #: What a member runs.
 MODULE = "torch_dpflow.remote.worker"

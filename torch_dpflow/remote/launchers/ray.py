@@ -24,6 +24,7 @@ from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Findi
 from torch_dpflow.remote.launchers.processes import LOOK_S, MODULE
 from torch_dpflow.remote.launchers.ray_cluster import (
     RayCapacity,
+    WorkerActor,
     amount,
     check_address,
     check_installed,
@@ -31,7 +32,6 @@ from torch_dpflow.remote.launchers.ray_cluster import (
     failure,
     nodes_of,
 )
-from torch_dpflow.remote.launchers.ray_member import WorkerActor
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 

@@ -21,11 +21,11 @@ from torch_dpflow.remote.launchers.contract import (
     Fate,
     Launcher,
     Outcome,
+    RateLimit,
     Ref,
     Refused,
     Warned,
 )
-from torch_dpflow.remote.launchers.rate_limit import RateLimit
 from torch_dpflow.workers.platform import End
 
 #: How long a start may take, seconds.

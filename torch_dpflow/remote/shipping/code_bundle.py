@@ -22,16 +22,16 @@ from pathlib import Path
 
 from torch_dpflow.errors import LifetimeError, MessageError, OptionError, UsageError
 from torch_dpflow.options import Code, check_code
-from torch_dpflow.remote.shipping.own_modules import (
+from torch_dpflow.remote.shipping.modules import (
     OwnModule,
     imports_of,
     is_importable,
     is_namespace,
     is_own_path,
+    names_in,
     own_module,
     own_names,
 )
-from torch_dpflow.remote.shipping.pickled_names import names_in
 
 #: Most bytes and files of a bundle, and most bytes of its archive, which names each file twice.
 MAX_BYTES, MAX_FILES, MAX_ARCHIVE_BYTES = 16 << 20, 5_000, 24 << 20

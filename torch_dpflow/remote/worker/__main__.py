@@ -6,7 +6,7 @@ The names of this module are `__main__`'s, where the user's script has its own, 
 import os
 import sys
 
-from torch_dpflow.remote.launchers.subprocesses import take_launch_spec
+from torch_dpflow.remote.launchers.processes import take_launch_spec
 from torch_dpflow.remote.worker import run
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from torch_dpflow.ipc.messages.headers import (
 )
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec
 from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, connect
-from torch_dpflow.ipc.transport.keys import ClientKeys
+from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
 
 #: How often to give a sign of life, and to say hello where nobody answers, seconds.

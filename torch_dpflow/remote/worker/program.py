@@ -12,7 +12,7 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
 from torch_dpflow.ipc.transport import is_loopback
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
-from torch_dpflow.remote.shipping.fit import missing_modules, required_modules, versions_here
+from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.worker.control_connection import ControlConnection, UnwantedWorkerError
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.

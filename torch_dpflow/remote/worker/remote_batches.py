@@ -9,7 +9,7 @@ from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.messages.headers import Finished, PackedExchange, encode
-from torch_dpflow.ipc.rpc.compression import compress
+from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.transport import Connection, Frame
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
 from torch_dpflow.workers.batch_worker import BatchWorker, RefusedError

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from torch_dpflow._core.descriptors import require
-from torch_dpflow.ipc.transport.keys import ServerKeys, WorkerKeys
+from torch_dpflow.ipc.transport.base import ServerKeys, WorkerKeys
 
 #: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12

@@ -10,10 +10,12 @@ import errno
 import math
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from socket import AF_UNIX, socket
 from typing import Any
 
 import zmq
@@ -21,10 +23,16 @@ import zmq
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
 from torch_dpflow.ipc.messages.payload_table import Frame
-from torch_dpflow.ipc.transport.base import TransportOptions, check_frames, check_identity, is_loopback
-from torch_dpflow.ipc.transport.keys import ClientKeys, ServerKeys, WorkerKeys
+from torch_dpflow.ipc.transport.base import (
+    ClientKeys,
+    ServerKeys,
+    TransportOptions,
+    WorkerKeys,
+    check_frames,
+    check_identity,
+    is_loopback,
+)
 from torch_dpflow.ipc.transport.zeromq import contexts
-from torch_dpflow.ipc.transport.zeromq.ipc_path import check_path
 from torch_dpflow.log import TRANSPORT
 
 #: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than pyzmq's release thread.
@@ -414,3 +422,20 @@ def _send_frame(socket: zmq.SyncSocket, frame: Frame, flags: int) -> None:
     else:
         size = len(frame)
     socket.send(frame, flags, copy=size < ZERO_COPY_BYTES)
+
+
+def check_path(path: str, *, take_leftover: bool) -> None:
+    """Raise OSError where another process listens at an ipc path: libzmq would silently replace its socket.
+
+    A file without a listener was left by a killed process, or is about to be removed by one that closes.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "a file is there that is no socket")
+    with socket(AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        if probe.connect_ex(path) == 0 or not take_leftover:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

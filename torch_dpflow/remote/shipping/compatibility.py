@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from torch_dpflow._version import __version__
-from torch_dpflow.remote.shipping.own_modules import find_spec, is_own_path
-from torch_dpflow.remote.shipping.pickled_names import names_in
+from torch_dpflow.remote.shipping.modules import find_spec, is_own_path, names_in
 
 #: Distributions that are compared, by the names that they have in `versions_here`.
 _COMPARED = {
