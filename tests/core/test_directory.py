@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.interruption import Interruption
 from tests.new_process import in_fork
-from torch_dpflow._core.directory import PREFIX, PrivateDirectory, sweep
+from torch_dpflow._core.processes import PREFIX, PrivateDirectory, sweep
 
 
 def killed_while_making() -> Path:

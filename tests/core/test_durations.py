@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow._core.durations import format_duration, parse_duration
+from torch_dpflow._core.checks import format_duration, parse_duration
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 

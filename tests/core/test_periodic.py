@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.periodic import CallTiming, PeriodicCall
+from torch_dpflow._core.threads import CallTiming, PeriodicCall
 
 PATIENCE_S = 60.0
 

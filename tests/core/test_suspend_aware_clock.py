@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_dpflow._core.suspend_aware_clock import MAX_STEP_S, SuspendAwareClock
+from torch_dpflow._core.threads import MAX_STEP_S, SuspendAwareClock
 
 
 def test_time_goes_by_as_elsewhere_until_the_process_is_held_up() -> None:

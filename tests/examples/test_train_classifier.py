@@ -13,7 +13,7 @@ from examples import natural_images
 from tests.holdings import Holdings
 from tests.later import Later
 from tests.new_process import FORK
-from torch_dpflow._core.directory import sweep
+from torch_dpflow._core.processes import sweep
 
 train_classifier = Later("examples.train_classifier")
 IMAGES = natural_images.Specification(classes=2, train=16, val=4)

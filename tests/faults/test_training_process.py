@@ -17,7 +17,7 @@ import pytest
 from tests.loader_cases import Indices
 from tests.new_process import in_fork, interpreter, run_interpreter
 from tests.worker_cases import has_ended, worker_pids
-from torch_dpflow._core.directory import sweep
+from torch_dpflow._core.processes import sweep
 from torch_dpflow.errors import LifetimeError
 
 BLOCKED = """

@@ -95,7 +95,7 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
         for host in hosts:
             # Of a member that was killed; the next one there would remove it.
             assert len(list(host.folder.iterdir())) <= 1
-            sweep = "from torch_dpflow._core.directory import sweep; sweep()"
+            sweep = "from torch_dpflow._core.processes import sweep; sweep()"
             subprocess.run(
                 [*host.prefix, sys.executable, "-c", sweep], env={"PYTHONPATH": str(ROOT)}, check=True
             )

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives. Each error says what was given and what is allowed."""
+"""Checks of arguments. Each error says what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
@@ -141,3 +142,71 @@ def check_fields(
 
 def _wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:
     return OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")
+
+
+#: What to give.
+BYTES_ALLOWED = 'give bytes as text, such as "16GiB" or "500MB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
+_BYTE_UNITS = {"b": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(name: str, text: str, allowed: str = BYTES_ALLOWED) -> int:
+    """The number of bytes, at least one, in text with their unit. Raises OptionError; `allowed` says what to give."""
+    match = _SIZE.fullmatch(text)
+    unit = _BYTE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise OptionError(f"{name}={text!r} is no size; {allowed}")
+    size = int(Decimal(match[1]) * unit)
+    if size < 1:
+        raise OptionError(f"{name}={text!r} is below one byte; {allowed}")
+    return size
+
+
+#: What to give.
+DURATION_ALLOWED = 'give a time as text, such as "14m" or "1h" (s, m, h, d), or a number of seconds'
+_TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])\s*", re.ASCII)
+
+
+def parse_duration(name: str, value: float | str, *, maximum: float | None = None) -> float:
+    """A time as seconds, above 0 and up to `maximum`.
+
+    Raises:
+        OptionTypeError: it is neither text nor a number.
+        OptionError: it is no time, or out of range.
+    """
+    check_type(name, value, (str, float, int), DURATION_ALLOWED.removeprefix("give "))
+    given = repr(value)
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value)
+        if match is None:
+            raise OptionError(f"{name}={given} is no time; {DURATION_ALLOWED}")
+        value = float(match[1]) * _TIME_UNITS[match[2]]
+    seconds = check_seconds(name, value)
+    if maximum is not None and seconds > maximum:
+        raise OptionError(f"{name}={given} is too long; give at most {format_duration(maximum)}")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """A time with its unit, for people."""
+    unit = next(
+        (unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s"
+    )
+    return f"{seconds / _TIME_UNITS[unit]:g} {unit}"
+
+
+def working(part: Any, name: str, default: Any = None) -> Any:
+    """The attribute, or `default` where there is none or reading it fails.
+
+    A property, or a `__getattr__` that looks in a dict or in an object inside, may raise any error for a name that only
+    this package asks for: the object works without it, so it is as if the attribute were not there.
+    """
+    try:
+        return getattr(part, name, default)
+    except Exception:
+        return default

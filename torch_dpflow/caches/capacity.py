@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_dpflow._core.byte_sizes import BYTES_ALLOWED, parse_bytes
+from torch_dpflow._core.checks import BYTES_ALLOWED, parse_bytes
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 _ALLOWED = f"{BYTES_ALLOWED}, or a number of samples as an int"

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from torch_dpflow._core.attributes import working
-from torch_dpflow._core.checks import check_type
+from torch_dpflow._core.checks import check_type, working
 from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.caches.lookahead_poller import LookaheadPoller, LookaheadSampler

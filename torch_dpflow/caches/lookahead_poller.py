@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow.errors import OptionTypeError
 from torch_dpflow.lookahead import Lookahead
 

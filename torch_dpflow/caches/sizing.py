@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow.errors import OptionTypeError
 
 _UNCHANGEABLE = frozenset(

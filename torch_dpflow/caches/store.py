@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow._core.single_flight import Flight, Flights, fail
+from torch_dpflow._core.threads import Flight, Flights, fail
 from torch_dpflow.caches.policy import Job, Policy
 from torch_dpflow.caches.sizing import duplicate, measure
 from torch_dpflow.errors import UsageError

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from torch_dpflow._core.byte_sizes import parse_bytes
-from torch_dpflow._core.checks import check_seconds
+from torch_dpflow._core.checks import check_seconds, parse_bytes
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow.cli.cluster_calls import json_option, to_json
 from torch_dpflow.cli.console import on_one_line, stdout_console

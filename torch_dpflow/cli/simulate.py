@@ -36,7 +36,7 @@ def _number(
 
 
 def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    from torch_dpflow._core.durations import parse_duration
+    from torch_dpflow._core.checks import parse_duration
 
     return parse_duration(str(parameter.opts[0]), text, maximum=86400.0)
 

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from torch_dpflow._core.checks import check_path
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe

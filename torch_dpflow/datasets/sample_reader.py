@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch_dpflow._core.checks import check_int, check_type
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.shard_cache import CompactShards, LoadedShard, ShardCache, shard_cost
 from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, matches, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 import msgspec
 import numpy as np
 
-from torch_dpflow._core.single_flight import Flight, Flights, fail
+from torch_dpflow._core.threads import Flight, Flights, fail
 from torch_dpflow.datasets.spec import DatasetShardMeta, SampleMeta, Variant
 from torch_dpflow.errors import DPFlowError
 

@@ -8,7 +8,7 @@ import inspect
 import pickle
 from typing import Any
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.errors import StateError
 

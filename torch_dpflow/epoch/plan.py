@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_state, takes
 from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep

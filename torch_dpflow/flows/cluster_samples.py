@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, SharedJob, open_job
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.flows.stage import Stage

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from torch_dpflow._core.attributes import working
-from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.checks import check_int, working
 from torch_dpflow.datasets.spec import DatasetRef
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.flows.stage import CacheControl, Stage

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.announcing import Order
 from torch_dpflow.errors import StageError
 from torch_dpflow.flows.stage import Stage

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.epoch.rng import preserved_rng, seed_batch
 from torch_dpflow.errors import DPFlowError, StageError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.epoch.plan import Plan, settled_length

@@ -20,8 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from torch_dpflow._core import descriptors
-from torch_dpflow._core.awaited_thread import AwaitedThread
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import AwaitedThread, SuspendAwareClock
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError

@@ -22,7 +22,7 @@ from typing import IO, Any
 import msgspec
 from torch.utils.data import get_worker_info
 
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
 from torch_dpflow.cluster.monitoring.http_address import listen_at
 from torch_dpflow.cluster.monitoring.page_access import TOKEN_FILE, PagePlace, check_page

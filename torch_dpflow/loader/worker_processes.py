@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_dpflow._core import descriptors
-from torch_dpflow._core.directory import PrivateDirectory
+from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.workers import batch_worker

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_seconds, check_type
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.memory.conversions import from_array

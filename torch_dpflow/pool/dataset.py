@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch_dpflow._core.checks import check_flag, check_seconds, check_type
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.announcing import Order
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from torch_dpflow._core.attributes import working
-from torch_dpflow._core.checks import check_type
+from torch_dpflow._core.checks import check_type, working
 from torch_dpflow.errors import OptionTypeError
 from torch_dpflow.vision.encoded import Source, naming
 

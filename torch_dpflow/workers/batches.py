@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import DatasetKind, generate_state, set_worker_info
 from torch_dpflow.epoch.own_state import Unsaved, opened, sealed
 from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_dpflow._core.attributes import working
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.checks import working
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.cluster.client.description import FlowDefinition

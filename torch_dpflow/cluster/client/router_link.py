@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.process_identity import has_ended, own_process
+from torch_dpflow._core.processes import has_ended, own_process
 from torch_dpflow.cluster.client.description import Failover, JobDescription
 from torch_dpflow.cluster.client.epoch_cursor import Marks, mark
 from torch_dpflow.cluster.client.outage_log import OutageLog

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.client.collate import collate_function
 from torch_dpflow.cluster.client.description import Failover, JobDescription
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor

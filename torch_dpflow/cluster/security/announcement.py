@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     draft_connection_file,

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
 from torch_dpflow.cluster.messages.node import Desire, Launch, Running

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.node import Heartbeat, HeartbeatReply
 from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.errors import DPFlowError

@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from torch_dpflow._core.directory import PrivateDirectory
+from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.cluster.control.supervision import START_S
 from torch_dpflow.cluster.services.node import LEASE_S
 from torch_dpflow.cluster.services.roles import PRELOAD

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.node_table import NodeTable
 from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeRecord, NodeReport

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch_dpflow._core.periodic import PeriodicCall
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.kept_members import KeptMembers
 from torch_dpflow.cluster.messages.keeper import (
     Asking,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from torch_dpflow._core.descriptors import exhausted, soft_limit
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
 from torch_dpflow.cluster.messages.node import (
     WAITING,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.node import Desire, Launch, ProcessView, Running
 from torch_dpflow.cluster.services.serve import ask_in
 from torch_dpflow.cluster.services.spec import ServiceSpec

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.job_lookahead import KnownEpoch, joint_order, speed_step
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.control.name_leases import NameLeases

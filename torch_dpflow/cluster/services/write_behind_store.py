@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.services.state_store import RENEW_S, StateStore
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import SERVICE

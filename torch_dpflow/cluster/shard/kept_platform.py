@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torch_dpflow._core.periodic import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.keeper import (
     MAX_REQUESTS,
     Asking,

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow._core.periodic import PeriodicCall
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.messages.node import Ending, ProcessView
 from torch_dpflow.cluster.messages.router import (
     JobLookahead,

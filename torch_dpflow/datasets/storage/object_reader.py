@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch_dpflow._core.per_process import PerProcess
+from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions, Storage
 from torch_dpflow.datasets.storage.batch_reads import (
     LOCAL_MERGE_GAP,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.storage import TypedStorage
 
-from torch_dpflow._core.attributes import working
+from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import typed_storage, untyped_storage
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.ipc.memory.conversions import Memory, address_of, memory_of, storage_over, tensor_over

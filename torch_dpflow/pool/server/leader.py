@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import SystemRandom
 from typing import Any
 
-from torch_dpflow._core.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.ipc.messages.headers import (

@@ -15,10 +15,16 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dpflow._core.byte_sizes import parse_bytes
-from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow._core.checks import (
+    check_fields,
+    check_int,
+    check_number,
+    check_type,
+    format_duration,
+    parse_bytes,
+    parse_duration,
+)
 from torch_dpflow._core.depth import load_json
-from torch_dpflow._core.durations import format_duration, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.remote.launchers.aws_client import AwsClient, check_installed, is_loopback
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref

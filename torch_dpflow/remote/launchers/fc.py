@@ -10,10 +10,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from torch_dpflow._core.byte_sizes import BYTES_ALLOWED, parse_bytes
-from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow._core.checks import (
+    BYTES_ALLOWED,
+    check_fields,
+    check_int,
+    check_number,
+    check_type,
+    parse_bytes,
+    parse_duration,
+)
 from torch_dpflow._core.depth import check_json
-from torch_dpflow._core.durations import parse_duration
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref

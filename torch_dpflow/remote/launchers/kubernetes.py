@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type
-from torch_dpflow._core.durations import parse_duration
+from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref

@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from torch_dpflow._core.byte_sizes import BYTES_ALLOWED, parse_bytes
-from torch_dpflow._core.checks import check_fields, check_int, check_number, check_seconds, check_type
+from torch_dpflow._core.checks import (
+    BYTES_ALLOWED,
+    check_fields,
+    check_int,
+    check_number,
+    check_seconds,
+    check_type,
+    parse_bytes,
+)
 from torch_dpflow.errors import (
     AnswerLostError,
     OptionError,

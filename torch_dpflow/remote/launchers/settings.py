@@ -24,8 +24,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from torch_dpflow._core.checks import check_int, check_tcp_address
-from torch_dpflow._core.durations import parse_duration
+from torch_dpflow._core.checks import check_int, check_tcp_address, parse_duration
 from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 
 #: The variable that names the one file to read.

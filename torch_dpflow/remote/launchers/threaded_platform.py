@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch_dpflow._core import descriptors
-from torch_dpflow._core.awaited_thread import AwaitedThread
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.threads import AwaitedThread
 from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import (

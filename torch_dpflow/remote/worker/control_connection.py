@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torch_dpflow._core.directory import PrivateDirectory
+from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.ipc.messages.headers import (

@@ -7,7 +7,7 @@ import sys
 import traceback
 from importlib import import_module
 
-from torch_dpflow._core.directory import PrivateDirectory
+from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
 from torch_dpflow.ipc.transport import is_loopback

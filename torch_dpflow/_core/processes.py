@@ -1,4 +1,6 @@
-"""A private directory for the sockets of one loader, which the next loader removes if its owner was killed."""
+"""Processes: values that each makes for itself, identities across reuse of a pid, private directories."""
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -6,9 +8,86 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PerProcess(Generic[T]):
+    """Makes its value on first use in every process; a forked child does not touch its parent's.
+
+    Sockets, threads and held locks do not survive a fork, so a child must not use those of its parent, not
+    even to close them. Thread-safe: at first use two threads may both call `make`; one result is kept. A pickle has
+    `make` alone.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        # No lock: another thread of the parent could hold it at the moment of a fork.
+        self._values: dict[int, T] = {}
+
+    def get(self) -> T:
+        process = os.getpid()
+        try:
+            return self._values[process]
+        except KeyError:
+            return self._values.setdefault(process, self._make())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerProcess, (self._make,)
+
+    def drop(self) -> T | None:
+        """Forget this process's value and return it, if there is one."""
+        return self._values.pop(os.getpid(), None)
+
+
+_SEPARATOR = " "
+#: States in /proc of processes that have ended: zombies, and those that are being removed.
+_ENDED = ("Z", "X", "x")
+
+
+def own_process() -> str:
+    """An identity of this process: its boot, PID namespace, pid and start time; empty where /proc does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        _, started = _stat(os.getpid())
+        return _SEPARATOR.join([*_place(), str(os.getpid()), started])
+    return ""
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of this identity is known to have ended. False where this process cannot find out.
+
+    That is so for a process of another host or container.
+    """
+    try:
+        *place, number, started = process.split(_SEPARATOR)
+        if place != _place():
+            return False
+        pid = int(number)
+        os.kill(pid, 0)
+        state, present = _stat(pid)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, IndexError):  # /proc may hide other users' processes
+        return False
+    return state in _ENDED or present != started
+
+
+def _place() -> list[str]:
+    """The boot of the kernel and the PID namespace, in which pids are unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [boot, os.readlink("/proc/self/ns/pid")]
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start time of a process. Raises OSError, or IndexError where /proc has another format."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]
+
 
 #: Marks our directories, together with the user's id, so that a sweep looks at nothing else.
 PREFIX = f"dpflow-{os.getuid()}-"
