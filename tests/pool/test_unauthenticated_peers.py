@@ -29,7 +29,6 @@ from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import PoolAddress, find_address
 from torch_dpflow.pool.transport.authentication import (
-    HELLO_BYTES,
     authenticator_for,
     connect_stream,
     receive_exactly,
@@ -38,6 +37,7 @@ from torch_dpflow.pool.transport.data_frames import (
     ANSWER_BYTES,
     CONTROL,
     ENTRY_BYTES,
+    HELLO_BYTES,
     LANE,
     WHOLE,
     RecordRequest,
