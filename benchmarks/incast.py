@@ -105,7 +105,7 @@ class BatchReader:
         granted = self._window.grant(sizes, self._network.now, len(self._queues.connections))
         for number in self._queues.take(sum(sizes[:granted])) if granted else ():
             length, server = self._sizes[number], self._servers[number]
-            token = self._window.asked(length, self._network.now)
+            token = self._window.requested(length, self._network.now)
             self._network.connections[server].request(length, partial(self._take, number, token))
 
     def _take(self, number: int, token: object) -> None:

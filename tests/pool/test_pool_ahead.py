@@ -99,7 +99,7 @@ def is_mapped(dataset: PooledDataset) -> bool:
     """Whether what is read ahead comes by mapped memory."""
     connection = dataset._pool._reading.get()._entry.connection
     assert connection is not None
-    return connection.maps
+    return connection.passes_memory
 
 
 def epoch(dataset: Any, *, workers: int = 0, seed: int = 0) -> list[list[Any]]:

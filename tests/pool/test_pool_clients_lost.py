@@ -24,7 +24,7 @@ from torch_dpflow.pool import DataClient
 from torch_dpflow.pool.sources import identity_of
 from torch_dpflow.pool.transport.address import find_address
 from torch_dpflow.pool.transport.authentication import authenticator_for, connect_stream, receive_exactly
-from torch_dpflow.pool.transport.data_frames import LANE, WHOLE, RecordRequest
+from torch_dpflow.pool.transport.data_frames import DATA_CONNECTION, WHOLE, RecordRequest
 
 COUNT, LARGE = 40, 8 << 20
 
@@ -90,7 +90,7 @@ def test_data_that_was_replaced_is_told_to_who_compares(stored: StoredDataset, t
 
 def receive_a_part(file: Path, address: str, identity: bytes, end: Connection) -> None:
     found = find_address(address, file)
-    connection = connect_stream(found, authenticator_for(found, serves=False), LANE, PATIENCE_S)
+    connection = connect_stream(found, authenticator_for(found, serves=False), DATA_CONNECTION, PATIENCE_S)
     connection.sendall(RecordRequest(identity, [(0, 0, WHOLE)]).pack())
     receive_exactly(connection, 100)
     end.send(None)

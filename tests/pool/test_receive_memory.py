@@ -31,9 +31,9 @@ def written(kept: object) -> set[int]:
     return {*np.asarray(kept).view(np.uint8).tolist()}
 
 
-@given(steps=steps, most_bytes=st.sampled_from([0, 100, 1_000, 1 << 20]))
-def test_what_somebody_sees_is_not_lent_again(steps: list[tuple[int, str] | float], most_bytes: int) -> None:
-    memory = ReceiveMemory(most_bytes)
+@given(steps=steps, max_bytes=st.sampled_from([0, 100, 1_000, 1 << 20]))
+def test_what_somebody_sees_is_not_lent_again(steps: list[tuple[int, str] | float], max_bytes: int) -> None:
+    memory = ReceiveMemory(max_bytes)
     held: dict[int, object] = {}
     for number, step in enumerate(steps):
         if isinstance(step, tuple):
@@ -93,5 +93,5 @@ def test_blocks_of_sizes_that_are_asked_for_no_more_are_given_up() -> None:
 
 
 def test_what_is_kept_is_a_number_of_bytes() -> None:
-    with pytest.raises(OptionError, match="most_bytes"):
+    with pytest.raises(OptionError, match="max_bytes"):
         ReceiveMemory(-1)

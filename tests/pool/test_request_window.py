@@ -30,7 +30,7 @@ def run(window: BatchWindow, lengths: list[int], chance: random.Random) -> None:
         assert 0 <= granted <= len(waiting)
         assert granted or under_way or not waiting
         for _ in range(granted):
-            under_way.append(window.asked(waiting.popleft(), now))
+            under_way.append(window.requested(waiting.popleft(), now))
         now += chance.random() / 10
         if under_way:
             window.arrived(under_way.pop(chance.randrange(len(under_way))), now)
@@ -47,7 +47,7 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], s
         waiting, under_way, now = deque(lengths), deque[object](), 0.0
         while waiting or under_way:
             for _ in range(window.grant(list(waiting), now)):
-                under_way.append(window.asked(waiting.popleft(), now))
+                under_way.append(window.requested(waiting.popleft(), now))
             assert window.bytes_out <= max(MOST, 1 << 20)
             assert under_way
             now += chance.random() / 100
@@ -68,7 +68,7 @@ def test_every_window_ends_every_batch(lengths: list[int], seed: int, record: in
 def test_a_fixed_window_is_filled_by_stages() -> None:
     window = FixedWindow(1_000, stages=4)
     assert window.grant([400, 400, 400], 0.0) == 2
-    tokens = [window.asked(400, 0.0) for _ in range(2)]
+    tokens = [window.requested(400, 0.0) for _ in range(2)]
     assert window.grant([200], 0.0) == 0  # less than a stage is free
     window.arrived(tokens.pop(), 0.0)
     assert window.grant([600, 1], 0.0) == 1
@@ -96,7 +96,7 @@ def test_algorithm_1_dispatches_in_stages() -> None:
     window = StagedWindow(bytes_per_s=1e6, latency_s=8e-3, record_bytes=1000, stages=4)
     assert window.limit == 8
     assert window.grant([1000] * 20, 0.0) == 8
-    tokens = [window.asked(1000, 0.0) for _ in range(8)]
+    tokens = [window.requested(1000, 0.0) for _ in range(8)]
     window.arrived(tokens[0], 1.0)
     assert window.grant([1000] * 12, 1.0) == 0  # a stage is two records
     window.arrived(tokens[1], 1.0)
@@ -121,7 +121,7 @@ class Links:
             sizes = queues.sizes(64)
             if granted := self.window.grant(sizes, self.now, len(queues.connections)):
                 for place in queues.take(sum(sizes[:granted])):
-                    token = self.window.asked(self.record, self.now)
+                    token = self.window.requested(self.record, self.now)
                     heapq.heappush(under_way, (self._answered(place % self.connections), place, token))
                 continue
             if not under_way:
@@ -220,7 +220,7 @@ def test_what_does_not_come_says_nothing_of_the_line() -> None:
     for _ in range(200):
         granted = window.grant([1000] * 64, 0.0)
         assert granted
-        for token in [window.asked(1000, 0.0) for _ in range(granted)]:
+        for token in [window.requested(1000, 0.0) for _ in range(granted)]:
             window.given_up(token)
     assert (window.bytes_out, window.size()) == (0, LEAST)
 
@@ -234,7 +234,7 @@ def test_ours_halves_once_for_records_whose_timer_ran_out() -> None:
     before = window.size()
     tokens = list[object]()
     while granted := window.grant([110_000] * 64, now, 8):
-        tokens += [window.asked(110_000, now) for _ in range(granted)]
+        tokens += [window.requested(110_000, now) for _ in range(granted)]
     assert len(tokens) >= 6
     for token in tokens:
         window.arrived(token, now + 0.5)

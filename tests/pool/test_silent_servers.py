@@ -114,7 +114,7 @@ def test_a_record_that_no_memory_holds_is_left(keys: Path, copy: bool) -> None:
     ):
         place = str(server.address)
         assert reader.read(IDENTITY, [place], [WantedRecord(0)], copy=copy) == [None]
-        assert place in reader._left
+        assert place in reader._failed
 
 
 @pytest.mark.parametrize("trust_network", [True, False])
@@ -132,4 +132,4 @@ def test_a_server_is_silent_from_its_last_byte_on(keys: Path, trust_network: boo
     ):
         owner = str(server.address)
         assert reader.read(IDENTITY, [owner], [WantedRecord(0, RECORD_BYTES)]) == [bytes(RECORD_BYTES)]
-        assert reader._data[owner].received_at > halted[0]
+        assert reader._connections[owner].received_at > halted[0]

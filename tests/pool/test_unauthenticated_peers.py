@@ -38,7 +38,7 @@ from torch_dpflow.pool.transport.data_frames import (
     CONTROL,
     ENTRY_BYTES,
     HELLO_BYTES,
-    LANE,
+    DATA_CONNECTION,
     WHOLE,
     RecordRequest,
     hello,
@@ -127,9 +127,9 @@ def test_who_proves_nothing_gets_nothing(stored: StoredDataset, tmp_path: Path, 
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             for sent in (
                 b"",
-                hello(LANE) + request,
+                hello(DATA_CONNECTION) + request,
                 hello(CONTROL) + b"\x00" * 100 + request,
-                hello(LANE) + chance.randbytes(32) + chance.randbytes(32) + hello(LANE) + request,
+                hello(DATA_CONNECTION) + chance.randbytes(32) + chance.randbytes(32) + hello(DATA_CONNECTION) + request,
                 b"\x16\x03\x01\x00\x05hello" + request,
                 *(chance.randbytes(chance.randrange(1, 2_000)) for _ in range(20)),
             ):
@@ -148,7 +148,7 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
         with context.wrap_socket(plain) as peer:
             told = b""
             with suppress(ssl.SSLError, ConnectionError):  # it is left at whatever it does next
-                peer.sendall(hello(LANE) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
+                peer.sendall(hello(DATA_CONNECTION) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
                 told = peer.recv(100)
             assert told == b""
 
@@ -182,7 +182,7 @@ def is_open(peer: socket.socket) -> bool:
 def test_a_reader_waits_for_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: bytes) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 2 * PATIENCE_S)
     with strangers_at(tmp_path, 200, say) as (address, strangers):
-        connect_stream(address, authenticator_for(address, serves=False), LANE, PATIENCE_S).close()
+        connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S).close()
         assert all(map(is_open, strangers))
 
 
@@ -190,7 +190,7 @@ def test_the_oldest_strangers_make_room_for_a_reader(tmp_path: Path, monkeypatch
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 2 * PATIENCE_S)
     monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 8)
     with strangers_at(tmp_path, 20, b"") as (address, strangers):
-        connect_stream(address, authenticator_for(address, serves=False), LANE, PATIENCE_S).close()
+        connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S).close()
         assert [is_open(one) for one in strangers] == [False] * 13 + [True] * 7
 
 
@@ -213,7 +213,7 @@ def test_lanes_that_speak_nonsense_disturb_no_other(
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             before = process.memory_info().rss
             for number in range(connections):
-                connection = connect_stream(address, authenticator, LANE, PATIENCE_S)
+                connection = connect_stream(address, authenticator, DATA_CONNECTION, PATIENCE_S)
                 with suppress(ConnectionError):
                     connection.sendall(b"".join(malformed(chance) for _ in range(10)))
                 connection.close()
@@ -246,7 +246,7 @@ def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDatas
     ).pack()
     with tcp_server(tmp_path, trust_network=True) as (address, process):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
-        connection = connect_stream(address, authenticator_for(address, serves=False), LANE, PATIENCE_S)
+        connection = connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S)
         assert isinstance(connection, socket.socket)
         before = process.memory_info().rss
         connection.setblocking(False)

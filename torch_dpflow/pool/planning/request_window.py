@@ -175,7 +175,7 @@ class BatchWindow(ABC):
         lanes: over which those that are left come.
         """
 
-    def asked(self, length: int, now: float) -> object:
+    def requested(self, length: int, now: float) -> object:
         """A record was asked for; hand in what this returns when it has come."""
         self.bytes_out += length
         self.records_out += 1
@@ -271,8 +271,8 @@ class MeasuredWindow(BatchWindow):
             self._trials.pause()
         return granted
 
-    def asked(self, length: int, now: float) -> _OutRecord:
-        super().asked(length, now)
+    def requested(self, length: int, now: float) -> _OutRecord:
+        super().requested(length, now)
         return _OutRecord(length, now, self._is_limited)
 
     def arrived(self, token: object, now: float) -> None:

@@ -38,14 +38,14 @@ class RemoteMemory:
     """What a server of another host reads ahead into, through its lanes."""
 
     def __init__(self, connections: DataReader, server: str) -> None:
-        self._data, self._server = connections, server
+        self._data_reader, self._server = connections, server
 
     def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
         """Those of these records that have come; what lies in the memory of this number."""
         filled = [one for one in there if one[2]]
         name, servers = memory_name(number), [self._server] * len(filled)
-        contents = self._data.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
-        self._data.gone.discard(name)
+        contents = self._data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
+        self._data_reader.gone.discard(name)
         empty = {record: b"" for record, _, length in there if not length}
         return empty | {
             one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)

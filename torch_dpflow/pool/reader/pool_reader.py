@@ -45,7 +45,7 @@ class PoolReader:
         self._silence_s = silence_s
         self._ref, self._identity = source.ref, identity
         #: How servers on other hosts are read from, where there are keys for it.
-        self._data = None if address.connection is None else DataReader(address, silence_s)
+        self._data_reader = None if address.connection is None else DataReader(address, silence_s)
         self._entry = PoolLookup(address, source, identity, silence_s)
         self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
@@ -105,9 +105,9 @@ class PoolReader:
                 self._look([records[place] for place in left])
             for place in left:
                 found[place] = self._read(records[place], copy=copy)
-            if self._data is not None and left:
+            if self._data_reader is not None and left:
                 wanted = [*map(WantedRecord, records, lengths or repeat(None))]
-                self._read_afar(self._data, wanted, found, copy=copy)
+                self._read_afar(self._data_reader, wanted, found, copy=copy)
             if plan is not None and None in found:
                 found = self._read_ahead(plan, records, found)
             self.misses += found.count(None)
@@ -137,8 +137,8 @@ class PoolReader:
         """Receive what servers of other hosts hold, and has been looked up by `places`; whether each has come."""
         found: list[Content | None] = [None] * len(wanted)
         with self._lock:
-            if self._data is not None and self._table is not None:
-                self._read_afar(self._data, wanted, found, copy=False)
+            if self._data_reader is not None and self._table is not None:
+                self._read_afar(self._data_reader, wanted, found, copy=False)
         return [content is not None for content in found]
 
     def count(self, hits: int, misses: int) -> None:
@@ -167,9 +167,9 @@ class PoolReader:
 
     def _far_memory(self, connection: PoolConnection) -> RemoteMemory | None:
         """What that server reads ahead into, where it is on another host."""
-        if connection.maps or self._data is None or self._asked is None:
+        if connection.passes_memory or self._data_reader is None or self._asked is None:
             return None
-        return RemoteMemory(self._data, self._asked)
+        return RemoteMemory(self._data_reader, self._asked)
 
     def _read_ahead(self, plan: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
         """What was found, and what the server reads ahead of the rest."""
@@ -314,7 +314,7 @@ class PoolReader:
         asked = self._entry.contacted
         if info.name == table.answered_by and asked.directory is None:
             return str(asked)  # as it was given
-        return info.listen if self._data is not None else None
+        return info.listen if self._data_reader is not None else None
 
     def _ask_servers(self, records: Sequence[int]) -> None:
         deadline = time.monotonic() + self._silence_s
@@ -336,8 +336,8 @@ class PoolReader:
 
     def _forget(self) -> None:
         self._entry.close()
-        if self._data is not None:
-            self._data.close()
+        if self._data_reader is not None:
+            self._data_reader.close()
         for server in self._servers.values():
             server.disconnect()
         self._table, self._servers, self._owners, self._ready = None, {}, [], {}

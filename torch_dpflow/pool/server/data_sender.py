@@ -53,7 +53,7 @@ class _Connection:
         self.incoming = bytearray()
         self.requests: deque[RecordRequest] = deque()
         #: Records of the first request that are answered, and of all that are not.
-        self.position = self.asked = 0
+        self.position = self.requested = 0
         #: What is there now, or never will be: set, record, 0 or `ABSENT`.
         self.ready: deque[tuple[bytes, int, int]] = deque()
         self.watched: set[tuple[bytes, int]] = set()
@@ -119,7 +119,7 @@ class _Connection:
                 self.incoming += content
                 while (request := take_request(self.incoming)) is not None:
                     self.requests.append(request)
-                    self.asked += len(request.parts)
+                    self.requested += len(request.parts)
                 # TLS has read more from the socket than it has handed out, so the socket may never be ready again.
                 if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
                     return
@@ -133,7 +133,7 @@ class DataSender:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._data: dict[int, _Connection] = {}
+        self._connections: dict[int, _Connection] = {}
         self._turns: SendTurns[_Connection] = SendTurns()
         self._calls: deque[Callable[[], None]] = deque()
         self._epoll = select.epoll()
@@ -143,7 +143,7 @@ class DataSender:
         self._is_running = self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._connections)
 
     def adopt(self, sock: socket.socket) -> None:
         """Answer what comes here from now on, and close it at the end."""
@@ -178,7 +178,7 @@ class DataSender:
                 self._go_on(connection)
         if self._is_running:
             self._make_calls()  # what was adopted meanwhile is closed too
-        for connection in list(self._data.values()):
+        for connection in list(self._connections.values()):
             self._drop(connection)
         with self._lock:
             self._is_running = False
@@ -207,7 +207,7 @@ class DataSender:
     def _adopt(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         connection = _Connection(sock)
-        self._data[sock.fileno()] = connection
+        self._connections[sock.fileno()] = connection
         self._epoll.register(sock, connection.events)
         self._guarded(connection, self._receive)  # what came with the handshake
 
@@ -217,7 +217,7 @@ class DataSender:
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 self._make_calls()
-            elif (connection := self._data.get(fd)) is not None:
+            elif (connection := self._connections.get(fd)) is not None:
                 if events & ~select.EPOLLOUT:
                     self._guarded(connection, self._receive)
                 if events & select.EPOLLOUT and connection.is_open:
@@ -256,7 +256,7 @@ class DataSender:
     def _settle(self, connection: _Connection, *, blocked: bool | None = None) -> None:
         """Have the kernel tell what is waited for."""
         out = connection.events & select.EPOLLOUT if blocked is None else blocked * select.EPOLLOUT
-        events = out | (select.EPOLLIN if connection.asked < MAX_REQUESTED else 0)
+        events = out | (select.EPOLLIN if connection.requested < MAX_REQUESTED else 0)
         if events != connection.events:
             connection.events = events
             self._epoll.modify(connection.socket, events)
@@ -299,7 +299,7 @@ class DataSender:
             if room >= connection.turn:
                 break
         connection.position += len(entries)
-        connection.asked -= len(entries)
+        connection.requested -= len(entries)
         connection.outgoing.append(memoryview(pack_answer(DATA, identity, entries)))
         connection.outgoing.extend(contents)
 
@@ -320,7 +320,7 @@ class DataSender:
     def _drop(self, connection: _Connection) -> None:
         connection.is_open = False
         self._turns.drop(connection)
-        self._data.pop(connection.socket.fileno(), None)
+        self._connections.pop(connection.socket.fileno(), None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(connection.socket)
         connection.socket.close()

@@ -23,7 +23,7 @@ from torch_dpflow.pool.server.data_sender import DataSender
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import Handshake, accept_stream, authenticator_for
-from torch_dpflow.pool.transport.data_frames import LANE
+from torch_dpflow.pool.transport.data_frames import DATA_CONNECTION
 
 #: Connections that have not proved anything yet: how many there may be, how long each may take, and after how long the
 #: oldest has to go where there are so many, seconds. Meanwhile others wait in the kernel.
@@ -87,7 +87,7 @@ class PoolListener:
                 f"nobody can listen at {address}: {error.strerror or error}; give another address"
             ) from None
         self._listener.setblocking(False)
-        self._data = DataSender(holdings)
+        self._data_sender = DataSender(holdings)
         #: Where clients find it.
         self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
 
@@ -97,7 +97,7 @@ class PoolListener:
             self._is_running = not self._is_closed
         if not self._is_running:
             return
-        threading.Thread(target=self._data.run, name="dpflow-lanes", daemon=True).start()
+        threading.Thread(target=self._data_sender.run, name="dpflow-lanes", daemon=True).start()
         with select.epoll() as poll, self._listener:
             listener = self._listener.fileno()
             poll.register(listener, select.EPOLLIN)
@@ -126,7 +126,7 @@ class PoolListener:
             self._is_closed = True
             if not self._is_running:
                 self._listener.close()
-        self._data.close()
+        self._data_sender.close()
         for connection in (self._listener, *self._talking):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -180,10 +180,10 @@ class PoolListener:
             self._reject(fd, error)
 
     def _admit(self, admitted: socket.socket, purpose: int) -> None:
-        if self._is_closed or len(self._talking) + len(self._data) >= MAX_CONNECTIONS:
+        if self._is_closed or len(self._talking) + len(self._data_sender) >= MAX_CONNECTIONS:
             admitted.close()
-        elif purpose == LANE:
-            self._data.adopt(admitted)
+        elif purpose == DATA_CONNECTION:
+            self._data_sender.adopt(admitted)
         else:
             self._talking.add(admitted)
             try:

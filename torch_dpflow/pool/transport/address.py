@@ -1,4 +1,4 @@
-"""Where a server of the pool is, and how both sides prove who they are."""
+"""Address of a pool server, and the keys for reaching it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ADDRESS_VARIABLE = "DPFLOW_POOL"
 CONNECTION_VARIABLE = "DPFLOW_POOL_CONNECTION"
 _TCP = "tcp://"
 _SOCKET = "socket"
-#: The kernel's limit for the path of a socket, bytes.
+#: Kernel limit for the path of a Unix socket, bytes.
 _MAX_PATH_BYTES = 107
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolAddress:
-    """Where a server of the pool is: on this host by a directory, on any host by a port."""
+    """Address of a pool server: a directory on this host, or a TCP port on any host."""
 
-    #: The directory of its socket; None: it is at `host` and `port`.
+    #: Directory of the Unix socket; None if the server is reached at `host` and `port`.
     directory: Path | None = None
     host: str = ""
     port: int = 0
-    #: The file with the cluster's keys.
+    #: Path of the connection file with the cluster's keys.
     connection: str | None = None
-    #: Whether bytes travel as they are, and keys are only proved.
+    #: Whether to send plain bytes after both sides have proved by HMAC that they hold the keys.
     trust_network: bool = False
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ class PoolAddress:
         return str(self.directory) if self.directory else f"{_TCP}{host}:{self.port}"
 
     def at(self, address: str) -> PoolAddress:
-        """Another server of the same cluster, at tcp://HOST:PORT."""
+        """Return the address of another server of the same cluster, given as tcp://HOST:PORT."""
         host, port = _host_port(address)
         return replace(self, directory=None, host=host, port=port)
 
     def keys(self) -> ConnectionFile:
-        """The keys of the cluster. Raises OptionError: there is no such file, or it has none."""
+        """Return the cluster's keys. Raises OptionError if the file is missing or holds none."""
         if self.connection is None:
             raise OptionError(
                 f"{self} is reached over a network, so both sides have to prove who they are; give the file that "
@@ -58,7 +58,7 @@ class PoolAddress:
         return read_key_file(self.connection)
 
 
-#: What users give: a directory, tcp://HOST:PORT, or "auto".
+#: What users pass: a directory, tcp://HOST:PORT, or "auto".
 AddressLike: TypeAlias = str | os.PathLike[str] | PoolAddress
 
 
@@ -68,9 +68,9 @@ def find_address(
     *,
     trust_network: bool = False,
 ) -> PoolAddress:
-    """What users have given, or what `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION` name.
+    """Resolve what the user passed, or what `DPFLOW_POOL` and `DPFLOW_POOL_CONNECTION` name.
 
-    Raises OptionTypeError, OptionError: it is neither a directory nor tcp://HOST:PORT.
+    Raises OptionTypeError or OptionError if it is neither a directory nor tcp://HOST:PORT.
     """
     if isinstance(address, PoolAddress):
         return address
@@ -89,14 +89,14 @@ def find_address(
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other side."""
+    """Return the user id of the process at the other end of a Unix socket."""
     return int(_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
 
 def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
-    """The directory of a pool: "auto" for what `DPFLOW_POOL` names, or else this user's on this host.
+    """Return a pool's directory: "auto" is the one that `DPFLOW_POOL` names, or this user's default on this host.
 
-    Raises OptionTypeError, or OptionError where it is no path, or too long for a socket.
+    Raises OptionTypeError, or OptionError if it is no path or too long for a socket.
     """
     check_type("address", address, (str, os.PathLike), '"auto" or the path of a directory')
     if address == "auto":
@@ -118,12 +118,12 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
 
 
 def socket_path(directory: Path) -> str:
-    """The path of a pool's socket."""
+    """Return the path of the socket in a pool's directory."""
     return str(directory / _SOCKET)
 
 
 def check_private(directory: Path) -> None:
-    """Raises OptionError: the directory is another user's, or others may enter it; OSError: there is none."""
+    """Raise OptionError if the directory is another user's or open to others; OSError if there is none."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OptionError(

@@ -1,10 +1,10 @@
-"""Who is at the other side of a stream, proved before anything else is said.
+"""Authentication of pool connections, before any other byte is exchanged.
 
-Over TLS 1.3 both sides have certificates of the cluster. Where the operator says that the network is trusted, bytes
-travel as they are, and both sides prove by HMAC that they have the cluster's key: the client first, on a number that
-the server has drawn, so that a stranger gets nothing else.
+By default both sides present certificates of the cluster over TLS 1.3. If the operator declares the network trusted,
+bytes are sent in plain, and both sides prove by HMAC that they hold the cluster's key. The client proves it first, on a
+nonce drawn by the server, so an unauthenticated peer learns nothing:
 
-    client: hello, its number -> server: its number -> client: its proof -> server: its proof
+    client: hello, nonce -> server: nonce -> client: proof -> server: proof
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ T = TypeVar("T")
 
 
 class TLSStream:
-    """A connected socket with TLS over it, as much of a socket as its users need. It owns the socket.
+    """Client side of a TLS connection, with the socket methods that its users need. Owns the socket.
 
-    Raises OSError, ssl.SSLError too: the handshake fails.
+    It reads from the socket in large pieces: `ssl.SSLSocket` makes two system calls per 16 KiB and competes for the GIL
+    as often. Raises OSError (including ssl.SSLError) if the handshake fails.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
@@ -53,7 +54,7 @@ class TLSStream:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether something has come that the socket does not tell of."""
+        """Whether received bytes are buffered here, so that polling the socket does not report them."""
         return bool(self._tls.pending() or self._incoming.pending)
 
     def fileno(self) -> int:
@@ -100,7 +101,7 @@ class TLSStream:
         self._socket.close()
 
     def _fed(self, act: Callable[[], T]) -> T:
-        """What this gives, once enough has come for it; as for an end of the connection where that has ended."""
+        """Call `act`, receiving more bytes until it succeeds."""
         while True:
             try:
                 return act()
@@ -108,7 +109,7 @@ class TLSStream:
                 self._feed()
 
     def _feed(self) -> None:
-        """Take what has come, or wait for it."""
+        """Receive more bytes, blocking if there are none."""
         self._flush()
         came = self._socket.recv_into(self._piece)
         if came:
@@ -121,29 +122,29 @@ class TLSStream:
             self._socket.sendall(self._outgoing.read())
 
 
-#: What control messages and records are carried by.
+#: Carries control messages and records.
 Stream: TypeAlias = socket.socket | TLSStream
-#: Lets a client in over a connection that never blocks: each step goes on with what has come, up to the result.
+#: Handshake over a non-blocking socket: each step continues with the bytes received so far; returns the result.
 Handshake: TypeAlias = Generator[None, None, T]
-#: Bytes of a number that is drawn once, and of a proof.
+#: Bytes of a nonce, and of a proof.
 _NONCE_BYTES = 32
-#: A client whose host says nothing, however idle it is, is gone after 30 s: with it its orders, and what it was lent.
+#: TCP keepalive: an unreachable client is dropped after 30 s, and with it its access plans and lent memory.
 _ALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-#: The first byte of any client that speaks TLS, and what TLS says to one that it does not understand.
+#: First byte of every TLS client, and the alert that TLS sends to a client it does not understand.
 _HANDSHAKE = b"\x16"
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 
 
 class StreamAuthenticator(ABC):
-    """Lets in whoever has the keys of one cluster. Its methods raise OSError and DPFlowError."""
+    """Admits peers that hold one cluster's keys. Methods raise OSError and DPFlowError."""
 
     @abstractmethod
-    def admit(self, connection: socket.socket) -> Handshake[socket.socket]:
-        """Server: the connection to speak over, once the client has proved who it is."""
+    def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
+        """Server: authenticate the client; return the connection to use."""
 
     @abstractmethod
-    def approach(self, connection: socket.socket) -> Stream:
-        """Client: the connection to speak over, once both have proved who they are."""
+    def connect(self, connection: socket.socket) -> Stream:
+        """Client: authenticate both sides; return the connection to use."""
 
 
 class TLSAuthenticator(StreamAuthenticator):
@@ -163,7 +164,7 @@ class TLSAuthenticator(StreamAuthenticator):
         else:
             self._context = client_context(keys.certificates)
 
-    def admit(self, connection: socket.socket) -> Handshake[socket.socket]:
+    def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
         if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) != _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
@@ -177,7 +178,7 @@ class TLSAuthenticator(StreamAuthenticator):
             raise
         return admitted
 
-    def approach(self, connection: socket.socket) -> Stream:
+    def connect(self, connection: socket.socket) -> Stream:
         try:
             return TLSStream(connection, self._context, SERVER_NAME)
         except ssl.SSLCertVerificationError as error:
@@ -193,12 +194,12 @@ class TLSAuthenticator(StreamAuthenticator):
 
 
 class HMACAuthenticator(StreamAuthenticator):
-    """Bytes as they are; both sides prove that they have the cluster's key."""
+    """Plain bytes, after both sides have proved by HMAC that they hold the cluster's key."""
 
     def __init__(self, keys: ConnectionFile) -> None:
         self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
 
-    def admit(self, connection: socket.socket) -> Handshake[socket.socket]:
+    def accept(self, connection: socket.socket) -> Handshake[socket.socket]:
         if (yield from _come(partial(connection.recv, 1, socket.MSG_PEEK))) == _HANDSHAKE:
             _refuse(connection)
             raise MessageError("a client that speaks TLS")
@@ -212,7 +213,7 @@ class HMACAuthenticator(StreamAuthenticator):
         connection.sendall(self._proof(b"server", begun, drawn))
         return connection
 
-    def approach(self, connection: socket.socket) -> Stream:
+    def connect(self, connection: socket.socket) -> Stream:
         begun = hello(1) + secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(begun)
         drawn = b""
@@ -235,13 +236,13 @@ class HMACAuthenticator(StreamAuthenticator):
 
 
 def authenticator_for(address: PoolAddress, *, serves: bool) -> StreamAuthenticator:
-    """How strangers are kept out at this address. Raises OptionError: there are no keys for it."""
+    """Return the authenticator for an address. Raises OptionError if there are no keys."""
     keys = address.keys()
     return HMACAuthenticator(keys) if address.trust_network else TLSAuthenticator(keys, serves=serves)
 
 
 def check_keys(address: PoolAddress) -> None:
-    """Raises OptionError: it is reached over a network, and there are no keys for it."""
+    """Raise OptionError if the address is reached over a network and there are no keys for it."""
     if address.directory is None:
         authenticator_for(address, serves=False)
 
@@ -249,11 +250,11 @@ def check_keys(address: PoolAddress) -> None:
 def connect_stream(
     address: PoolAddress, authenticator: StreamAuthenticator, purpose: int, silence_s: float
 ) -> Stream:
-    """A connection to a server, whose identity is proved.
+    """Connect to a server and authenticate it.
 
-    silence_s: how long all of it may take, and each wait for the server later, seconds.
+    silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.
 
-    Raises PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
+    Raises PeerLostError if no server answers in time, or it belongs to another cluster.
     """
     try:
         plain = socket.create_connection((address.host, address.port), silence_s)
@@ -265,10 +266,10 @@ def connect_stream(
     connection: Stream = plain
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = authenticator.approach(plain)
+        connection = authenticator.connect(plain)
         with contextlib.suppress(
             ConnectionError
-        ):  # why it refuses has come before its end, and is read below
+        ):  # the server's alert arrived before the reset; it is read below
             connection.sendall(hello(purpose))
         purpose_of(receive_exactly(connection, HELLO_BYTES))
     except (OSError, MessageError, PeerLostError) as error:
@@ -282,13 +283,13 @@ def connect_stream(
 def accept_stream(
     connection: socket.socket, authenticator: StreamAuthenticator
 ) -> Handshake[tuple[socket.socket, int]]:
-    """The connection of a client that has proved who it is, and what it is for. Raises OSError, DPFlowError."""
+    """Authenticate a client; return its connection and purpose. Raises OSError, DPFlowError."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    admitted = yield from authenticator.admit(connection)
+    admitted = yield from authenticator.accept(connection)
     try:
         purpose = purpose_of((yield from _exactly(admitted, HELLO_BYTES)))
         admitted.sendall(hello(purpose))
@@ -300,7 +301,7 @@ def accept_stream(
 
 
 def receive_exactly(connection: Stream, count: int) -> bytes:
-    """So many bytes. Raises OSError, TimeoutError too, or PeerLostError where the connection ends before."""
+    """Receive `count` bytes. Raises OSError (including TimeoutError), or PeerLostError at the end of the connection."""
     content = bytearray()
     while len(content) < count:
         more = connection.recv(count - len(content))
@@ -311,7 +312,7 @@ def receive_exactly(connection: Stream, count: int) -> bytes:
 
 
 def _come(act: Callable[[], T]) -> Handshake[T]:
-    """What this gives, once enough has come for it."""
+    """Call `act` until it does not block."""
     while True:
         try:
             return act()
@@ -320,7 +321,7 @@ def _come(act: Callable[[], T]) -> Handshake[T]:
 
 
 def _exactly(connection: socket.socket, count: int) -> Handshake[bytes]:
-    """As `receive_exactly`."""
+    """As `receive_exactly`, over a non-blocking socket."""
     content = bytearray()
     while len(content) < count:
         more = yield from _come(partial(connection.recv, count - len(content)))
@@ -331,8 +332,8 @@ def _exactly(connection: socket.socket, count: int) -> Handshake[bytes]:
 
 
 def _refuse(connection: socket.socket) -> None:
-    """Say so in the way of TLS, which clients of either kind recognise."""
-    connection.recv(1 << 16)  # else the kernel would throw the answer away with what nobody has read
+    """Send a TLS alert, which clients of both kinds recognise."""
+    connection.recv(1 << 16)  # unread bytes would make the kernel discard the alert
     connection.sendall(_ALERT)
 
 

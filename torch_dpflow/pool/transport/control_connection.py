@@ -1,4 +1,8 @@
-"""A connection to a server of the pool: what commands and readers ask it for."""
+"""Control connections between pool processes: a packet of a Unix socket per message, or a length prefix over TCP.
+
+A message is MessagePack. Over the Unix socket, shared memory comes along as descriptors; the socket lies in a directory
+of mode 0700, and only its owner is answered.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswe
 
 
 def encode(message: PoolMessage) -> bytes:
-    """A message as it is sent. Raises OptionError: it is too long."""
+    """Encode a message. Raises OptionError if it is too long."""
     packet = msgspec.msgpack.encode(message)
     if len(packet) > MAX_MESSAGE_BYTES:
         raise OptionError(
@@ -92,39 +96,37 @@ _LENGTH = struct.Struct("<I")
 
 
 class Channel(ABC):
-    """A connection that carries control messages."""
+    """Connection that carries control messages."""
 
-    #: Whether descriptors come along: both sides are on one host.
+    #: Whether descriptors can be passed, as both sides are on one host.
     passes_memory: bool
     _socket: Stream
 
     @abstractmethod
     def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
-        """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
+        """Send one message. Raises OSError if the peer is gone, OptionError if the message is too long."""
 
     @abstractmethod
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], segments: int = 0) -> tuple[T, list[int]]:
-        """The next message, and descriptors that came with it, at most so many.
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
+        """Receive one message and at most `max_fds` descriptors.
 
-        Raises:
-            PeerLostError: the peer has closed the connection.
-            MessageError: the message is none, or too long.
+        Raises PeerLostError at the end of the connection, MessageError for an invalid or too long message.
         """
 
     def send_nowait(self, message: PoolMessage) -> bool:
-        """Send without waiting for a peer that takes nothing; whether it was sent."""
-        # Where a socket has a time-out, Python waits for room in spite of MSG_DONTWAIT.
+        """Send without blocking; return whether the message was sent."""
+        # On a socket with a timeout, Python waits for buffer space in spite of MSG_DONTWAIT.
         if not self._is_ready(select.POLLOUT):
             return False
         try:
             self.send(message)
-        except OSError:  # it is gone, which the next request will tell
+        except OSError:  # the peer is gone; the next request reports it
             return False
         return True
 
     @property
-    def has_come(self) -> bool:
-        """Whether `receive` would find something, or the end of the connection."""
+    def is_readable(self) -> bool:
+        """Whether `receive` would return at once, with a message or the end of the connection."""
         has_bytes = isinstance(self._socket, TLSStream) and self._socket.has_bytes
         return has_bytes or self._is_ready(select.POLLIN)
 
@@ -133,15 +135,15 @@ class Channel(ABC):
         self._socket.close()
 
     def _is_ready(self, event: int) -> bool:
-        if self._socket.fileno() < 0:  # it was closed, which the next request will tell
+        if self._socket.fileno() < 0:  # closed; the next request reports it
             return False
-        poll = select.poll()  # as `select` takes no descriptor above 1023
+        poll = select.poll()   # `select` takes no descriptor above 1023
         poll.register(self._socket, event)
         return bool(poll.poll(0))
 
 
 class PacketChannel(Channel):
-    """On one host: a packet each."""
+    """Channel over a Unix socket: one packet per message."""
 
     passes_memory = True
 
@@ -153,8 +155,8 @@ class PacketChannel(Channel):
     def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
         socket.send_fds(self._socket, [encode(message)], fds or [])
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], segments: int = 0) -> tuple[T, list[int]]:
-        packet, fds, flags, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES + 1, segments)
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
+        packet, fds, flags, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES + 1, max_fds)
         try:
             if not packet:
                 raise PeerLostError("the pool's other side has closed the connection")
@@ -168,7 +170,7 @@ class PacketChannel(Channel):
 
 
 class StreamChannel(Channel):
-    """Over a network: each message behind its length."""
+    """Channel over TCP: each message follows its length."""
 
     passes_memory = False
 
@@ -183,7 +185,7 @@ class StreamChannel(Channel):
         packet = encode(message)
         self._socket.sendall(_LENGTH.pack(len(packet)) + packet)
 
-    def receive(self, decoder: msgspec.msgpack.Decoder[T], segments: int = 0) -> tuple[T, list[int]]:
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], max_fds: int = 0) -> tuple[T, list[int]]:
         (length,) = _LENGTH.unpack(receive_exactly(self._socket, _LENGTH.size))
         if not 1 <= length <= MAX_MESSAGE_BYTES:
             raise MessageError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
@@ -198,28 +200,28 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], content: bytes) -> T:
         raise MessageError(f"a message to or from the pool cannot be read: {error}") from error
 
 
-#: A server that does not answer for so long is taken for dead: by commands, seconds.
+#: Commands consider a server lost after this much silence, seconds.
 _SILENCE_S = 60.0
 _POLL_S = 0.1
 AnswerT = TypeVar("AnswerT", bound=PoolAnswer)
 
 
 class PoolConnection:
-    """One connection to a server. Thread-safe: one call at a time.
+    """Control connection to a pool server. Thread-safe: one call at a time.
 
     silence_s: how long an answer may take, seconds.
 
     Raises:
         PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
-        OptionError: others may enter the directory of its socket, or there are no keys.
+        OptionError: the directory of its socket is open to other users, or there are no keys.
     """
 
     def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
         found = find_address(address)
         self._lock = threading.Lock()
-        #: Whether an answer is to come.
-        self._is_asked = False
-        #: Answers to what was posted that are to come before it.
+        #: Whether an answer is outstanding.
+        self._is_pending = False
+        #: Outstanding answers to posted requests, which arrive before that one.
         self._posted = 0
         self._channel: Channel
         if found.directory is None:
@@ -229,36 +231,34 @@ class PoolConnection:
             self._channel = PacketChannel(_connect_here(found.directory, silence_s))
 
     @property
-    def maps(self) -> bool:
-        """Whether the server is on this host, and memory comes with its answers."""
+    def passes_memory(self) -> bool:
+        """Whether the server is on this host and passes its memory along with answers."""
         return self._channel.passes_memory
 
     def request(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
-        """The server's answer, and the descriptors that came with it, which the caller closes.
+        """Return the server's answer and the descriptors that came with it; the caller closes them.
 
-        fds: descriptors that go with the request.
+        fds: descriptors to send with the request.
 
         Raises:
-            PeerLostError: the server has died, or does not answer; the connection is closed.
-            DPFlowError: it refuses, by the class that it names.
+            PeerLostError: the server is lost or does not answer; the connection is then closed.
+            DPFlowError: the server refuses, by the error class that it names.
         """
         with self._lock:
             self.send(request, fds)
             return self.receive()
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        """The server's answer, which is of this kind and comes without descriptors. Raises as `ask`."""
+        """Return the server's answer of this type, without descriptors. Raises as `request`."""
         answer, _ = self.request(request)
         assert isinstance(answer, kind)
         return answer
 
     def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
-        """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
-        if (
-            self._is_asked
-        ):  # Control-C has kept somebody from hearing what would be taken for the answer to this
+        """Send a request; `receive` must follow before any other request. Raises PeerLostError."""
+        if self._is_pending:  # after Control-C, the old answer would be taken for the answer to this request
             self._channel.close()
-        self._is_asked = True
+        self._is_pending = True
         try:
             self._channel.send(request, fds)
         except OSError as error:
@@ -268,35 +268,35 @@ class PoolConnection:
             ) from error
 
     def receive(self) -> tuple[PoolAnswer, list[int]]:
-        """The second half of `ask`. Raises as it does."""
+        """Receive the answer to `send`. Raises as `request`."""
         while self._posted:
             self._take_posted()
         answer, fds = self._receive(MAX_SEGMENTS)
-        self._is_asked = False
+        self._is_pending = False
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds
 
     def post(self, request: AnnounceAccessPlan) -> None:
-        """Send a request without waiting for the server, which gets none while it takes none; the answer is dropped.
+        """Send a request without blocking, or drop it if the server accepts none now; ignore the answer.
 
-        Raises PeerLostError: the server has died.
+        Raises PeerLostError if the server is lost.
         """
         with self._lock:
-            if self._is_asked:
+            if self._is_pending:
                 self._channel.close()
-                raise PeerLostError("the server of the pool was left in the midst of a request")
-            while self._channel.has_come:
+                raise PeerLostError("an earlier request to the pool server was interrupted")
+            while self._channel.is_readable:
                 self._take_posted()
             self._posted += self._channel.send_nowait(request)
 
     def send_nowait(self, message: CountReads) -> bool:
-        """Send what has no answer, without waiting; whether it was sent."""
+        """Send a message that has no answer, without blocking; return whether it was sent."""
         with self._lock:
             return self._channel.send_nowait(message)
 
     def contents(self) -> CachedDatasetList:
-        """Every set, and the memory that is free."""
+        """Return all cached datasets, and the free memory."""
         found: dict[bytes, CachedDataset] = {}
         first = 0
         while True:
@@ -307,7 +307,7 @@ class PoolConnection:
                 return msgspec.structs.replace(answer, sets=[*found.values()])
 
     def servers(self) -> list[ServerInfo]:
-        """The servers of the pool, its head first."""
+        """Return the pool's servers, its leader first."""
         return self.get(ListServers(), ServerList).servers
 
     def preload(
@@ -318,9 +318,9 @@ class PoolConnection:
         whole: bool,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> CachedDataset:
-        """Have a set held until it is unloaded; returns once every sample was read, or could not be.
+        """Cache a dataset until it is unloaded; return once every sample was read or has failed.
 
-        Raises PoolFullError: there is no room for the whole set; and what `ask` does.
+        Raises PoolFullError if the whole dataset does not fit; and as `request`.
         """
         request = PreloadDataset(source=source, identity=identity, is_explicit=True, whole=whole)
         while True:
@@ -331,27 +331,27 @@ class PoolConnection:
             time.sleep(_POLL_S)
 
     def unload(self, identity: bytes) -> CachedDatasetList:
-        """Give a set up. Raises UsageError: it is not there."""
+        """Unload a dataset. Raises UsageError if it is not cached."""
         return self.get(UnloadDataset(identity), CachedDatasetList)
 
     def close(self) -> None:
-        """Close it; the server then knows that this reader has ended."""
+        """Close the connection, which ends this reader at the server."""
         self._channel.close()
 
     def _take_posted(self) -> None:
         answer, _ = self._receive(0)
         if not self._posted:
             self._channel.close()
-            raise PeerLostError("the server of the pool answers what nobody has asked")
+            raise PeerLostError("the pool server sent an answer without a request")
         self._posted -= 1
         if isinstance(answer, PoolRefusal):
-            DATASETS.info("the pool refuses what it was told: %s", answer.error())
+            DATASETS.info("the pool server refused a message: %s", answer.error())
 
     def _receive(self, segments: int) -> tuple[PoolAnswer, list[int]]:
         try:
             return self._channel.receive(ANSWERS, segments)
         except (OSError, MessageError, PeerLostError) as error:
-            # An answer that came later would be taken for that of the next request.
+            # A late answer would be taken for the answer to the next request.
             self._channel.close()
             raise PeerLostError(f"the server of the pool does not answer: {error}") from error
 
