@@ -36,9 +36,9 @@ from torch_dpflow.pool.transport.authentication import (
 from torch_dpflow.pool.transport.data_frames import (
     ANSWER_BYTES,
     CONTROL,
+    DATA_CONNECTION,
     ENTRY_BYTES,
     HELLO_BYTES,
-    DATA_CONNECTION,
     WHOLE,
     RecordRequest,
     hello,
@@ -129,7 +129,11 @@ def test_who_proves_nothing_gets_nothing(stored: StoredDataset, tmp_path: Path, 
                 b"",
                 hello(DATA_CONNECTION) + request,
                 hello(CONTROL) + b"\x00" * 100 + request,
-                hello(DATA_CONNECTION) + chance.randbytes(32) + chance.randbytes(32) + hello(DATA_CONNECTION) + request,
+                hello(DATA_CONNECTION)
+                + chance.randbytes(32)
+                + chance.randbytes(32)
+                + hello(DATA_CONNECTION)
+                + request,
                 b"\x16\x03\x01\x00\x05hello" + request,
                 *(chance.randbytes(chance.randrange(1, 2_000)) for _ in range(20)),
             ):
@@ -148,7 +152,9 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
         with context.wrap_socket(plain) as peer:
             told = b""
             with suppress(ssl.SSLError, ConnectionError):  # it is left at whatever it does next
-                peer.sendall(hello(DATA_CONNECTION) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
+                peer.sendall(
+                    hello(DATA_CONNECTION) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack()
+                )
                 told = peer.recv(100)
             assert told == b""
 
@@ -246,7 +252,9 @@ def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDatas
     ).pack()
     with tcp_server(tmp_path, trust_network=True) as (address, process):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
-        connection = connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S)
+        connection = connect_stream(
+            address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S
+        )
         assert isinstance(connection, socket.socket)
         before = process.memory_info().rss
         connection.setblocking(False)

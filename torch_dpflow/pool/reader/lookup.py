@@ -161,7 +161,12 @@ class PoolLookup:
     def _come_near(self, table: StripeTablePart) -> None:
         """Ask the server over its socket, by which memory comes, where this process may map it."""
         contacted = next((one for one in table.servers if one.name == table.answered_by), None)
-        if self.connection is None or self.connection.passes_memory or contacted is None or not contacted.is_near:
+        if (
+            self.connection is None
+            or self.connection.passes_memory
+            or contacted is None
+            or not contacted.is_near
+        ):
             return
         try:
             near = PoolConnection(PoolAddress(directory=Path(contacted.directory)), silence_s=self._silence_s)

@@ -137,7 +137,7 @@ class Channel(ABC):
     def _is_ready(self, event: int) -> bool:
         if self._socket.fileno() < 0:  # closed; the next request reports it
             return False
-        poll = select.poll()   # `select` takes no descriptor above 1023
+        poll = select.poll()  # `select` takes no descriptor above 1023
         poll.register(self._socket, event)
         return bool(poll.poll(0))
 

@@ -18,8 +18,8 @@ from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import StreamAuthenticator, TLSStream, connect_stream
 from torch_dpflow.pool.transport.data_frames import (
     ANSWER_BYTES,
-    ENTRY_BYTES,
     DATA_CONNECTION,
+    ENTRY_BYTES,
     READY,
     WHOLE,
     RecordPart,

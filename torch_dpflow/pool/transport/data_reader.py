@@ -141,7 +141,9 @@ class DataReader:
         for owner, connection in self._having(busy, batch):
             try:
                 taken = connection.take(copy=batch.copy)
-                connection.received_at = time.monotonic()  # the last bytes may have arrived long after the first
+                connection.received_at = (
+                    time.monotonic()
+                )  # the last bytes may have arrived long after the first
                 for one, content in taken:
                     self._settle(batch, connection, one, content)
             except (OSError, DPFlowError) as error:
@@ -187,7 +189,9 @@ class DataReader:
                 connection.received_at = time.monotonic()
             elif connection.requested and seen >= connection.received_at + self._silence_s:
                 self._lose(batch, owner, TimeoutError())
-            elif not connection.requested and not ready:  # the server's storage does not answer; this reader's may
+            elif (
+                not connection.requested and not ready
+            ):  # the server's storage does not answer; this reader's may
                 connection.later.clear()
         return [one for one in busy if one[1].fileno() in ready]
 
