@@ -1,4 +1,4 @@
-"""A platform of processes that a test can hold up, and datasets for its members, which import them from here."""
+"""A platform of processes that a test can hold up, and datasets for its workers, which import them from here."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Troubled(Processes):
     limits: Mapping[str, Any] = field(default_factory=dict)
     #: Raised by every start, if there is one.
     refusal: list[Exception] = field(default_factory=list)
-    #: Members of this number and of higher ones begin once that is set.
+    #: Workers of this number and of higher ones begin once that is set.
     held_from: int = 1
     opened: threading.Event = field(default_factory=threading.Event)
-    #: Names of members that are to end, and in how many seconds.
+    #: Names of workers that are to end, and in how many seconds.
     warned: dict[str, float] = field(default_factory=dict)
 
     def launcher(self) -> Launcher:
@@ -45,10 +45,10 @@ class Troubled(Processes):
                 self.opened.wait()
             return start(name, order, deadline_s=deadline_s)
 
-        def warning_look(members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        def warning_look(workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
             return {
                 name: fate if fate.end else replace(fate, until_s=self.warned.get(name))
-                for name, fate in look(members).items()
+                for name, fate in look(workers).items()
             }
 
         launcher.start, launcher.look = held_start, warning_look  # type: ignore[method-assign]
@@ -56,26 +56,26 @@ class Troubled(Processes):
 
 
 def number_of(name: str) -> int:
-    """The place of a member with this name."""
+    """The place of a worker with this name."""
     return int(name.split("-")[-2])
 
 
 def names_of(loader: Any) -> dict[int, str]:
-    """The members that work for a loader, by their numbers."""
+    """The workers that work for a loader, by their numbers."""
     working = [*loader._iterator._shard.processes._working.values()]
-    return {member.number: member.name for member in working}
+    return {worker.number: worker.name for worker in working}
 
 
 def lose_one(loader: Any, pid_of_victim: Callable[[], int]) -> None:
-    """Kill one of two members once both work; one that does not yet is not missed.
+    """Kill one of two workers once both work; one that does not yet is not missed.
 
-    It waits until the loader knows, which is asked for the loss only as long as it reads: the other member could have
+    It waits until the loader knows, which is asked for the loss only as long as it reads: the other worker could have
     loaded all before.
     """
-    wait(lambda: len(names_of(loader)) == 2, what="both members")
+    wait(lambda: len(names_of(loader)) == 2, what="both workers")
     before = set(names_of(loader).values())
     os.kill(pid_of_victim(), signal.SIGKILL)
-    wait(lambda: before - set(names_of(loader).values()), what="a member's end")
+    wait(lambda: before - set(names_of(loader).values()), what="a worker's end")
 
 
 class Watched(Dataset):

@@ -34,12 +34,12 @@ def dpflow(*arguments: str) -> Result:
 def member() -> Iterator[socket.socket]:
     """The connection of a member that somebody has started and left."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_server(("127.0.0.1", 0)) as listener,
         closing(SubprocessLauncher(PROGRAM)) as launcher,
     ):
-        door.settimeout(PATIENCE_S)
-        launcher.start(NAME, launch_spec_to(door), deadline_s=PATIENCE_S)
-        with caller(door) as (connection, _):
+        listener.settimeout(PATIENCE_S)
+        launcher.start(NAME, launch_spec_to(listener), deadline_s=PATIENCE_S)
+        with caller(listener) as (connection, _):
             yield connection
         launcher.stop(NAME, None)
 
@@ -72,12 +72,12 @@ def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socke
 
 
 def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(PATIENCE_S)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE_S)
         with closing(SubprocessLauncher(PROGRAM)) as launcher:
             name = f"dpf-{CLUSTER}-somebody-elses"
-            launcher.start(name, launch_spec_to(door), deadline_s=PATIENCE_S)
-            with caller(door):
+            launcher.start(name, launch_spec_to(listener), deadline_s=PATIENCE_S)
+            with caller(listener):
                 assert launcher.list(name)
                 told = dpflow("workers", "processes")
                 assert told.exit_code == 0, told.output

@@ -3,7 +3,7 @@
 ::
 
     class TestMyLane(DataConnectionContract):
-        def door(self, tmp_path):
+        def listener(self, tmp_path):
             return find_address("tcp://127.0.0.1:0", tmp_path / "keys")
 """
 

@@ -1,4 +1,4 @@
-"""The handler of a function that runs what the suite of launchers has its members run."""
+"""The handler of a function that runs what the suite of launchers has its workers run."""
 
 from __future__ import annotations
 

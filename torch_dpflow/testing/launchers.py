@@ -41,7 +41,7 @@ from torch_dpflow.testing.remote_workers import CODE, LAST_WORDS
 
 CLUSTER, GROUP = "0c0ffee0", "0123456789"
 PREFIX = prefix_of(CLUSTER)
-#: In all launch specs, as a member's secret key is.
+#: In all launch specs, as a worker's secret key is.
 SECRET = "m3mb3r-s3cr3t"
 PROGRAM = "torch_dpflow.testing.remote_workers"
 
@@ -57,13 +57,13 @@ def name_of(number: int) -> str:
 class LauncherContract:
     """The contract of `torch_dpflow.remote.launchers.contract`, as tests, of a launcher by itself and under `Calls`."""
 
-    #: How a process is started that starts members and is killed.
+    #: How a process is started that starts workers and is killed.
     starter: Any = multiprocessing.get_context("fork")
-    #: The address of this host at which members can call.
+    #: The address of this host at which workers can call.
     near = "127.0.0.1"
 
     def new_launcher(self, module: str) -> Launcher:
-        """A launcher whose members run `module`, as `python -m module` or by its `run(launch_spec)`."""
+        """A launcher whose workers run `module`, as `python -m module` or by its `run(launch_spec)`."""
         raise NotImplementedError(f"{type(self).__name__} must say what to test")
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
@@ -89,53 +89,55 @@ class LauncherContract:
             yield platform
 
     @pytest.fixture
-    def door(self) -> Iterator[socket.socket]:
-        """A listening socket, to which members connect."""
+    def listener(self) -> Iterator[socket.socket]:
+        """A listening socket, to which workers connect."""
         with socket.create_server((self.near, 0)) as server:
             server.settimeout(PATIENCE_S)
             yield server
 
     # --- starts ---
 
-    def test_a_start_is_told_and_the_member_calls(
-        self, platform: RemotePlatform, door: socket.socket
+    def test_a_start_is_told_and_the_worker_calls(
+        self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
-        launch_spec = launch_spec_to(door)
+        launch_spec = launch_spec_to(listener)
         platform.start(name_of(0), launch_spec)
         (told,) = news(platform)
         assert isinstance(told, Accepted)
         assert told.name == name_of(0)
-        with caller(door) as (_, received):
+        with caller(listener) as (_, received):
             assert received == launch_spec
 
     def test_the_longest_launch_spec_arrives_whole(
-        self, platform: RemotePlatform, door: socket.socket
+        self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
-        launch_spec = launch_spec_to(door)
+        launch_spec = launch_spec_to(listener)
         launch_spec = launch_spec_to(
-            door, padding="x" * (platform.limits.max_launch_spec_bytes - len(launch_spec))
+            listener, padding="x" * (platform.limits.max_launch_spec_bytes - len(launch_spec))
         )
         assert len(launch_spec) == platform.limits.max_launch_spec_bytes
         platform.start(name_of(0), launch_spec)
-        with caller(door) as (_, received):
+        with caller(listener) as (_, received):
             assert received == launch_spec
         with pytest.raises(OptionError, match="bytes"):
             platform.start(name_of(1), launch_spec + b" ")
 
-    def test_a_start_may_be_repeated_under_its_name(self, launcher: Launcher, door: socket.socket) -> None:
+    def test_a_start_may_be_repeated_under_its_name(
+        self, launcher: Launcher, listener: socket.socket
+    ) -> None:
         if not launcher.limits.can_list:
             pytest.skip("the platform cannot tell")
         for _ in range(2):
             with suppress(PlatformError):
-                launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-        with caller(door):
+                launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+        with caller(listener):
             assert [*launcher.list(PREFIX)] == [name_of(0)]
 
-    def test_a_refusal_says_why_and_starts_nothing(self, door: socket.socket) -> None:
+    def test_a_refusal_says_why_and_starts_nothing(self, listener: socket.socket) -> None:
         for kind, new in self.refusing().items():
             with closing(new()) as launcher:
                 with pytest.raises(kind, match=name_of(0)):
-                    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
+                    launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
                 assert name_of(0) not in launcher.look({name_of(0): None})
 
     def test_a_check_has_no_effect(self, launcher: Launcher) -> None:
@@ -145,11 +147,11 @@ class LauncherContract:
     # --- ends ---
 
     @pytest.mark.parametrize("by_name", [False, True])
-    def test_a_stop_ends_a_member_and_may_be_repeated(
-        self, launcher: Launcher, door: socket.socket, by_name: bool
+    def test_a_stop_ends_a_worker_and_may_be_repeated(
+        self, launcher: Launcher, listener: socket.socket, by_name: bool
     ) -> None:
-        ref = launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-        with caller(door) as (connection, _):
+        ref = launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+        with caller(listener) as (connection, _):
             for _ in range(2):
                 launcher.stop(name_of(0), None if by_name else ref)
             assert not launcher.limits.can_stop or connection.recv(1) == b"", "it has ended"
@@ -160,9 +162,9 @@ class LauncherContract:
         assert launcher.look({name_of(9): None}) == {}
 
     def test_an_end_is_told_once_with_the_last_words(
-        self, platform: RemotePlatform, door: socket.socket
+        self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
-        platform.start(name_of(0), launch_spec_to(door, leave=True))
+        platform.start(name_of(0), launch_spec_to(listener, leave=True))
         (told,) = news(platform)
         assert isinstance(told, Accepted)
         end = ended(platform, name_of(0)).end
@@ -171,11 +173,11 @@ class LauncherContract:
         platform.suspect(name_of(0))
         assert not wakes(platform, 0.0)
 
-    def test_a_stopped_member_is_told_to_have_ended(
-        self, platform: RemotePlatform, door: socket.socket
+    def test_a_stopped_worker_is_told_to_have_ended(
+        self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
-        platform.start(name_of(0), launch_spec_to(door))
-        with caller(door) as (connection, _):
+        platform.start(name_of(0), launch_spec_to(listener))
+        with caller(listener) as (connection, _):
             platform.stop(name_of(0), "it was in the way")
             assert ended(platform, name_of(0)).end.killed_for == "it was in the way"
             assert not platform.limits.can_stop or connection.recv(1) == b""
@@ -183,25 +185,25 @@ class LauncherContract:
     # --- what is left ---
 
     def test_others_find_and_end_what_a_killed_starter_has_left(
-        self, launcher: Launcher, door: socket.socket
+        self, launcher: Launcher, listener: socket.socket
     ) -> None:
         if not launcher.limits.can_list:
             pytest.skip("the platform cannot list")
         starter = self.starter.Process(
-            target=start_and_stay, args=(self.new_launcher, name_of(0), launch_spec_to(door))
+            target=start_and_stay, args=(self.new_launcher, name_of(0), launch_spec_to(listener))
         )
         starter.start()
-        with caller(door) as (connection, _):
+        with caller(listener) as (connection, _):
             starter.kill()
             starter.join()
             assert [*launcher.list(PREFIX)] == [name_of(0)]
             launcher.stop(name_of(0), None)
             assert connection.recv(1) == b""
 
-    def test_closing_a_launcher_ends_no_member(self, launcher: Launcher, door: socket.socket) -> None:
+    def test_closing_a_launcher_ends_no_worker(self, launcher: Launcher, listener: socket.socket) -> None:
         with closing(self.new_launcher(PROGRAM)) as first:
-            first.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-            with caller(door) as (connection, _):
+            first.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+            with caller(listener) as (connection, _):
                 first.close()
                 connection.setblocking(False)
                 with pytest.raises(BlockingIOError):
@@ -213,11 +215,11 @@ class LauncherContract:
                 connection.settimeout(PATIENCE_S)
                 assert connection.recv(1) == b""
 
-    def test_closing_a_platform_leaves_nothing(self, launcher: Launcher, door: socket.socket) -> None:
+    def test_closing_a_platform_leaves_nothing(self, launcher: Launcher, listener: socket.socket) -> None:
         platform = ThreadedPlatform(launcher)
         for number in range(3):
-            platform.start(name_of(number), launch_spec_to(door))
-        with caller(door) as (connection, _):
+            platform.start(name_of(number), launch_spec_to(listener))
+        with caller(listener) as (connection, _):
             platform.close()  # the others may be on their way
             assert not launcher.limits.can_stop or connection.recv(1) == b""
         assert not launcher.limits.can_list or not launcher.list(PREFIX)
@@ -226,30 +228,30 @@ class LauncherContract:
     # --- secrets ---
 
     def test_no_text_quotes_a_launch_spec(
-        self, launcher: Launcher, door: socket.socket, caplog: pytest.LogCaptureFixture
+        self, launcher: Launcher, listener: socket.socket, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("DEBUG")
         with closing(ThreadedPlatform(launcher)) as platform:
-            platform.start(name_of(0), launch_spec_to(door, leave=True))
+            platform.start(name_of(0), launch_spec_to(listener, leave=True))
             texts = [repr(platform.take()), repr(ended(platform, name_of(0))), repr(launcher), repr(platform)]
         for new in self.refusing().values():
             with closing(new()) as refusing, pytest.raises(PlatformError) as raised:
-                refusing.start(name_of(1), launch_spec_to(door), deadline_s=PATIENCE_S)
+                refusing.start(name_of(1), launch_spec_to(listener), deadline_s=PATIENCE_S)
             texts.append(repr(raised.value))
         texts.append(caplog.text)
         caplog.clear()  # an SDK's records keep its answers, and those its connections
         assert not [text for text in texts if SECRET in text]
 
 
-def launch_spec_to(door: socket.socket, **told: Any) -> bytes:
-    """A launch spec to call at `door`."""
-    return json.dumps({"address": door.getsockname(), "secret": SECRET, "padding": "", **told}).encode()
+def launch_spec_to(listener: socket.socket, **told: Any) -> bytes:
+    """A launch spec to call at `listener`."""
+    return json.dumps({"address": listener.getsockname(), "secret": SECRET, "padding": "", **told}).encode()
 
 
 @contextmanager
-def caller(door: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
-    """The next member that calls, and the launch spec that it has got. It ends after the block."""
-    connection, _ = door.accept()
+def caller(listener: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
+    """The next worker that calls, and the launch spec that it has got. It ends after the block."""
+    connection, _ = listener.accept()
     with connection:
         connection.settimeout(PATIENCE_S)
         size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
@@ -263,7 +265,7 @@ def news(platform: RemotePlatform) -> list[Outcome]:
 
 
 def ended(platform: RemotePlatform, name: str) -> Ended:
-    """Wait for the end of a member, which is suspected."""
+    """Wait for the end of a worker, which is suspected."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         platform.suspect(name)
@@ -285,7 +287,7 @@ def remove_all(launcher: Launcher) -> None:
 
 
 def start_and_stay(new_launcher: Callable[[str], Launcher], name: str, launch_spec: bytes) -> None:
-    """Start a member, and keep running."""
+    """Start a worker, and keep running."""
     launcher = new_launcher(PROGRAM)
     launcher.start(name, launch_spec, deadline_s=PATIENCE_S)
     time.sleep(PATIENCE_S)

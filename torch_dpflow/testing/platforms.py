@@ -67,7 +67,7 @@ class PlatformContract:
         platform.close()
 
     @pytest.fixture
-    def door(self) -> Iterator[socket.socket]:
+    def listener(self) -> Iterator[socket.socket]:
         """A listening socket to which the test's processes connect."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(PATIENCE_S)
@@ -95,11 +95,11 @@ class PlatformContract:
 
     # --- starts ---
 
-    def test_arguments_arrive_whole(self, platform: Platform, door: socket.socket) -> None:
+    def test_arguments_arrive_whole(self, platform: Platform, listener: socket.socket) -> None:
         data = os.urandom(1 << 16)
-        handle = self.launch(platform, call_at, door.getsockname(), data)
+        handle = self.launch(platform, call_at, listener.getsockname(), data)
         assert (handle.name, handle.incarnation) == ("one", 3)
-        assert received(door) == data
+        assert received(listener) == data
         assert self.end_of(platform, handle).code == 0
 
     def test_what_cannot_travel_is_refused_and_others_go_on(self, platform: Platform) -> None:
@@ -171,10 +171,10 @@ class PlatformContract:
     # --- closing ---
 
     def test_closing_ends_processes_that_ignore_sigterm_too(
-        self, platform: Platform, door: socket.socket
+        self, platform: Platform, listener: socket.socket
     ) -> None:
-        deaf = self.launch(platform, ignore, int(signal.SIGTERM), door.getsockname(), name="deaf")
-        assert received(door) == b"deaf"
+        deaf = self.launch(platform, ignore, int(signal.SIGTERM), listener.getsockname(), name="deaf")
+        assert received(listener) == b"deaf"
         idle = self.launch(platform, sleep, PATIENCE_S, name="idle")
         platform.close(grace_s=0.2)
         ends = [handle.describe() for handle in (deaf, idle)]
@@ -192,10 +192,12 @@ class PlatformContract:
         del platform
         assert set(os.listdir("/proc/self/fd")) <= before
 
-    def test_no_process_outlives_its_starter(self, door: socket.socket) -> None:
-        starter = self.starter.Process(target=start_and_stay, args=(self.new_platform, door.getsockname()))
+    def test_no_process_outlives_its_starter(self, listener: socket.socket) -> None:
+        starter = self.starter.Process(
+            target=start_and_stay, args=(self.new_platform, listener.getsockname())
+        )
         starter.start()
-        connection, _ = door.accept()
+        connection, _ = listener.accept()
         with connection:
             connection.settimeout(PATIENCE_S)
             assert connection.recv(4) == b"held"
@@ -205,17 +207,19 @@ class PlatformContract:
 
     # --- limits ---
 
-    def test_memory_is_shared_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
-        self.launch(platform, lend, door.getsockname())
-        hello = decode(received(door))
+    def test_memory_is_shared_where_it_says_so(self, platform: Platform, listener: socket.socket) -> None:
+        self.launch(platform, lend, listener.getsockname())
+        hello = decode(received(listener))
         assert isinstance(hello, WorkerHandshake)
         assert hello.probe is not None
         with closing(ArenaReader(hello.pid)) as reader:
             assert reader.probe(hello.probe) is platform.limits.shares_memory
 
-    def test_connections_are_accepted_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
-        self.launch(platform, answer, door.getsockname())
-        port = int(received(door))
+    def test_connections_are_accepted_where_it_says_so(
+        self, platform: Platform, listener: socket.socket
+    ) -> None:
+        self.launch(platform, answer, listener.getsockname())
+        port = int(received(listener))
         heard = b""
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
             heard = connection.recv(16)
@@ -233,9 +237,9 @@ def wakes(platform: Platform | RemotePlatform, within_s: float) -> bool:
     return bool(poller.poll(within_s * 1000))
 
 
-def received(door: socket.socket) -> bytes:
-    """All bytes that the next connection to `door` sends."""
-    connection, _ = door.accept()
+def received(listener: socket.socket) -> bytes:
+    """All bytes that the next connection to `listener` sends."""
+    connection, _ = listener.accept()
     with connection:
         connection.settimeout(PATIENCE_S)
         parts = []

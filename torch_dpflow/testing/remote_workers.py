@@ -1,4 +1,4 @@
-"""What the members in `torch_dpflow.testing.launchers` run: apart, so that it imports no torch or pytest.
+"""What the workers in `torch_dpflow.testing.launchers` run: apart, so that it imports no torch or pytest.
 
 Platforms that start a command run it as `python -m`, others call `run`.
 """
@@ -11,7 +11,7 @@ import sys
 
 from torch_dpflow.remote.launchers.processes import take_launch_spec
 
-#: What a member writes before it leaves, and its exit code.
+#: What a worker writes before it leaves, and its exit code.
 LAST_WORDS, CODE = "the cupboard is bare", 7
 
 

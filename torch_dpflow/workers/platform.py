@@ -33,18 +33,18 @@ class Limits:
     #: After how many seconds the platform ends a process; None: never. Users handle that as any other end: they start
     #: another process, and a worker's unfinished tasks are requeued.
     max_lifetime_s: float | None
-    #: How long it leaves a member between telling it to end and killing it, seconds.
+    #: How long it leaves a worker between telling it to end and killing it, seconds.
     grace_s: float = 0.0
-    #: Members that the account or cluster may have at once, as far as that is known; None: unknown.
+    #: Workers that the account or cluster may have at once, as far as that is known; None: unknown.
     max_workers: int | None = None
     #: Starts a second, on average over 10 s, and calls of the control plane under way at once.
     starts_per_s: float = 100.0
     calls_at_once: int = 8
     #: Most bytes of an order.
     max_launch_spec_bytes: int = 8192
-    #: How long a member may take from its start to its hello, least and most, seconds; learned in between.
+    #: How long a worker may take from its start to its hello, least and most, seconds; learned in between.
     start_timeout_s: tuple[float, float] = (10.0, 120.0)
-    #: Whether it can say what became of a member, name those that a dead starter has left, and end one by force.
+    #: Whether it can say what became of a worker, name those that a dead starter has left, and end one by force.
     can_watch: bool = True
     can_list: bool = True
     can_stop: bool = True

@@ -1,4 +1,4 @@
-"""A keeper in a process of its own, over members that send what they are told to a door and wait there."""
+"""A keeper in a process of its own, over members that send what they are told to a listener and wait there."""
 
 from __future__ import annotations
 

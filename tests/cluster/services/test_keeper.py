@@ -28,13 +28,13 @@ Attached = Callable[..., KeptPlatform]
 
 
 class Keeping:
-    """A keeper that can be killed and started again, and a door for members."""
+    """A keeper that can be killed and started again, and a listener for members."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = str(folder)
         self._stack = stack
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.order = json.dumps({"address": door.getsockname()}).encode()
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.order = json.dumps({"address": listener.getsockname()}).encode()
         self.process: Interpreter
         self.cluster = service_of(self.folder, "keeper").place.cluster
 

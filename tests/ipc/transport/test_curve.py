@@ -240,8 +240,8 @@ def test_connection_file_of_a_job_starts_no_service() -> None:
         job.server_keys()
 
 
-class Door:
-    """A listener that admits members by keys of their own, and a clock that stands still."""
+class WorkerListener:
+    """A listener that admits workers by keys of their own, and a clock that stands still."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -292,44 +292,48 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door()
-    yield door
-    door.listener.close()
+def worker_listener() -> Iterator[WorkerListener]:
+    worker_listener = WorkerListener()
+    yield worker_listener
+    worker_listener.listener.close()
 
 
-def test_a_member_s_key_opens_only_until_it_is_late_or_gone(door: Door) -> None:
-    keys = door.expect("1/7", 10.0)
-    assert door.hears(b"1/7/a/line", keys)
-    door.now = 11.0
-    assert door.is_deaf_to(b"1/7/b/line", keys)  # late, and it never called
-    called = door.expect("2/8", 10.0)
-    door.keys.keep("2/8")
-    door.now = 99.0
-    assert door.hears(b"2/8/a/line", called)  # its connection may break
-    door.keys.drop("2/8")
-    assert door.is_deaf_to(b"2/8/b/line", called)
+def test_a_worker_s_key_opens_only_until_it_is_late_or_gone(worker_listener: WorkerListener) -> None:
+    keys = worker_listener.expect("1/7", 10.0)
+    assert worker_listener.hears(b"1/7/a/line", keys)
+    worker_listener.now = 11.0
+    assert worker_listener.is_deaf_to(b"1/7/b/line", keys)  # late, and it never called
+    called = worker_listener.expect("2/8", 10.0)
+    worker_listener.keys.keep("2/8")
+    worker_listener.now = 99.0
+    assert worker_listener.hears(b"2/8/a/line", called)  # its connection may break
+    worker_listener.keys.drop("2/8")
+    assert worker_listener.is_deaf_to(b"2/8/b/line", called)
 
 
-def test_a_member_is_not_heard_under_another_s_name_nor_after_it_was_dropped(door: Door) -> None:
-    keys, others = door.expect("1/7", 10.0), door.expect("1/77", 10.0)
-    assert door.is_deaf_to(b"1/77/a/line", keys)
-    assert door.is_deaf_to(b"1/7", keys)
-    assert door.hears(b"1/77/b/line", others)
-    member = connect(door.listener.address, identity=b"1/7/a/line", options=TransportOptions(keys=keys))
+def test_a_worker_is_not_heard_under_another_s_name_nor_after_it_was_dropped(
+    worker_listener: WorkerListener,
+) -> None:
+    keys, others = worker_listener.expect("1/7", 10.0), worker_listener.expect("1/77", 10.0)
+    assert worker_listener.is_deaf_to(b"1/77/a/line", keys)
+    assert worker_listener.is_deaf_to(b"1/7", keys)
+    assert worker_listener.hears(b"1/77/b/line", others)
+    worker = connect(
+        worker_listener.listener.address, identity=b"1/7/a/line", options=TransportOptions(keys=keys)
+    )
     try:
-        member.send([b"hello"])
-        assert door.listen(PATIENCE_S) == b"1/7/a/line"
-        door.keys.drop("1/7")
-        member.send([b"hello"])
-        assert door.listen(0.3) is None
+        worker.send([b"hello"])
+        assert worker_listener.listen(PATIENCE_S) == b"1/7/a/line"
+        worker_listener.keys.drop("1/7")
+        worker.send([b"hello"])
+        assert worker_listener.listen(0.3) is None
     finally:
-        member.close()
+        worker.close()
 
 
-def test_a_listener_for_members_counts_connections_that_end(door: Door) -> None:
-    assert door.hears(b"1/7/a/line", door.expect("1/7", 10.0))
+def test_a_listener_for_workers_counts_connections_that_end(worker_listener: WorkerListener) -> None:
+    assert worker_listener.hears(b"1/7/a/line", worker_listener.expect("1/7", 10.0))
     deadline = time.monotonic() + PATIENCE_S
-    while door.listener.losses < 1:
+    while worker_listener.listener.losses < 1:
         assert time.monotonic() < deadline
-        door.listener.receive(0.1)
+        worker_listener.listener.receive(0.1)

@@ -1,4 +1,4 @@
-"""A fleet, the calls of a platform, and members that are real processes: they fit together."""
+"""A fleet, the calls of a platform, and workers that are real processes: they fit together."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CLUSTER, GROUP = "f1ee7000", "00000000aa"
 
 
 class Keeper:
-    """The shell of one fleet, as small as it can be: a member lives as long as its connection."""
+    """The shell of one fleet, as small as it can be: a worker lives as long as its connection."""
 
-    def __init__(self, platform: ThreadedPlatform, door: socket.socket) -> None:
-        self.platform, self.door = platform, door
+    def __init__(self, platform: ThreadedPlatform, listener: socket.socket) -> None:
+        self.platform, self.listener = platform, listener
         self.fleet = Fleet(prefix_of(CLUSTER, GROUP), platform.limits, draw=lambda: 0.5)
         self.connections: dict[str, socket.socket] = {}
         self.refs: dict[str, str] = {}
@@ -51,7 +51,7 @@ class Keeper:
             match instruction:
                 case StartWorker(name):
                     self.started.append(name)
-                    self.platform.start(name, launch_spec_to(self.door, name=name))
+                    self.platform.start(name, launch_spec_to(self.listener, name=name))
                 case AdmitWorker(name):
                     self.admitted.append(name)
                 case CheckWorker(name):
@@ -65,10 +65,10 @@ class Keeper:
     def run_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, self.fleet.members
-            watched = [self.door, self.platform.wakeup_fd, *self.connections.values()]
+            assert time.monotonic() < deadline, self.fleet.workers
+            watched = [self.listener, self.platform.wakeup_fd, *self.connections.values()]
             readable, _, _ = select.select(watched, [], [], 0.2)
-            if self.door in readable:
+            if self.listener in readable:
                 self.welcome()
             for name, connection in [*self.connections.items()]:
                 if connection in readable:
@@ -81,7 +81,7 @@ class Keeper:
             self.obey(self.fleet.tick(time.monotonic()))
 
     def welcome(self) -> None:
-        connection, _ = self.door.accept()
+        connection, _ = self.listener.accept()
         size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
         name = json.loads(connection.recv(size, socket.MSG_WAITALL))["name"]
         self.connections[name] = connection
@@ -89,15 +89,15 @@ class Keeper:
         self.fleet.ready(name)
 
     def working(self) -> list[str]:
-        return [one.name for one in self.fleet.members if one.state is WorkerState.WORKING]
+        return [one.name for one in self.fleet.workers if one.state is WorkerState.WORKING]
 
 
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(PATIENCE_S)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE_S)
         with closing(ThreadedPlatform(SubprocessLauncher(PROGRAM))) as platform:
-            keeper = Keeper(platform, door)
+            keeper = Keeper(platform, listener)
             yield keeper
         for connection in keeper.connections.values():
             connection.close()
@@ -112,9 +112,9 @@ def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
     successor = WorkerName.parse(keeper.working()[-1])
     assert (successor.number, successor.incarnation) == (1, 4)
     keeper.fleet.target(1)
-    keeper.run_until(lambda: len(keeper.fleet.members) == 1)
+    keeper.run_until(lambda: len(keeper.fleet.workers) == 1)
     keeper.fleet.target(0)
-    keeper.run_until(lambda: not keeper.fleet.members)
+    keeper.run_until(lambda: not keeper.fleet.workers)
     assert len(set(keeper.started)) == len(keeper.started) == 4
     assert sorted(keeper.admitted) == sorted(keeper.started)
     assert keeper.connections == {}
@@ -122,7 +122,7 @@ def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
         assert stranger.list(prefix_of(CLUSTER)) == {}
 
 
-def test_the_end_of_a_member_that_never_called_is_told_unasked(tmp_path: Path) -> None:
+def test_the_end_of_a_worker_that_never_called_is_told_unasked(tmp_path: Path) -> None:
     """As where it lacks a module: nobody suspects it before its start has taken too long."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no module named torch_dpflow >&2\nexit 3\n")

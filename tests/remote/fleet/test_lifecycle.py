@@ -1,4 +1,4 @@
-"""The life of a fleet's members, arc by arc; `test_lifecycle_properties` has what always holds."""
+"""The life of a fleet's workers, arc by arc; `test_lifecycle_properties` has what always holds."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ T = TypeVar("T")
 class Prompt(Fleet):
     """Says at once what follows from an event."""
 
-    def target(self, members: int, now: float) -> list[FleetInstruction]:
-        super().target(members)
+    def target(self, workers: int, now: float) -> list[FleetInstruction]:
+        super().target(workers)
         return self.tick(now)
 
     def handle(self, outcome: Outcome, now: float) -> list[FleetInstruction]:
@@ -109,18 +109,18 @@ def come(machine: Prompt, name: str, now: float) -> list[FleetInstruction]:
     return machine.ready(name, now)
 
 
-def working(members: int, **limits: Any) -> Prompt:
+def working(workers: int, **limits: Any) -> Prompt:
     machine = fleet(**limits)
-    for name in starts(machine.target(members, 0.0)):
+    for name in starts(machine.target(workers, 0.0)):
         assert come(machine, name, 1.0)[0] == AdmitWorker(name)
     return machine
 
 
 def states(machine: Fleet) -> dict[str, str]:
-    return {one.name.removeprefix(PREFIX): one.state.value for one in machine.members}
+    return {one.name.removeprefix(PREFIX): one.state.value for one in machine.workers}
 
 
-def test_a_member_lives_from_its_start_to_its_end() -> None:
+def test_a_worker_lives_from_its_start_to_its_end() -> None:
     machine = fleet(lifetime_s=100.0)
     assert machine.target(1, 0.0) == [StartWorker(named(0, 1), 0, 1, 100.0)]
     assert states(machine) == {"0-1": "requested"}
@@ -134,7 +134,7 @@ def test_a_member_lives_from_its_start_to_its_end() -> None:
     assert machine.drained(named(0, 1), 5.0) == [CheckWorker(named(0, 1))]
     assert states(machine) == {"0-1": "leaving"}
     assert machine.handle(Ended(named(0, 1), End(code=0)), 6.0) == []
-    assert machine.members == []
+    assert machine.workers == []
 
 
 def test_what_follows_from_several_events_is_said_together() -> None:
@@ -215,7 +215,7 @@ def test_once_there_is_room_again_all_that_are_missing_are_started_at_once() -> 
     assert len(starts(machine.handle(Accepted(one, "ref"), 11.0 + RAISE_S))) == 3
 
 
-def test_members_that_were_accepted_before_the_platform_was_full_show_no_room() -> None:
+def test_workers_that_were_accepted_before_the_platform_was_full_show_no_room() -> None:
     machine = fleet()
     names = starts(machine.target(5, 0.0))
     for name in names[2:]:
@@ -225,16 +225,16 @@ def test_members_that_were_accepted_before_the_platform_was_full_show_no_room() 
 
 
 def lost(machine: Prompt, now: float) -> list[str]:
-    """All members end; the names of those that are started in their places."""
+    """All workers end; the names of those that are started in their places."""
     told: list[FleetInstruction] = []
-    for name in [one.name for one in machine.members]:
+    for name in [one.name for one in machine.workers]:
         told += machine.silent(name, now)
         told += machine.handle(Ended(name, End()), now)
     return starts(told)
 
 
 @pytest.mark.parametrize("error", [QuotaError("no node has any room"), UnavailableError("no answer")])
-def test_members_of_a_platform_that_was_away_come_back_together(error: PlatformError) -> None:
+def test_workers_of_a_platform_that_was_away_come_back_together(error: PlatformError) -> None:
     machine, now = working(4), 100.0
     asked = lost(machine, now)
     while now < 160.0:  # refused again and again
@@ -279,7 +279,7 @@ def test_a_rejected_start_fails_the_fleet() -> None:
     assert starts(machine.tick(1001.0)) == [named(number, number + 2) for number in range(1, 5)]
 
 
-def test_a_member_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> None:
+def test_a_worker_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> None:
     machine = fleet()
     machine.target(2, 0.0)
     for number in (0, 1):
@@ -313,13 +313,13 @@ def test_who_waits_for_room_that_a_platform_does_not_have_is_a_ceiling_too() -> 
     told = machine.tick(1.0 + MOST_S + LEAVE_S)
     assert [stop.name for stop in only(StopWorker, told)] == names[2:]
     assert only(Fail, told) == [], "two work"
-    assert machine.limited_by == "members that do not call"
+    assert machine.limited_by == "workers that do not call"
     stopped_at = 1.0 + MOST_S + LEAVE_S
     assert starts(machine.tick(stopped_at + STOP_S)) == []
     assert len(starts(machine.tick(stopped_at + RAISE_S))) == 1
 
 
-def test_members_that_never_call_fail_the_fleet_with_their_last_words() -> None:
+def test_workers_that_never_call_fail_the_fleet_with_their_last_words() -> None:
     machine = fleet()
     now = 0.0
     told = machine.target(1, now)
@@ -331,7 +331,7 @@ def test_members_that_never_call_fail_the_fleet_with_their_last_words() -> None:
     assert "no module named foo" in failure.text
 
 
-def test_an_unfit_member_is_refused_and_three_for_one_reason_fail_the_fleet() -> None:
+def test_an_unfit_worker_is_refused_and_three_for_one_reason_fail_the_fleet() -> None:
     machine = fleet()
     now = 0.0
     told = machine.target(1, now)
@@ -345,16 +345,16 @@ def test_an_unfit_member_is_refused_and_three_for_one_reason_fail_the_fleet() ->
     assert starts(machine.tick(now + 1000.0)) == []
 
 
-def test_why_a_member_is_unfit_is_reported_without_its_traceback() -> None:
+def test_why_a_worker_is_unfit_is_reported_without_its_traceback() -> None:
     """That is told with its end."""
     machine = fleet()
     (name,) = starts(machine.target(1, 0.0))
     machine.arrived(name, "", 0.0)
     machine.unfit(name, "Traceback (most recent call last):\n  ...\nKeyboardInterrupt", 0.0)
-    assert only(Report, machine.tick(0.0)) == [Report("unfit members", "KeyboardInterrupt")]
+    assert only(Report, machine.tick(0.0)) == [Report("unfit workers", "KeyboardInterrupt")]
 
 
-def test_members_that_died_are_replaced_in_their_places() -> None:
+def test_workers_that_died_are_replaced_in_their_places() -> None:
     machine = working(3)
     assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]
     told = machine.bye(named(0, 1), 6.0)
@@ -372,25 +372,25 @@ def test_members_that_died_are_replaced_in_their_places() -> None:
     assert starts(machine.tick(6.0 + LEAVE_S + STOP_S)) == [named(2, 6)]
 
 
-def test_members_count_from_their_call_to_their_end_as_whoever_ran_them_has_measured_it() -> None:
+def test_workers_count_from_their_call_to_their_end_as_whoever_ran_them_has_measured_it() -> None:
     machine = fleet()
     machine.target(4, 0.0)
     for number in range(4):
         machine.handle(Accepted(named(number, number + 1), "ref"), 1.0)
-        assert machine.member_s(5.0) == 0, "waited for"
+        assert machine.worker_s(5.0) == 0, "waited for"
     for number in range(3):
         come(machine, named(number, number + 1), 10.0)
-    assert machine.member_s(12.0) == 3 * 2
-    assert machine.member_s(12.0, {named(0, 1): 11.5}) == 3 * 2 - 0.5, "who is silent may be gone"
+    assert machine.worker_s(12.0) == 3 * 2
+    assert machine.worker_s(12.0, {named(0, 1): 11.5}) == 3 * 2 - 0.5, "who is silent may be gone"
     machine.handle(Ended(named(0, 1), End(code=0, ran_s=2.5)), 14.0)
-    assert machine.member_s(14.0) == 2.5 + 2 * 4
+    assert machine.worker_s(14.0) == 2.5 + 2 * 4
     machine.bye(named(1, 2), 15.0)
     Fleet.silent(machine, named(2, 3), 25.0, 16.0)
-    assert machine.member_s(30.0) == 2.5 + 5 + 6
+    assert machine.worker_s(30.0) == 2.5 + 5 + 6
     machine.handle(Ended(named(3, 4), End(ran_s=7.0)), 31.0)
     machine.end(40.0)
-    assert machine.members == []
-    assert machine.member_s(50.0) == 2.5 + 5 + 6 + 7.0
+    assert machine.workers == []
+    assert machine.worker_s(50.0) == 2.5 + 5 + 6 + 7.0
 
 
 def test_who_has_not_come_leaves_first_then_who_ends_soonest() -> None:
@@ -408,7 +408,7 @@ def test_who_has_not_come_leaves_first_then_who_ends_soonest() -> None:
     assert machine.target(1, 13.0) == [DrainWorker(named(2, 3))], "of equals the highest number"
 
 
-def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
+def test_a_worker_gets_a_successor_before_its_lifetime_ends() -> None:
     machine = working(2, lifetime_s=1000.0)
     rotates = 1000.0 * sum(ROTATE) / 2
     assert machine.tick(rotates - 20.0) == []
@@ -422,13 +422,13 @@ def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
     assert starts(machine.handle(Ended(named(0, 1), End(code=0)), rotates + 6.0)) == [named(1, 4)], "the next"
 
 
-@pytest.mark.parametrize(("members", "start_s"), [(1, 8.0), (10, 3.0), (64, 3.0)])
+@pytest.mark.parametrize(("workers", "start_s"), [(1, 8.0), (10, 3.0), (64, 3.0)])
 def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly(
-    members: int, start_s: float
+    workers: int, start_s: float
 ) -> None:
     lifetime_s = 60.0
     machine = Fleet(PREFIX, fleet_limits(lifetime_s=lifetime_s), draw=lambda: 0.5)
-    machine.target(members)
+    machine.target(workers)
     begun: dict[str, float] = {}
     leaving: dict[str, float] = {}
     drained = 0
@@ -450,11 +450,11 @@ def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly
                 drained += 1
                 leaving[instruction.name] = now
                 number = instruction.name.split("-")[3]
-                waiting = [one for one in machine.members if one.state is WorkerState.ON_DECK]
+                waiting = [one for one in machine.workers if one.state is WorkerState.ON_DECK]
                 assert [one for one in waiting if str(one.number) == number], f"at {now} nobody waits"
             else:
                 assert not isinstance(instruction, StopWorker)
-    assert drained >= 4 * members * 300 / lifetime_s / 5
+    assert drained >= 4 * workers * 300 / lifetime_s / 5
 
 
 def test_a_successor_that_waits_leaves_with_its_predecessor() -> None:
@@ -468,7 +468,7 @@ def test_a_successor_that_waits_leaves_with_its_predecessor() -> None:
     assert states(machine) == {"0-1": "draining", "0-2": "leaving"}, "it has no tasks to finish"
 
 
-def test_a_member_without_a_successor_is_drained_at_last_and_stopped_in_the_end() -> None:
+def test_a_worker_without_a_successor_is_drained_at_last_and_stopped_in_the_end() -> None:
     machine = working(1, lifetime_s=1000.0, grace_s=5.0)
     (successor,) = starts(machine.tick(950.0))
     machine.handle(Refused(successor, QuotaError("full")), 950.0)
@@ -481,7 +481,7 @@ def test_a_member_without_a_successor_is_drained_at_last_and_stopped_in_the_end(
     assert only(StopWorker, told) == [StopWorker(named(0, 1), "its lifetime has ended")]
 
 
-def test_a_warned_member_is_replaced_and_drained_in_half_of_its_time() -> None:
+def test_a_warned_worker_is_replaced_and_drained_in_half_of_its_time() -> None:
     machine = working(1)
     assert starts(machine.handle(Warned(named(0, 1), 30.0), 10.0)) == [named(0, 2)]
     machine.arrived(named(0, 2), "", 12.0)
@@ -509,7 +509,7 @@ def test_a_lowered_target_takes_back_starts_whose_answer_is_still_out() -> None:
     assert machine.handle(Accepted(named(0, 1), "ref"), 2.0) == []
     assert states(machine) == {"0-1": WorkerState.STOPPING.value}
     assert machine.handle(Ended(named(0, 1), End()), 3.0) == []
-    assert machine.members == []
+    assert machine.workers == []
     assert machine.limited_by == "", "it was no false start"
 
 

@@ -47,7 +47,7 @@ ANY = st.integers(0, 1 << 16)
 
 @dataclass
 class Known:
-    """What a model remembers of a member for ever."""
+    """What a model remembers of a worker for ever."""
 
     started: StartWorker
     at: float
@@ -66,10 +66,10 @@ class FleetMachine(RuleBasedStateMachine):
     @initialize(
         rate=st.sampled_from([0.05, 0.5, 3.0]),
         lifetime=st.sampled_from([None, LIFETIME_S]),
-        members=st.integers(0, 11),
+        workers=st.integers(0, 11),
         seed=st.integers(0, 99),
     )
-    def begin(self, rate: float, lifetime: float | None, members: int, seed: int) -> None:
+    def begin(self, rate: float, lifetime: float | None, workers: int, seed: int) -> None:
         self.limits = Limits(
             shares_memory=False,
             accepts_connections=False,
@@ -86,7 +86,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.failed = False
         #: The ceiling that a refusal has shown, and when.
         self.shown: tuple[int, float] | None = None
-        self.target(members)
+        self.target(workers)
         self.come(0)
 
     # -- the world ----------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def obey(self, instructions: list[FleetInstruction]) -> None:
         self.fleet.validate(self.now)
-        alive = {member.name for member in self.fleet.members}
+        alive = {worker.name for worker in self.fleet.workers}
         fresh = [one for one in instructions if isinstance(one, StartWorker)]
         for one in instructions:
             match one:
@@ -137,7 +137,7 @@ class FleetMachine(RuleBasedStateMachine):
         period_s = max(10.0, 1.0 / self.rate)
         latest = [one for one in self.known.values() if one.at > self.now - period_s]
         assert len(latest) <= max(1, self.rate * period_s), "the bucket"
-        held = [one.number for one in self.fleet.members if one.state.holds_place]
+        held = [one.number for one in self.fleet.workers if one.state.holds_place]
         assert len(held) - len(set(held)) <= spare, "no more successors at a time"
 
     def tell(self, outcome: Outcome) -> None:
@@ -150,7 +150,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.shown = None
 
     def one(self, place: int, **having: Any) -> Known | None:
-        """Some member that is not gone and of which this is true."""
+        """Some worker that is not gone and of which this is true."""
         found = [
             known
             for known in self.known.values()
@@ -160,10 +160,10 @@ class FleetMachine(RuleBasedStateMachine):
 
     # -- events -------------------------------------------------------------------------------------------
 
-    @rule(members=st.integers(0, 10))
-    def target(self, members: int) -> None:
-        self.wanted = members
-        self.fleet.target(members)
+    @rule(workers=st.integers(0, 10))
+    def target(self, workers: int) -> None:
+        self.wanted = workers
+        self.fleet.target(workers)
         self.step()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, 7.0, 31.0, 70.0, 400.0]))
@@ -185,7 +185,7 @@ class FleetMachine(RuleBasedStateMachine):
         if known := self.one(place, answered=False, arrived=False):
             known.answered = True
             if isinstance(error, QuotaError):
-                self.shown = (max(1, len(self.fleet.members) - 1), self.now)
+                self.shown = (max(1, len(self.fleet.workers) - 1), self.now)
             self.tell(Refused(known.started.name, error))
             assert known.gone
 
@@ -220,7 +220,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(last=st.integers(0, 2))
     def come(self, last: int) -> None:
         """As it goes when nothing goes wrong, which steps by chance seldom achieve; for all but the last few."""
-        coming = [one.name for one in self.fleet.members if one.state.is_expected]
+        coming = [one.name for one in self.fleet.workers if one.state.is_expected]
         for name in coming[: len(coming) - last]:
             known = self.known[name]
             known.answered = known.arrived = known.fit = known.ready = True
@@ -274,9 +274,9 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(place=ANY)
     def end(self, place: int) -> None:
         if known := self.one(place):
-            before = len(self.fleet.members)
+            before = len(self.fleet.workers)
             self.fleet.handle(Ended(known.started.name, End(code=1)), self.now)
-            assert len(self.fleet.members) == before - 1, "who has died is not counted any more"
+            assert len(self.fleet.workers) == before - 1, "who has died is not counted any more"
             self.step()
 
     @rule(place=ANY, until_s=st.sampled_from([1.0, 30.0, 120.0]))
@@ -302,13 +302,13 @@ class FleetMachine(RuleBasedStateMachine):
             self.nobody_outlives_a_lifetime_without_a_stop()
 
     def state(self, known: Known) -> WorkerState:
-        return next(one.state for one in self.fleet.members if one.name == known.started.name)
+        return next(one.state for one in self.fleet.workers if one.name == known.started.name)
 
     # -- what always holds ----------------------------------------------------------------------------------
 
     @invariant()
     def places_are_no_more_than_wanted(self) -> None:
-        held = {one.number for one in self.fleet.members if one.state.holds_place}
+        held = {one.number for one in self.fleet.workers if one.state.holds_place}
         assert len(held) <= self.wanted
 
     @invariant()
@@ -326,7 +326,7 @@ class FleetMachine(RuleBasedStateMachine):
             for seconds in (DRAIN_S, LEAVE_S, max(STOP_S, 2 * GRACE_S)):
                 self.now += seconds
                 self.step()
-        assert self.fleet.members == []
+        assert self.fleet.workers == []
 
 
 FleetMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

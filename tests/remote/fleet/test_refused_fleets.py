@@ -35,7 +35,7 @@ def refused(machine: Prompt, error: PlatformError, begin: float, until: float) -
     """Refuse every start until then; the failures, and when they were told."""
     failures, now = [], begin
     while now < until:
-        for one in machine.members:
+        for one in machine.workers:
             if not one.arrived:
                 told = machine.handle(Refused(one.name, error), now)
                 failures += [(now, fail.text) for fail in only(Fail, told)]
@@ -57,7 +57,7 @@ def test_credentials_that_are_wrong_are_looked_up_once_more_and_fail_the_fleet()
     assert len(starts(machine.tick(1001.0))) == 3
 
 
-def test_they_fail_nobody_while_a_member_works_and_do_once_none_is_left() -> None:
+def test_they_fail_nobody_while_a_worker_works_and_do_once_none_is_left() -> None:
     machine = working(1)
     machine.target(2, 2.0)
     assert refused(machine, DENIED, 2.0, 200.0) == []
@@ -71,7 +71,7 @@ def test_a_denial_that_has_passed_is_forgotten() -> None:
     machine = fleet()
     machine.target(1, 0.0)
     for now in (0.0, 100.0):
-        (asked,) = [one.name for one in machine.members]
+        (asked,) = [one.name for one in machine.workers]
         machine.handle(Refused(asked, DENIED), now)
         (name,) = starts(machine.tick(now + 2.0))
         come(machine, name, now + 3.0)

@@ -11,8 +11,8 @@ from tests.shared_cluster import PATIENCE_S
 
 
 @pytest.fixture
-def door() -> Iterator[socket.socket]:
-    """Where members call."""
+def listener() -> Iterator[socket.socket]:
+    """Where workers call."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE_S)
         yield server

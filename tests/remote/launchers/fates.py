@@ -1,4 +1,4 @@
-"""Waits for what a platform says of a member."""
+"""Waits for what a platform says of a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_dpflow.workers.platform import End
 
 
 def fate_when(launcher: Launcher, name: str, holds: Callable[[Fate], object], what: str = "its fate") -> Fate:
-    """Wait until a member has such a fate."""
+    """Wait until a worker has such a fate."""
     fates: list[Fate] = []
 
     def look() -> bool:
@@ -22,7 +22,7 @@ def fate_when(launcher: Launcher, name: str, holds: Callable[[Fate], object], wh
 
 
 def end_of(launcher: Launcher, name: str) -> End:
-    """Wait for the end of a member."""
+    """Wait for the end of a worker."""
     end = fate_when(launcher, name, lambda fate: fate.end is not None, "its end").end
     assert end is not None
     return end

@@ -33,16 +33,16 @@ NEEDED = {"fc": "alibabacloud_fc20230330", "lambda": "awslambdaric", "kubernetes
 
 @dataclass(frozen=True)
 class FunctionDouble:
-    """One double, where all that members need is there."""
+    """One double, where all that workers need is there."""
 
     platform: str
     server: Any
     #: Settings of the platform beside its defaults, and variables with which it is found.
     settings: Mapping[str, Any]
     env: Mapping[str, str]
-    #: How many members it has; the pids of those that have begun.
+    #: How many workers it has; the pids of those that have begun.
     live: Callable[[], int]
-    members: Callable[[], list[int]]
+    workers: Callable[[], list[int]]
     #: How many starts it was asked for, also of those that it has refused.
     starts: Callable[[], int]
     #: How many have ended otherwise than by themselves, with exit code 0.
@@ -56,13 +56,13 @@ class FunctionDouble:
         return "\n".join([f"[platform.{self.platform}]", *lines, ""])
 
     def kill_all(self, most: int | None = None) -> None:
-        """SIGKILL to all members, or to so many of them."""
-        for pid in self.members()[:most]:
+        """SIGKILL to all workers, or to so many of them."""
+        for pid in self.workers()[:most]:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
 
     def kill_one(self) -> None:
-        """SIGKILL to a member, if there is one."""
+        """SIGKILL to a worker, if there is one."""
         self.kill_all(1)
 
 
@@ -101,7 +101,7 @@ def function_double(
                 {"max_workers": 8},
                 aws.env,
                 lambda: aws.running,
-                lambda: [pid for sandbox in [*aws.sandboxes] for pid in sandbox.members()],
+                lambda: [pid for sandbox in [*aws.sandboxes] for pid in sandbox.workers()],
                 lambda: aws.requests["POST invocations"],
                 lambda: sum(one.is_error or json.loads(one.body)["code"] != 0 for one in [*aws.done]),
                 aws.worker_seconds,
@@ -124,7 +124,7 @@ def function_double(
             settings,
             FC_ENV,
             lambda: len(fc.live()),
-            lambda: [pid for task in fc.live() if task.instance for pid in task.instance.members()],
+            lambda: [pid for task in fc.live() if task.instance for pid in task.instance.workers()],
             lambda: [action for action, _ in [*fc.log]].count("InvokeFunction"),
             lambda: sum(task.status in ("Failed", "Stopped", "Expired") for task in [*fc.tasks.values()]),
             fc.worker_seconds,

@@ -20,7 +20,7 @@ needs_ray = pytest.mark.skipif(
 #: A node's memory for Ray's objects: the least that it takes.
 STORE = 80 * 2**20
 
-#: How the processes are called that run members, in their command lines.
+#: How the processes are called that run workers, in their command lines.
 MEMBER = "torch_dpflow.remote.launchers.ray_cluster"
 
 
@@ -53,8 +53,8 @@ def start_node(cpus: float) -> Callable[[Any, str], str]:
     return start
 
 
-def members() -> dict[int, int]:
-    """The processes that run members in the clusters of this process, and their actors'."""
+def workers() -> dict[int, int]:
+    """The processes that run workers in the clusters of this process, and their actors'."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -65,5 +65,5 @@ def members() -> dict[int, int]:
 
 
 def names_in(launcher: RayLauncher) -> list[str]:
-    """The members of all that Ray has."""
+    """The workers of all that Ray has."""
     return [*launcher.list("")]

@@ -67,9 +67,9 @@ class ScriptedLauncher:
             self.there[name] = f"ref of {name}"
         return self.there[name]
 
-    def look(self, members: Mapping[str, str | None]) -> dict[str, Fate]:
-        with self._call("look", dict(members)):
-            return {name: self.fates.get(name, Fate()) for name in members if name in self.there}
+    def look(self, workers: Mapping[str, str | None]) -> dict[str, Fate]:
+        with self._call("look", dict(workers)):
+            return {name: self.fates.get(name, Fate()) for name in workers if name in self.there}
 
     def stop(self, name: str, ref: str | None) -> None:
         with self._call("stop", (name, ref)):

@@ -1,4 +1,4 @@
-"""A script with packages of its own reads through members that know nothing of it, or is told why it cannot."""
+"""A script with packages of its own reads through workers that know nothing of it, or is told why it cannot."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def loads(here):
     assert "se-cr-et" not in text
 
 def refused(here, dataset, *texts, path="", **options):
-    """Yields when members are being started, and again when they were refused."""
+    """Yields when workers are being started, and again when they were refused."""
     platform = Counting(python=sys.executable, env={"PYTHONPATH": f"{here}/{path}:{sys.argv[2]}"})
     batches = read(here, dataset, platform, **options)
     yield

@@ -39,7 +39,7 @@ from torch_dpflow.testing.remote_workers import CODE
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 
-#: What `dpflow deploy fc` makes, with what the contract's members run.
+#: What `dpflow deploy fc` makes, with what the contract's workers run.
 DEPLOYED = {
     "runtime": "custom-container",
     "cpu": 1.0,
@@ -82,9 +82,9 @@ class TestFunctionCompute(LauncherContract):
 
     @pytest.mark.slow
     def test_others_find_and_end_what_a_killed_starter_has_left(
-        self, launcher: Launcher, door: socket.socket
+        self, launcher: Launcher, listener: socket.socket
     ) -> None:
-        super().test_others_find_and_end_what_a_killed_starter_has_left(launcher, door)
+        super().test_others_find_and_end_what_a_killed_starter_has_left(launcher, listener)
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
         def after(*faults: Fault, **settings: Any) -> Callable[[], Launcher]:
@@ -145,22 +145,22 @@ def test_a_refusal_is_of_its_kind_and_is_not_tried_again(
 
 
 def test_a_start_whose_answer_was_lost_is_found_and_not_started_twice(
-    server: FunctionServer, launcher: FunctionComputeLauncher, door: socket.socket
+    server: FunctionServer, launcher: FunctionComputeLauncher, listener: socket.socket
 ) -> None:
     server.fault("InvokeFunction", Fault(lose=True))
     with pytest.raises(AnswerLostError):
-        launcher.start(name_of(0), launch_spec_to(door), deadline_s=10)
-    assert launcher.start(name_of(0), launch_spec_to(door), deadline_s=10) == name_of(0)
-    with caller(door):
+        launcher.start(name_of(0), launch_spec_to(listener), deadline_s=10)
+    assert launcher.start(name_of(0), launch_spec_to(listener), deadline_s=10) == name_of(0)
+    with caller(listener):
         assert [*launcher.list("dpf-")] == [name_of(0)]
         server.fault("StopAsyncTask", Fault(lose=True))
-        with suppress(AnswerLostError):  # told unless the member has ended by then
+        with suppress(AnswerLostError):  # told unless the worker has ended by then
             launcher.stop(name_of(0), None)
     wait(lambda: not server.live(), what="its end")
     launcher.stop(name_of(0), None)  # it may be told of what has ended
 
 
-def test_a_member_that_has_ended_has_run_for_as_long_as_the_platform_says(
+def test_a_worker_that_has_ended_has_run_for_as_long_as_the_platform_says(
     server: FunctionServer, launcher: FunctionComputeLauncher
 ) -> None:
     launcher.start(name_of(0), b'{"leave": true}', deadline_s=10)

@@ -88,12 +88,12 @@ def working(loader: DPFlowDataLoader[Any]) -> int:
 
 
 def instances(server: FunctionServer) -> list[Instance]:
-    """Those in which a member runs."""
-    return [task.instance for task in server.live() if task.instance and task.instance.members()]
+    """Those in which a worker runs."""
+    return [task.instance for task in server.live() if task.instance and task.instance.workers()]
 
 
 def kill_one(server: FunctionServer) -> None:
-    os.kill(instances(server)[0].members()[0], signal.SIGKILL)
+    os.kill(instances(server)[0].workers()[0], signal.SIGKILL)
 
 
 def read(loader: DPFlowDataLoader[Any], meanwhile: Callable[[], None], epoch: int = 1) -> list[Any]:
@@ -125,12 +125,12 @@ def test_batches_equal_those_of_local_workers_through_a_kill(
     server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any]
 ) -> None:
     remote = loader()
-    assert_same(read(remote, lambda: lose_one(remote, lambda: instances(server)[0].members()[0])), local)
+    assert_same(read(remote, lambda: lose_one(remote, lambda: instances(server)[0].workers()[0])), local)
     assert remote.stats().restarts >= 1
 
 
 @pytest.mark.slow
-def test_a_frozen_member_is_replaced_and_leaves_once_it_is_thawed(
+def test_a_frozen_worker_is_replaced_and_leaves_once_it_is_thawed(
     server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any], short_lease: None
 ) -> None:
     remote = loader()
@@ -205,7 +205,7 @@ def test_starts_whose_answers_are_lost_or_that_come_late_are_started_once(
     server.fault("InvokeFunction", Fault(lose=True), Fault(lose=True))
     remote, before = loader(), len(server.log)
     assert_same(epochs(remote), local)
-    wait(lambda: len(server.live()) == 2, what="both members: one may have loaded all")
+    wait(lambda: len(server.live()) == 2, what="both workers: one may have loaded all")
     assert [action for action, _ in server.log[before:]].count("InvokeFunction") == 2
 
 
@@ -232,7 +232,7 @@ class Keys(Indices):
         return os.environ.get("ALIBABA_CLOUD_SECURITY_TOKEN", "")
 
 
-def test_a_member_has_the_keys_of_its_own_invocation_and_is_admitted_at_once(
+def test_a_worker_has_the_keys_of_its_own_invocation_and_is_admitted_at_once(
     server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not at the next tick, which may be half a second later.
@@ -259,13 +259,13 @@ def test_functions_on_another_host_are_started_by_their_images_own_command(
         remote = shuffled(Unhurried(24), 2, replace(SEEDED, listen=f"tcp://{hosts.address}:0"), spec)
         assert_same(read(remote, lambda: kill_one(there)), local)
         remote._iterator._shutdown_workers()  # type: ignore[union-attr]
-        wait(lambda: not there.live(), what="the end of all members")
+        wait(lambda: not there.live(), what="the end of all workers")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("lifetime", "workers", "for_s"), [("6s", 2, 20), ("60s", 4, 600)])
-def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
+def test_workers_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
     loader: Callable[..., DPFlowDataLoader[Any]],
     server: FunctionServer,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Pods of Kubernetes as members: the launcher keeps the contract, with Kubernetes' own client and a server of ours."""
+"""Pods of Kubernetes as workers: the launcher keeps the contract, with Kubernetes' own client and a server of ours."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class TestKubernetes(LauncherContract):
 class Elsewhere(KubernetesLauncher):
     """In a namespace where its user may do nothing, not even look."""
 
-    def look(self, members: Any) -> Mapping[str, Fate]:
+    def look(self, workers: Any) -> Mapping[str, Fate]:
         with pytest.raises(DeniedError, match='pods is forbidden: User "me" cannot list resource "pods"'):
-            super().look(members)
+            super().look(workers)
         return {}
 
 
@@ -108,8 +108,8 @@ def launcher() -> Iterator[KubernetesLauncher]:
             launcher.stop(name, None)
 
 
-def start(launcher: KubernetesLauncher, door: socket.socket, number: int = 0, **told: Any) -> None:
-    launcher.start(name_of(number), launch_spec_to(door, **told), deadline_s=PATIENCE_S)
+def start(launcher: KubernetesLauncher, listener: socket.socket, number: int = 0, **told: Any) -> None:
+    launcher.start(name_of(number), launch_spec_to(listener, **told), deadline_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def start(launcher: KubernetesLauncher, door: socket.socket, number: int = 0, **
 def test_a_refusal_is_of_its_kind_and_leaves_nothing(
     server: KubeServer,
     launcher: KubernetesLauncher,
-    door: socket.socket,
+    listener: socket.socket,
     status: int,
     kind: type[PlatformError],
     faults: str,
@@ -136,63 +136,63 @@ def test_a_refusal_is_of_its_kind_and_leaves_nothing(
     before = server.requests["create pods"]
     getattr(server, faults).append(status)
     with pytest.raises(kind, match=f"{name_of(0)} cannot be .*: {status} as it was asked for") as raised:
-        start(launcher, door)
+        start(launcher, listener)
     assert getattr(raised.value, "retry_after_s", 1.0) == 1.0
     assert server.requests["create pods"] == before + 1, "nothing is tried again"
     wait(lambda: not server.pods, what="no pod without a launch spec")
 
 
 def test_a_full_namespace_is_a_quota(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "quota", 1)
-    start(launcher, door)
-    with caller(door), pytest.raises(QuotaError, match="exceeded quota: pods"):
-        start(launcher, door, 1)
+    start(launcher, listener)
+    with caller(listener), pytest.raises(QuotaError, match="exceeded quota: pods"):
+        start(launcher, listener, 1)
 
 
 def test_a_pod_whose_answer_was_lost_is_found_and_gets_its_launch_spec(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket
+    server: KubeServer, launcher: KubernetesLauncher, listener: socket.socket
 ) -> None:
     server.faults.append("lose")
-    start(launcher, door)
-    with caller(door):
+    start(launcher, listener)
+    with caller(listener):
         assert launcher.look({name_of(0): None}) == {name_of(0): Fate()}
 
 
 def test_an_answer_that_is_lost_leaves_open_what_was_done(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket
+    server: KubeServer, launcher: KubernetesLauncher, listener: socket.socket
 ) -> None:
     server.secret_faults.append("lose")
     with pytest.raises(AnswerLostError):
-        start(launcher, door)
-    with caller(door):
-        start(launcher, door)  # is that one
+        start(launcher, listener)
+    with caller(listener):
+        start(launcher, listener)  # is that one
         assert len(server.pods) == 1
 
 
 def test_an_api_server_that_is_not_there_is_unavailable(
-    server: KubeServer, door: socket.socket, kubeconfig: Path
+    server: KubeServer, listener: socket.socket, kubeconfig: Path
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     kubeconfig.write_text(json.dumps(server.kubeconfig()).replace(server.url, nobody))
     with closing(launcher_of()) as launcher, pytest.raises(UnavailableError):
-        start(launcher, door)
+        start(launcher, listener)
 
 
 def test_credentials_are_looked_up_again_once_they_were_refused(
     server: KubeServer,
     launcher: KubernetesLauncher,
-    door: socket.socket,
+    listener: socket.socket,
     kubeconfig: Path,
 ) -> None:
     server.token += "-renewed"
     with pytest.raises(DeniedError, match="401 Unauthorized; give the user of the kubeconfig") as raised:
-        start(launcher, door)
+        start(launcher, listener)
     assert not isinstance(raised.value, ExpiredError), "the server has never known it"
     kubeconfig.write_text(json.dumps(server.kubeconfig()))
-    start(launcher, door)
-    with caller(door):
+    start(launcher, listener)
+    with caller(listener):
         server.token += "-again"
         with pytest.raises(ExpiredError):
             launcher.stop(name_of(0), None)
@@ -201,10 +201,10 @@ def test_credentials_are_looked_up_again_once_they_were_refused(
 
 
 def test_ends_are_told_with_what_kubernetes_says(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket
+    server: KubeServer, launcher: KubernetesLauncher, listener: socket.socket
 ) -> None:
-    start(launcher, door)
-    with caller(door) as (connection, _):
+    start(launcher, listener)
+    with caller(listener) as (connection, _):
         server.pods[name_of(0)].evict()
         assert connection.recv(1) == b""
     end = end_of(launcher, name_of(0))
@@ -215,34 +215,34 @@ def test_ends_are_told_with_what_kubernetes_says(
 
 
 def test_a_pod_that_others_end_is_announced(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "second_s", 1.0)
-    start(launcher, door)
-    with caller(door):
+    start(launcher, listener)
+    with caller(listener):
         server.pods[name_of(0)].delete(None)  # as `kubectl drain` does
         assert launcher.look({name_of(0): None}) == {name_of(0): Fate(until_s=25.0)}
         launcher.stop(name_of(0), None)
 
 
 def test_a_pod_does_not_outlive_its_time(
-    server: KubeServer, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "second_s", 1e-4)  # 901 of them
     with closing(launcher_of(lifetime="1s")) as launcher:
-        start(launcher, door)
+        start(launcher, listener)
         assert "DeadlineExceeded" in end_of(launcher, name_of(0)).report
 
 
 def test_pods_that_a_killed_head_has_left_are_removed_by_whoever_lists(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: KubeServer, launcher: KubernetesLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(launcher, door, 0, leave=True)
+    start(launcher, listener, 0, leave=True)
     wait(lambda: not server.pods[name_of(0)].is_live, what="its end")
     with closing(launcher_of(image="nowhere")) as other:
-        start(other, door, 1)
-    start(launcher, door, 2)
-    with caller(door):
+        start(other, listener, 1)
+    start(launcher, listener, 2)
+    with caller(listener):
         monkeypatch.setattr(server, "ahead_s", 3600.0)
         assert [*launcher.list("")] == [name_of(2)]
         assert name_of(0) in server.pods, "its end may not have been read yet"
@@ -253,20 +253,22 @@ def test_pods_that_a_killed_head_has_left_are_removed_by_whoever_lists(
 
 
 def test_what_keeps_a_pod_from_starting_is_told(
-    server: KubeServer, door: socket.socket, caplog: pytest.LogCaptureFixture
+    server: KubeServer, listener: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(launcher_of(image="nowhere")) as launcher:
-        start(launcher, door)
+        start(launcher, listener)
         assert "ErrImagePull: no such image" in end_of(launcher, name_of(0)).report
     with closing(launcher_of(node_selector={"pool": "none"})) as launcher:
-        start(launcher, door, 1)
+        start(launcher, listener, 1)
         for _ in range(2):
             assert launcher.look({name_of(1): None}) == {name_of(1): Fate()}, "a node may be added"
         launcher.stop(name_of(1), None)
     assert caplog.text.count("workers wait for a node of Kubernetes: 0/3 nodes are available") == 1
 
 
-def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer, door: socket.socket) -> None:
+def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(
+    server: KubeServer, listener: socket.socket
+) -> None:
     settings = {
         "requests": {"cpu": "2", "memory": "4Gi"},
         "node_selector": {"pool": "spot"},
@@ -283,8 +285,8 @@ def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer,
         },
     }
     with closing(launcher_of(**settings)) as launcher:
-        start(launcher, door)
-        with caller(door):
+        start(launcher, listener)
+        with caller(listener):
             pod, secret = server.pods[name_of(0)].body, server.secrets[name_of(0)]
             launcher.stop(name_of(0), None)
     for release in RELEASES:
@@ -307,12 +309,15 @@ def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer,
 
 
 def test_a_launch_spec_is_in_its_secret_alone(
-    server: KubeServer, launcher: KubernetesLauncher, door: socket.socket, caplog: pytest.LogCaptureFixture
+    server: KubeServer,
+    launcher: KubernetesLauncher,
+    listener: socket.socket,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG")
-    launch_spec = launch_spec_to(door)
+    launch_spec = launch_spec_to(listener)
     launcher.start(name_of(0), launch_spec, deadline_s=PATIENCE_S)
-    with caller(door) as (_, received):
+    with caller(listener) as (_, received):
         assert received == launch_spec
         pod, secret = server.pods[name_of(0)], server.secrets[name_of(0)]
         assert pod.process is not None
@@ -345,12 +350,12 @@ def test_a_check_asks_for_a_pod_and_starts_none(
                 launcher.check()
 
 
-def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(door: socket.socket) -> None:
+def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(listener: socket.socket) -> None:
     with closing(launcher_of(pod={"tolerration": []})) as launcher:
         with pytest.raises(RejectedError, match=r'unknown field "spec\.tolerration"'):
             launcher.check()
         with pytest.raises(RejectedError, match=r'unknown field "spec\.tolerration"'):
-            start(launcher, door)
+            start(launcher, listener)
 
 
 @pytest.mark.parametrize(

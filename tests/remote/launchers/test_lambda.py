@@ -81,13 +81,13 @@ def launcher() -> Iterator[LambdaLauncher]:
         yield launcher
 
 
-def start(launcher: LambdaLauncher, door: socket.socket, number: int = 0, **told: Any) -> None:
-    launcher.start(name_of(number), launch_spec_to(door, **told), deadline_s=ACCEPTED_S)
+def start(launcher: LambdaLauncher, listener: socket.socket, number: int = 0, **told: Any) -> None:
+    launcher.start(name_of(number), launch_spec_to(listener, **told), deadline_s=ACCEPTED_S)
 
 
-def start_in_vain(launcher: LambdaLauncher, door: socket.socket, number: int = 0) -> None:
+def start_in_vain(launcher: LambdaLauncher, listener: socket.socket, number: int = 0) -> None:
     """Start what is refused, however long that takes."""
-    launcher.start(name_of(number), launch_spec_to(door), deadline_s=PATIENCE_S)
+    launcher.start(name_of(number), launch_spec_to(listener), deadline_s=PATIENCE_S)
 
 
 # --- refusals ---
@@ -101,59 +101,61 @@ def start_in_vain(launcher: LambdaLauncher, door: socket.socket, number: int = 0
     ],
 )
 def test_a_refusal_is_of_its_kind(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, fault: str, kind: type, told: str
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket, fault: str, kind: type, told: str
 ) -> None:
     server.faults.append(fault)
     with pytest.raises(kind, match=f"{name_of(0)} cannot be started: {told}") as raised:
-        start_in_vain(launcher, door)
+        start_in_vain(launcher, listener)
     again = pickle.loads(pickle.dumps(raised.value))
     assert str(again) == str(raised.value)
     assert getattr(again, "retry_after_s", 1.0) == 1.0
 
 
-def test_nothing_is_tried_twice(server: LambdaServer, launcher: LambdaLauncher, door: socket.socket) -> None:
+def test_nothing_is_tried_twice(
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket
+) -> None:
     before = server.requests["POST invocations"]
     for fault in ("throttle", "break"):
         server.faults.append(fault)
         with pytest.raises(PlatformError):
-            start_in_vain(launcher, door)
+            start_in_vain(launcher, listener)
     assert server.requests["POST invocations"] == before + 2
 
 
 def test_a_full_account_is_a_quota(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "quota", 1)
-    start(launcher, door)
-    with caller(door):
+    start(launcher, listener)
+    with caller(listener):
         with pytest.raises(QuotaError, match="429 ConcurrentInvocationLimitExceeded"):
-            start_in_vain(launcher, door, 1)
+            start_in_vain(launcher, listener, 1)
         finding = launcher.check()[-1]
         assert not finding.good
         assert "the account has room for 1 workers at once: fewer than max_workers=8" in finding.text
 
 
 def test_a_process_holds_so_many_calls(
-    launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    launcher: LambdaLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_dpflow.remote.launchers.aws_lambda.MOST_HELD", 1)
-    start(launcher, door)
-    with caller(door), pytest.raises(QuotaError, match="this process holds 1 invocations"):
-        start_in_vain(launcher, door, 1)
+    start(launcher, listener)
+    with caller(listener), pytest.raises(QuotaError, match="this process holds 1 invocations"):
+        start_in_vain(launcher, listener, 1)
 
 
 def test_expired_credentials_are_looked_up_again(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(launcher, door)
-    with caller(door):
+    start(launcher, listener)
+    with caller(listener):
         monkeypatch.setattr(server, "credentials", Credentials("AKIDNEXT", "an0ther", None))
         with pytest.raises(DeniedError, match=r"403 UnrecognizedClientException.*AWS_\* variables"):
-            start_in_vain(launcher, door, 1)
+            start_in_vain(launcher, listener, 1)
         for variable, text in server.env.items():
             monkeypatch.setenv(variable, text)
-        start(launcher, door, 1)
-        with caller(door):
+        start(launcher, listener, 1)
+        with caller(listener):
             assert launcher.look(dict.fromkeys([name_of(0), name_of(1)])).keys() == {name_of(0), name_of(1)}
 
 
@@ -166,37 +168,37 @@ def test_expired_credentials_are_looked_up_again(
     ],
 )
 def test_credentials_that_are_none_are_denied(
-    door: socket.socket, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], told: str
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], told: str
 ) -> None:
     for variable, text in env.items():
         monkeypatch.setenv(variable, text)
     with pytest.raises(DeniedError, match=told), closing(launcher_of()) as launcher:
-        start_in_vain(launcher, door)
+        start_in_vain(launcher, listener)
 
 
 def test_expired_ones_are_told_as_such(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.credentials, "expired", True)
     with pytest.raises(ExpiredError, match="403 ExpiredTokenException"):
-        start_in_vain(launcher, door)
+        start_in_vain(launcher, listener)
 
 
 def test_a_service_that_does_not_answer_is_unavailable(
-    door: socket.socket, monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", f"http://127.0.0.1:{free_port()}")
     with closing(launcher_of()) as launcher, pytest.raises(UnavailableError, match="EndpointConnectionError"):
-        start_in_vain(launcher, door)
+        start_in_vain(launcher, listener)
 
 
 def test_an_answer_that_is_lost_leaves_open_what_was_done(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket
 ) -> None:
     server.faults.append("lose")
     with pytest.raises(AnswerLostError, match="ConnectionClosedError"):
-        start_in_vain(launcher, door)
-    with caller(door):
+        start_in_vain(launcher, listener)
+    with caller(listener):
         assert launcher.look({name_of(0): None}) == {}
 
 
@@ -204,25 +206,25 @@ def test_an_answer_that_is_lost_leaves_open_what_was_done(
 
 
 def test_a_crash_costs_no_environment(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket
 ) -> None:
-    """Its member is a fork."""
-    start(launcher, door)
-    with caller(door):
+    """Its worker is a fork."""
+    start(launcher, listener)
+    with caller(listener):
         before = {one for one in server.sandboxes if not one.is_dead}
     end_of(launcher, name_of(0))
     for number in range(1, 3):
-        start(launcher, door, number, leave=True)
+        start(launcher, listener, number, leave=True)
         assert end_of(launcher, name_of(number)).code == 7
     alive = {one for one in server.sandboxes if not one.is_dead}
     assert before <= alive
 
 
 @pytest.mark.slow
-def test_a_member_ends_before_lambda_ends_its_environment(door: socket.socket) -> None:
+def test_a_worker_ends_before_lambda_ends_its_environment(listener: socket.socket) -> None:
     with closing(launcher_of(function="hasty")) as launcher:
-        start(launcher, door)
-        with caller(door) as (connection, _):
+        start(launcher, listener)
+        with caller(listener) as (connection, _):
             end = end_of(launcher, name_of(0))
             assert connection.recv(1) == b""
     assert end.signal == 9
@@ -230,10 +232,10 @@ def test_a_member_ends_before_lambda_ends_its_environment(door: socket.socket) -
 
 
 def test_an_environment_that_dies_is_an_end(
-    server: LambdaServer, launcher: LambdaLauncher, door: socket.socket
+    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket
 ) -> None:
-    start(launcher, door)
-    with caller(door) as (connection, _):
+    start(launcher, listener)
+    with caller(listener) as (connection, _):
         server.end_environments()
         assert connection.recv(1) == b""
         assert "Runtime.ExitError" in end_of(launcher, name_of(0)).report

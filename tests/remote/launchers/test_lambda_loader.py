@@ -75,8 +75,8 @@ def working(loader: DPFlowDataLoader[Any]) -> int:
     return count
 
 
-def members(server: LambdaServer) -> list[int]:
-    return [pid for sandbox in server.sandboxes for pid in sandbox.members()]
+def workers(server: LambdaServer) -> list[int]:
+    return [pid for sandbox in server.sandboxes for pid in sandbox.workers()]
 
 
 def read(loader: DPFlowDataLoader[Any], meanwhile: Callable[[], None]) -> list[Any]:
@@ -92,7 +92,7 @@ def test_batches_equal_those_of_local_workers_through_a_kill(
     server: LambdaServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any]
 ) -> None:
     remote = loader()
-    assert_same(read(remote, lambda: lose_one(remote, lambda: members(server)[0])), local)
+    assert_same(read(remote, lambda: lose_one(remote, lambda: workers(server)[0])), local)
     assert remote.stats().restarts >= 1
     wait(lambda: working(remote) == 2, what="its successor")
 
@@ -181,7 +181,7 @@ def test_credentials_that_expire_pause_starts_until_there_are_others(
     def expire() -> None:
         wait(lambda: working(remote) == 2, what="both workers")
         server.credentials.expired = True
-        os.kill(members(server)[0], signal.SIGKILL)
+        os.kill(workers(server)[0], signal.SIGKILL)
 
     try:
         assert_same(read(remote, expire), local)
@@ -197,7 +197,7 @@ def test_credentials_that_expire_pause_starts_until_there_are_others(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("lifetime", "workers", "for_s"), [("6s", 2, 20), ("60s", 4, 600)])
-def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
+def test_workers_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
     server: LambdaServer,
     loader: Callable[..., DPFlowDataLoader[Any]],
     tmp_path: Path,

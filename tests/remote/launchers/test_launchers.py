@@ -1,4 +1,4 @@
-"""Every launcher of ours keeps the contract of members."""
+"""Every launcher of ours keeps the contract of workers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TestSubprocesses(LauncherContract):
         return {RejectedError: lambda: SubprocessLauncher(PROGRAM, python="/nowhere/python")}
 
     def test_a_launch_spec_is_nowhere_to_be_read_once_it_was_taken(
-        self, launcher: Launcher, door: socket.socket
+        self, launcher: Launcher, listener: socket.socket
     ) -> None:
-        pid = launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-        with caller(door):
+        pid = launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+        with caller(listener):
             kept = [Path(f"/proc/{pid}/{file}").read_bytes() for file in ("environ", "cmdline", "fd/0")]
             assert not [text for text in kept if SECRET.encode() in text]
 
@@ -45,7 +45,7 @@ class TestOtherHosts(LauncherContract):
     def elsewhere(self, hosts: Hosts) -> Iterator[None]:
         self.near, self.hosts = hosts.address, hosts
         yield
-        wait(lambda: not [pid for host in hosts for pid in host.pids()], what="the members' end")
+        wait(lambda: not [pid for host in hosts for pid in host.pids()], what="the workers' end")
 
     def new_launcher(self, module: str) -> Launcher:
         prefixes = [host.prefix for host in self.hosts]

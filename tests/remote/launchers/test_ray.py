@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Augmented, assert_same, epochs
 from tests.remote.launchers.fates import end_of
-from tests.remote.launchers.local_ray import members, names_in, needs_ray, ray_of, start_node
+from tests.remote.launchers.local_ray import names_in, needs_ray, ray_of, start_node, workers
 from tests.remote_cases import lose_one
 from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
@@ -69,7 +69,7 @@ def ray() -> Iterator[Any]:
 def no_leaks(ray: Any) -> Iterator[None]:
     """Instead of the check of all tests: Ray keeps sockets and processes as it likes. Of ours nothing is left."""
     yield
-    wait(lambda: not names_in(launcher_of()) and not members(), what="the end of all members")
+    wait(lambda: not names_in(launcher_of()) and not workers(), what="the end of all workers")
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
     )
@@ -110,16 +110,16 @@ class Holder:
 
 
 @slow
-@pytest.mark.parametrize("victim", ["member", "actor"])
-def test_a_killed_process_is_told_to_have_ended(door: socket.socket, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["worker", "actor"])
+def test_a_killed_process_is_told_to_have_ended(listener: socket.socket, victim: str) -> None:
     launcher = launcher_of()
-    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-    with caller(door) as (connection, _):
-        ((member, actor),) = members().items()
-        os.kill(member if victim == "member" else actor, signal.SIGKILL)
-        assert connection.recv(1) == b"", "the member ends with its actor"
+    launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+    with caller(listener) as (connection, _):
+        ((worker, actor),) = workers().items()
+        os.kill(worker if victim == "worker" else actor, signal.SIGKILL)
+        assert connection.recv(1) == b"", "the worker ends with its actor"
         end = end_of(launcher, name_of(0))
-    assert (end.signal == signal.SIGKILL and end.place == f"pid {member}") or "died" in end.report
+    assert (end.signal == signal.SIGKILL and end.place == f"pid {worker}") or "died" in end.report
     assert (end.signal is None) == (victim == "actor")
 
 
@@ -144,12 +144,12 @@ class Left:
 
 
 @slow
-def test_members_end_with_the_process_that_started_them(door: socket.socket) -> None:
+def test_workers_end_with_the_process_that_started_them(listener: socket.socket) -> None:
     starter = multiprocessing.get_context("spawn").Process(
-        target=start_one_and_stay, args=(launch_spec_to(door),)
+        target=start_one_and_stay, args=(launch_spec_to(listener),)
     )
     starter.start()
-    with caller(door) as (connection, _):
+    with caller(listener) as (connection, _):
         starter.kill()
         starter.join()
         assert connection.recv(1) == b""
@@ -162,12 +162,12 @@ def start_one_and_stay(launch_spec: bytes) -> None:
 
 
 @slow
-def test_an_actor_whose_name_is_taken_is_the_member(ray: Any, door: socket.socket) -> None:
+def test_an_actor_whose_name_is_taken_is_the_worker(ray: Any, listener: socket.socket) -> None:
     first, second = launcher_of(), launcher_of()
     for launcher in (first, second):
-        assert launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S) == name_of(0)
-    with caller(door):
-        assert len(members()) == 1
+        assert launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S) == name_of(0)
+    with caller(listener):
+        assert len(workers()) == 1
         assert second.look({name_of(0): name_of(0)})[name_of(0)].end is None
         second.stop(name_of(0), None)
     assert "ray.kill" in end_of(first, name_of(0)).report
@@ -176,22 +176,22 @@ def test_an_actor_whose_name_is_taken_is_the_member(ray: Any, door: socket.socke
 # --- room ---
 
 
-def test_a_start_without_room_says_what_the_cluster_has(ray: Any, door: socket.socket) -> None:
+def test_a_start_without_room_says_what_the_cluster_has(ray: Any, listener: socket.socket) -> None:
     launcher = launcher_of(cpus=CPUS / 2)
     for number in range(2):
-        launcher.start(name_of(number), launch_spec_to(door), deadline_s=PATIENCE_S)
+        launcher.start(name_of(number), launch_spec_to(listener), deadline_s=PATIENCE_S)
     wait(lambda: not ray.available_resources().get("CPU"), what="Ray's word that all is taken")
     launcher._wait_s = 0.5
     for number, wanted in ((2, 3), (3, 4)):  # the second one without a wait
         told = rf"{name_of(number)} .* 2 of {wanted} actors run; the cluster has 4 CPUs, 0 free"
         with pytest.raises(QuotaError, match=told) as raised:
-            launcher.start(name_of(number), launch_spec_to(door), deadline_s=PATIENCE_S)
+            launcher.start(name_of(number), launch_spec_to(listener), deadline_s=PATIENCE_S)
     assert "takes 2: cpus=1 or more nodes" in str(raised.value)
     launcher.stop(name_of(3), None)
     stranger = str(WorkerName(CLUSTER, "f" * 10, 7, 1))
     for name, told in ((name_of(2), "2 of 3 actors"), (stranger, "0 of 1 actors")):
         with pytest.raises(QuotaError, match=told):  # of those that its own fleet wants now
-            launcher.start(name, launch_spec_to(door), deadline_s=PATIENCE_S)
+            launcher.start(name, launch_spec_to(listener), deadline_s=PATIENCE_S)
     *_, room = launcher.check()
     assert not room.good
     assert (
@@ -211,18 +211,18 @@ def test_a_start_without_room_says_what_the_cluster_has(ray: Any, door: socket.s
     ],
 )
 def test_what_no_node_has_is_named_and_not_tried_again(
-    door: socket.socket, needs: dict[str, Any], told: str
+    listener: socket.socket, needs: dict[str, Any], told: str
 ) -> None:
     launcher = launcher_of(**needs, wait_s=0.1)
     with pytest.raises(RejectedError, match=told):
-        launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
+        launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
     *_, room = launcher.check()
     assert not room.good
     assert "room for 0 workers" in room.text
 
 
 @slow
-def test_actors_leave_the_placement_group_of_a_trial(ray: Any, door: socket.socket) -> None:
+def test_actors_leave_the_placement_group_of_a_trial(ray: Any, listener: socket.socket) -> None:
     """As in Ray Tune, whose trials take all that their group has."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -234,19 +234,21 @@ def test_actors_leave_the_placement_group_of_a_trial(ray: Any, door: socket.sock
 
     group = placement_group([{"CPU": 1}])
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    ended = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(launch_spec_to(door))
-    with caller(door):
+    ended = (
+        ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(launch_spec_to(listener))
+    )
+    with caller(listener):
         pass
     assert "exited with code 0" in ray.get(ended)
     remove_placement_group(group)
 
 
 @slow
-def test_the_runtime_env_reaches_members_and_the_launch_spec_does_not_leak(door: socket.socket) -> None:
+def test_the_runtime_env_reaches_workers_and_the_launch_spec_does_not_leak(listener: socket.socket) -> None:
     launcher = launcher_of(runtime_env={"env_vars": {"DPF_TRY": "there"}})
-    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-    with caller(door):
-        (pid,) = members()
+    launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+    with caller(listener):
+        (pid,) = workers()
         process = psutil.Process(pid)
         assert process.environ()["DPF_TRY"] == "there"
         assert SECRET not in f"{process.environ()} {process.cmdline()}"
@@ -261,7 +263,7 @@ def test_addresses_are_this_hosts_and_the_clusters_own(ray: Any) -> None:
     assert settings.listen_at() == f"tcp://{ray.util.get_node_ip_address()}:0"
     settings.check_listen("tcp://127.0.0.1:0")  # the cluster has no other node
     with pytest.raises(OptionError, match="tcp"):
-        settings.check_listen("ipc:///tmp/door")
+        settings.check_listen("ipc:///tmp/listener")
     with pytest.raises(OptionError, match="in the Ray cluster at"):
         Ray(address="10.9.8.7:6379").open()
     cluster = ray.get_runtime_context().gcs_address
@@ -368,10 +370,12 @@ def test_a_check_tries_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WRONG 1 node has 4 CPUs" in told.output
 
 
-def test_what_is_left_can_be_listed_and_swept(door: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_can_be_listed_and_swept(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher = launcher_of(detached=True)
-    launcher.start(name_of(0), launch_spec_to(door), deadline_s=PATIENCE_S)
-    with caller(door) as (connection, _):
+    launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+    with caller(listener) as (connection, _):
         assert name_of(0) in dpflow(monkeypatch, "workers", "ray").output
         assert f"would end {name_of(0)}" in dpflow(monkeypatch, "sweep", "ray").output
         assert dpflow(monkeypatch, "sweep", "ray", "--cluster", "ffffffff").output == "0 ended\n"
@@ -382,7 +386,7 @@ def test_what_is_left_can_be_listed_and_swept(door: socket.socket, monkeypatch: 
 # --- a loader ---
 
 
-@pytest.mark.parametrize("victim", ["member", pytest.param("actor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", ["worker", pytest.param("actor", marks=pytest.mark.slow)])
 def test_batches_equal_those_of_local_workers_through_a_kill(victim: str) -> None:
     def shuffled(**arguments: Any) -> DPFlowDataLoader[Any]:
         generator = torch.Generator().manual_seed(7)
@@ -394,7 +398,7 @@ def test_batches_equal_those_of_local_workers_through_a_kill(victim: str) -> Non
     assert_same(epochs(remote), epochs(local))
     iterator, expected = iter(remote), list(local)
     seen = [next(iterator)]
-    lose_one(remote, lambda: next(iter(members().items()))[victim == "actor"])
+    lose_one(remote, lambda: next(iter(workers().items()))[victim == "actor"])
     assert_same([*seen, *iterator], expected)
     assert remote.stats().restarts >= 1
     names = names_in(launcher_of())
@@ -432,8 +436,8 @@ def test_jobs_share_the_samples_of_a_flow_whose_workers_are_actors(
     jobs = [open_job("shared", dataset, address=cluster.address, batch_size=8, workers=2) for _ in range(2)]
     reading = [job.traverse(0) for job in jobs]
     first = [next(batches) for batches in reading]
-    wait(lambda: len(members()) == 2, what="both members")
-    os.kill(next(iter(members())), signal.SIGKILL)
+    wait(lambda: len(workers()) == 2, what="both workers")
+    os.kill(next(iter(workers())), signal.SIGKILL)
     for (_, labels), batches in zip(first, reading):
         keys = [int(key) for key in labels] + [int(key) for _, labels in batches for key in labels]
         assert sorted(keys) == list(range(120))

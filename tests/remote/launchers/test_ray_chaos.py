@@ -16,7 +16,7 @@ import pytest
 
 from tests.hosts.recorded_hosts import Marked, shuffled
 from tests.hosts.through_faults import read_through, report_kills
-from tests.remote.launchers.local_ray import members, names_in, needs_ray, ray_of, start_node
+from tests.remote.launchers.local_ray import names_in, needs_ray, ray_of, start_node, workers
 from tests.shared_cluster import wait
 from torch_dpflow.remote import Ray
 from torch_dpflow.remote.launchers.ray import RayLauncher
@@ -31,7 +31,7 @@ SHARE = 0.1
 
 @dataclass(eq=False)
 class Kills(threading.Thread):
-    """SIGKILL for an actor, which takes its member along, or for a member by itself, until it is over."""
+    """SIGKILL for an actor, which takes its worker along, or for a worker by itself, until it is over."""
 
     seconds: float
     at: list[float] = field(default_factory=list)
@@ -47,10 +47,10 @@ class Kills(threading.Thread):
         try:
             for number in range(1, int(self.seconds / KILL_EVERY_S) + 1):
                 time.sleep(max(0.0, began + number * KILL_EVERY_S - time.monotonic()))
-                found = sorted(members().items())
+                found = sorted(workers().items())
                 if found:
-                    member, actor = self._draw.choice(found)
-                    os.kill(actor if number % 4 else member, signal.SIGKILL)
+                    worker, actor = self._draw.choice(found)
+                    os.kill(actor if number % 4 else worker, signal.SIGKILL)
                     self.at.append(time.monotonic())
         except Exception as error:
             self.error = error
@@ -58,7 +58,7 @@ class Kills(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
-    """Instead of the check of all tests, as in `test_ray`: the test itself looks for members."""
+    """Instead of the check of all tests, as in `test_ray`: the test itself looks for workers."""
 
 
 def test_every_epoch_is_the_local_loaders(pytestconfig: pytest.Config) -> None:
@@ -72,6 +72,6 @@ def test_every_epoch_is_the_local_loaders(pytestconfig: pytest.Config) -> None:
         remote._iterator._shutdown_workers()
         local._iterator._shutdown_workers()
         launcher = RayLauncher(Ray(cpus=SHARE))
-        wait(lambda: not names_in(launcher) and not members(), what="the end of all members")
+        wait(lambda: not names_in(launcher) and not workers(), what="the end of all workers")
         print(f"\n{epochs} epochs of {SIZE} samples, {restarts} restarts")
         report_kills(gaps, kills.at)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.loader_cases import Augmented, assert_same
-from tests.remote.launchers.local_ray import STORE, members, names_in, needs_ray, ray_of
+from tests.remote.launchers.local_ray import STORE, names_in, needs_ray, ray_of, workers
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.remote import Ray
@@ -50,7 +50,7 @@ def cluster() -> Iterator[Any]:
 def no_leaks() -> Iterator[None]:
     """As in `test_ray`."""
     yield
-    wait(lambda: not names_in(RayLauncher(Ray())) and not members(), what="the end of all members")
+    wait(lambda: not names_in(RayLauncher(Ray())) and not workers(), what="the end of all workers")
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
     )

@@ -1,4 +1,4 @@
-"""How many tasks a member holds, and how many batches are under way."""
+"""How many tasks a worker holds, and how many batches are under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
 from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LOST_S, RemoteWorker, parts_of
 
 
-def member(task_s: float, tasks: int = 5) -> RemoteWorker:
+def worker(task_s: float, tasks: int = 5) -> RemoteWorker:
     found = RemoteWorker("dpf", 1, 2, 0.0)
     for count in range(tasks + 1):
         found.note_work(1.0 + count * task_s)
@@ -22,25 +22,25 @@ def member(task_s: float, tasks: int = 5) -> RemoteWorker:
     ("task_s", "round_trip_s", "window"),
     [(0.05, 0.001, 2), (0.05, 0.02, 3), (0.05, 0.06, 4), (0.001, 0.05, 8), (0.02, 0.05, 5)],
 )
-def test_a_member_holds_what_it_loads_during_a_round_trip(
+def test_a_worker_holds_what_it_loads_during_a_round_trip(
     task_s: float, round_trip_s: float, window: int
 ) -> None:
-    assert member(task_s).fitting_window(round_trip_s) == window
+    assert worker(task_s).fitting_window(round_trip_s) == window
 
 
 def test_a_window_does_not_change_back_and_forth() -> None:
-    one = member(0.05)
+    one = worker(0.05)
     one.window = one.fitting_window(0.06)
     assert one.fitting_window(0.04) == one.window == 4
     assert one.fitting_window(0.001) == 2
     assert (
-        member(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.least_window
+        worker(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.least_window
     )  # nobody knows how long its tasks take
 
 
 def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
     """A link may take a minute for a batch, and have the next one to carry by then."""
-    one = member(0.05)
+    one = worker(0.05)
     now = one.worked
     assert not one.lacks(one.received, 7, now)
     assert not any(one.lacks(one.received + 1, 7, now + late) for late in range(60))
@@ -48,7 +48,7 @@ def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
 
 
 def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> None:
-    one = member(0.05)
+    one = worker(0.05)
     now = one.worked
     assert not one.lacks(one.received, 0, now + 100)  # all is here
     assert not one.lacks(one.received + 1, 1, now + 101)
@@ -62,7 +62,7 @@ def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> N
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_windows_have_limits(task_s: float, round_trip_s: float) -> None:
     least, most = BATCH_WORKERS.least_window, BATCH_WORKERS.most_window
-    assert least <= member(task_s).fitting_window(round_trip_s) <= most
+    assert least <= worker(task_s).fitting_window(round_trip_s) <= most
 
 
 @given(
@@ -90,6 +90,6 @@ def test_batches_in_flight_keep_within_their_bytes_and_never_run_out(
 
 
 @pytest.mark.parametrize("identity", [b"", b"1/2/3", b"1/2//line", b"1/2/3/other", b"1/2/3/4/line"])
-def test_connections_that_are_none_of_a_member(identity: bytes) -> None:
+def test_connections_that_are_none_of_a_worker(identity: bytes) -> None:
     with pytest.raises(MessageError):
         parts_of(identity)

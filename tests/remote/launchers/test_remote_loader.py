@@ -39,14 +39,14 @@ from torch_dpflow.remote.fleet.worker_listener import addresses_of, to_bind, to_
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Ended
 from torch_dpflow.remote.launchers.processes import LAUNCH_SPEC_VARIABLE, Processes
 
-#: Enough for members to start on a busy machine, seconds.
+#: Enough for workers to start on a busy machine, seconds.
 PATIENCE_S = 200.0
 SOCKET_ONLY = LoaderOptions(shared_memory=0, seeding="batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording(Processes):
-    """Keeps what its members are told."""
+    """Keeps what its workers are told."""
 
     launch_specs: list[bytes] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Recording(Processes):
 
 @pytest.fixture(autouse=True, scope="module")
 def no_leaks(no_leaks_of_module: None) -> None:
-    """The loader that the tests share replaces a member in one of them."""
+    """The loader that the tests share replaces a worker in one of them."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def shuffled(size: int, **options: Any) -> DPFlowDataLoader[Any]:
 
 @pytest.fixture(scope="module")
 def remote(recording: Recording) -> Iterator[DPFlowDataLoader[Any]]:
-    """One loader for all tests of this module: its members take seconds to start."""
+    """One loader for all tests of this module: its workers take seconds to start."""
     loader = shuffled(24, platform=recording, options=SOCKET_ONLY)
     yield loader
     loader._iterator._shutdown_workers()
@@ -98,8 +98,8 @@ def local(no_leaks: None) -> Iterator[DPFlowDataLoader[Any]]:
     loader._iterator._shutdown_workers()
 
 
-def members(recording: Recording) -> dict[str, int]:
-    """The pids of the members that run, by name."""
+def workers(recording: Recording) -> dict[str, int]:
+    """The pids of the workers that run, by name."""
     return {
         launch_spec.name: pid
         for launch_spec in map(decode_launch_spec, recording.launch_specs)
@@ -126,12 +126,12 @@ def test_batches_equal_those_of_local_workers_through_a_kill(
     assert_same(epochs(remote), epochs(local))
     iterator, expected = iter(remote), list(local)
     seen = [next(iterator)]
-    lose_one(remote, lambda: next(iter(members(recording).values())))
+    lose_one(remote, lambda: next(iter(workers(recording).values())))
     assert_same([*seen, *iterator], expected)
     assert remote.stats().restarts >= 1
 
 
-def test_an_explanation_knows_how_many_members_work(
+def test_an_explanation_knows_how_many_workers_work(
     remote: DPFlowDataLoader[Any], eventually: Callable[..., None]
 ) -> None:
     """Processors of other hosts are not looked at."""
@@ -141,7 +141,7 @@ def test_an_explanation_knows_how_many_members_work(
     assert (workload.working, workload.refused, workload.watched_s) == (2, "", 0.0)
 
 
-def test_what_a_member_was_told_is_found_nowhere(
+def test_what_a_worker_was_told_is_found_nowhere(
     remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: remote._iterator._shard.processes.working == 2)
@@ -156,13 +156,13 @@ def test_what_a_member_was_told_is_found_nowhere(
 def test_a_launch_spec_used_again_is_refused(
     remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
 ) -> None:
-    """One whose member works, and one whose member is gone."""
+    """One whose worker works, and one whose worker is gone."""
     expected = len(list(remote))
     eventually(lambda: len(names_of(remote)) == 2)
     if len(recording.launch_specs) == 2:  # alone: no test before has lost one
-        lose_one(remote, lambda: next(iter(members(recording).values())))
+        lose_one(remote, lambda: next(iter(workers(recording).values())))
         eventually(lambda: len(names_of(remote)) == 2)
-    running = members(recording)
+    running = workers(recording)
     launch_specs = {
         launch_spec.name: data for data in recording.launch_specs if (launch_spec := decode_launch_spec(data))
     }
@@ -179,11 +179,11 @@ def test_a_launch_spec_used_again_is_refused(
     gone = next(decode_launch_spec(data) for name, data in launch_specs.items() if name not in running)
     assert not answered(gone, f"{gone.number}/{gone.incarnation}/feed/line", gone.addresses[0], within_s=0.5)
     assert len(list(remote)) == expected
-    assert members(recording) == running
+    assert workers(recording) == running
 
 
 def answered(launch_spec: LaunchSpec, identity: str, address: str, *, within_s: float) -> Any:
-    """What the door answers to garbage from a connection with a launch spec's key; None if it does not hear it.
+    """What the listener answers to garbage from a connection with a launch spec's key; None if it does not hear it.
 
     within_s: how long to wait for it, seconds.
     """
@@ -208,7 +208,7 @@ def test_strangers_and_garbage_change_nothing(
 ) -> None:
     expected = len(list(remote))
     eventually(lambda: len(names_of(remote)) == 2)
-    running = members(recording)
+    running = workers(recording)
     own, other = (
         launch_spec
         for launch_spec in map(decode_launch_spec, recording.launch_specs)
@@ -223,7 +223,7 @@ def test_strangers_and_garbage_change_nothing(
     assert naked.receive(0.2) is None
     naked.close()
     assert len(list(remote)) == expected
-    assert members(recording) == running
+    assert workers(recording) == running
 
 
 def test_streams_equal_torchs_through_a_kill_and_go_on_from_a_state() -> None:
@@ -237,7 +237,7 @@ def test_streams_equal_torchs_through_a_kill_and_go_on_from_a_state() -> None:
     iterator = iter(ours)
     begun = [next(iterator) for _ in range(3)]
     state = ours.state_dict()
-    os.kill(next(iter(members(recording).values())), signal.SIGKILL)
+    os.kill(next(iter(workers(recording).values())), signal.SIGKILL)
     assert_same([first, [*begun, *iterator]], torchs)
     ours._iterator._shutdown_workers()
     rest = DPFlowDataLoader(Stream(18, augment=True), batch_size=2, num_workers=2)
@@ -258,11 +258,11 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     del sys.modules["squares_of_mine"]
 
 
-def test_the_users_modules_are_sent_and_closing_leaves_no_member(own_module: Any) -> None:
+def test_the_users_modules_are_sent_and_closing_leaves_no_worker(own_module: Any) -> None:
     recording = Recording(python=sys.executable)
     loader = DPFlowDataLoader(own_module.Squares(), batch_size=None, num_workers=1, platform=recording)
     assert list(loader) == [0, 1, 4, 9]
-    assert not members(recording)
+    assert not workers(recording)
 
 
 def test_a_module_that_is_missing_is_told_of_with_what_to_do(own_module: Any) -> None:
@@ -274,7 +274,7 @@ def test_a_module_that_is_missing_is_told_of_with_what_to_do(own_module: Any) ->
 
 
 @pytest.mark.slow
-def test_a_frozen_member_is_replaced_and_leaves_once_it_is_thawed(eventually: Callable[..., None]) -> None:
+def test_a_frozen_worker_is_replaced_and_leaves_once_it_is_thawed(eventually: Callable[..., None]) -> None:
     recording = Recording()
     loader = DPFlowDataLoader(
         WhoLoads(40), batch_size=None, num_workers=2, persistent_workers=True, platform=recording
@@ -282,19 +282,19 @@ def test_a_frozen_member_is_replaced_and_leaves_once_it_is_thawed(eventually: Ca
     assert len(list(loader)) == 40
     processes = loader._iterator._shard.processes
     eventually(lambda: processes.working == 2)
-    name, frozen = next(iter(members(recording).items()))
+    name, frozen = next(iter(workers(recording).items()))
     # Its platform cannot end it: as where that is cut off too.
     processes._platform.stop = lambda *_: None
     os.kill(frozen, signal.SIGSTOP)
-    eventually(lambda: name not in processes._members)
+    eventually(lambda: name not in processes._workers)
     assert [row[0] for row in loader] == list(range(40))
     os.kill(frozen, signal.SIGCONT)
-    eventually(lambda: name not in members(recording))
+    eventually(lambda: name not in workers(recording))
     loader._iterator._shutdown_workers()
 
 
 @pytest.mark.slow
-def test_members_end_by_themselves_where_the_training_process_is_killed(
+def test_workers_end_by_themselves_where_the_training_process_is_killed(
     eventually: Callable[..., None], tmp_path: Path
 ) -> None:
     """Nobody is left who could stop them."""
@@ -311,8 +311,8 @@ def test_members_end_by_themselves_where_the_training_process_is_killed(
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     recording.launch_specs.extend(told.read_bytes().split(b"\n"))
-    assert members(recording)
-    eventually(lambda: not members(recording), within_s=45)
+    assert workers(recording)
+    eventually(lambda: not workers(recording), within_s=45)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_members_end_by_themselves_where_the_training_process_is_killed(
         ("tcp://[::1]:0", "tcp://[::1]:71", ["tcp://[::1]:71"]),
     ],
 )
-def test_members_are_told_an_address_that_they_can_call(asked: str, bound: str, told: list[str]) -> None:
+def test_workers_are_told_an_address_that_they_can_call(asked: str, bound: str, told: list[str]) -> None:
     assert to_tell(asked, bound) == told
 
 
@@ -339,7 +339,7 @@ def test_a_name_is_bound_by_its_address_and_all_addresses_are_told_one_by_one() 
 
 
 @pytest.mark.parametrize("reason", ["it is not needed", ""])
-def test_a_member_that_is_refused_while_it_imports_torch_ends_and_says_why_if_there_is_a_reason(
+def test_a_worker_that_is_refused_while_it_imports_torch_ends_and_says_why_if_there_is_a_reason(
     reason: str, eventually: Callable[..., None]
 ) -> None:
     public, secret = draw_key_pair()

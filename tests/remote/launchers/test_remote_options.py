@@ -1,4 +1,4 @@
-"""What a loader's options do where its workers are members of a platform: as with workers of this host."""
+"""What a loader's options do where its workers are remote workers: as with workers of this host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loader_of(dataset: Watched, **arguments: Any) -> DPFlowDataLoader[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_leaks(no_leaks_of_module: None) -> None:
-    """Members live through the tests of this module."""
+    """Workers live through the tests of this module."""
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_slow_sample_holds_up_no_other_and_no_more_are_loaded_than_the_prefetc
     assert sorted([*early, *(one["index"] for one in batches)]) == [*range(SIZE)]
 
 
-def test_a_member_that_is_to_end_hands_over_to_its_successor(
+def test_a_worker_that_is_to_end_hands_over_to_its_successor(
     ready: DPFlowDataLoader[Any], platform: Troubled, dataset: Watched, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: len(names_of(ready)) == 2)
@@ -134,7 +134,7 @@ def test_a_member_that_is_to_end_hands_over_to_its_successor(
     assert ready.stats().restarts == restarts
 
 
-def test_a_sample_that_hangs_costs_its_member_and_is_loaded_again(
+def test_a_sample_that_hangs_costs_its_worker_and_is_loaded_again(
     impatient: DPFlowDataLoader[Any], dataset: Watched
 ) -> None:
     restarts = impatient.stats().restarts
@@ -144,7 +144,7 @@ def test_a_sample_that_hangs_costs_its_member_and_is_loaded_again(
 
 
 @pytest.mark.slow
-def test_a_sample_that_always_hangs_is_given_up_after_three_members(
+def test_a_sample_that_always_hangs_is_given_up_after_three_workers(
     impatient: DPFlowDataLoader[Any], dataset: Watched
 ) -> None:
     hanging = dataset.folder / "hang-5"
@@ -174,7 +174,7 @@ def test_too_few_workers_in_the_time_of_a_start_are_an_error_with_what_the_platf
 def test_what_was_changed_on_its_way_is_not_opened(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
-    """Each member says so and leaves; after three the loader does."""
+    """Each worker says so and leaves; after three the loader does."""
     changed, piece = [], RemoteContent.piece
 
     def changed_piece(content: RemoteContent, digest: str, offset: int) -> memoryview:
@@ -194,7 +194,7 @@ def test_what_was_changed_on_its_way_is_not_opened(
     assert len(changed) == 3
 
 
-def test_local_workers_beside_members_load_the_same_batches_through_kills(
+def test_local_workers_beside_workers_load_the_same_batches_through_kills(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     """They wait for `min_workers` too. Whoever takes the place of a worker is set up as it was."""
@@ -237,11 +237,11 @@ def test_local_workers_beside_members_load_the_same_batches_through_kills(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["items", "stream"])
-def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loaded_twice(
+def test_workers_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loaded_twice(
     tmp_path: Path, kind: str, eventually: Callable[..., None]
 ) -> None:
     platform = Troubled(limits={"max_lifetime_s": 40.0}, held_from=2)
-    # Large ones, which come after the words of a member that leaves.
+    # Large ones, which come after the words of a worker that leaves.
     items: Any = (
         Watched(SIZE, tmp_path, pace_s=0.2, payload=4 << 20)
         if kind == "items"
@@ -282,7 +282,7 @@ def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loa
 
 
 @pytest.mark.slow
-def test_a_batch_is_not_blamed_for_the_end_of_its_members_host(
+def test_a_batch_is_not_blamed_for_the_end_of_its_workers_host(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     """It takes longer than the host has left."""
@@ -293,9 +293,9 @@ def test_a_batch_is_not_blamed_for_the_end_of_its_members_host(
     iterator = iter(loader)
     eventually(lambda: dataset.noted("loads"))
     processes = iterator._shard.processes
-    ((_, member),) = processes._members.items()
-    platform.warned[member.name] = 2.0
-    processes._platform.suspect(member.name)
+    ((_, worker),) = processes._workers.items()
+    platform.warned[worker.name] = 2.0
+    processes._platform.suspect(worker.name)
     eventually(lambda: len(dataset.noted("loads")) == 2)
     (tmp_path / "hang-0").unlink()
     assert [one["index"] for one in iterator] == [0, 1]

@@ -199,7 +199,7 @@ def test_mistakes_of_the_network_are_found_when_a_loader_is_made(write: Write) -
     assert DPFlowDataLoader(range(2), num_workers=1, platform=Processes(), options=options).platform
 
 
-def test_an_address_of_the_settings_that_members_cannot_reach_is_named(write: Write) -> None:
+def test_an_address_of_the_settings_that_workers_cannot_reach_is_named(write: Write) -> None:
     path = write("project/dpflow.toml", "[network]\nlisten = 'tcp://127.0.0.1:0'\n")
     with pytest.raises(OptionError, match=rf"^{path}:2: network.listen='tcp://127.0.0.1:0': the hosts reach"):
         DPFlowDataLoader(range(2), num_workers=1, platform=OnHosts(address="10.9.8.7", prefixes=()))

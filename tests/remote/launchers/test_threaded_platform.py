@@ -128,7 +128,7 @@ def test_a_refusal_is_told_and_not_tried_again(make: Any, error: PlatformError) 
 
 
 @pytest.mark.parametrize("error", [AnswerLostError("timed out"), ValueError("a fault of the launcher")])
-def test_a_member_whose_answer_was_lost_is_stopped_by_its_name(make: Any, error: Exception) -> None:
+def test_a_worker_whose_answer_was_lost_is_stopped_by_its_name(make: Any, error: Exception) -> None:
     platform, launcher = make()
     launcher.raises["start"].append(error)
     platform.start("a", b"{}")
@@ -164,7 +164,7 @@ def test_what_lands_during_a_look_that_misses_it_is_stopped_again(make: Any) -> 
     platform, launcher = make("start", deadline_s=SOON_S)
     looked, answer = threading.Event(), threading.Event()
 
-    def look(members: Mapping[str, str | None]) -> dict[str, Fate]:
+    def look(workers: Mapping[str, str | None]) -> dict[str, Fate]:
         looked.set()
         assert answer.wait(PATIENCE_S)
         return {}
@@ -307,7 +307,7 @@ def test_closing_stops_starts_that_are_under_way_and_drops_those_that_wait(make:
     assert launcher.closed == 1
 
 
-def test_closing_gives_members_time_to_leave_and_ends_the_others(make: Any) -> None:
+def test_closing_gives_workers_time_to_leave_and_ends_the_others(make: Any) -> None:
     platform, launcher = make()
     for name in "ab":
         platform.start(name, b"{}")
@@ -336,7 +336,7 @@ def test_closing_does_not_wait_for_ever(
     )
 
 
-def test_a_fork_ends_no_member_of_its_parent(make: Any) -> None:
+def test_a_fork_ends_no_worker_of_its_parent(make: Any) -> None:
     platform, launcher = make()
     platform.start("a", b"{}")
     take(platform, 1)
@@ -364,12 +364,12 @@ def test_a_launch_spec_is_not_shown_and_forgotten_once_it_is_sent(make: Any) -> 
     for name in "ab":
         platform.start(name, b"a secret")
     take(platform, 1)
-    assert platform._members["a"].launch_spec == b""
-    assert platform._members["b"].launch_spec == b"a secret", "it waits"
-    assert "secret" not in repr(platform._members)
+    assert platform._workers["a"].launch_spec == b""
+    assert platform._workers["b"].launch_spec == b"a secret", "it waits"
+    assert "secret" not in repr(platform._workers)
 
 
-def test_where_no_thread_can_be_had_members_are_stopped_still(
+def test_where_no_thread_can_be_had_workers_are_stopped_still(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform, launcher = make()

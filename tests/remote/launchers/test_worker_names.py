@@ -1,4 +1,4 @@
-"""What members are called, and how often they are started."""
+"""What workers are called, and how often they are started."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_name_is_a_label_that_can_be_read_again(
     ],
 )
 def test_what_is_no_name_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="is no name of a member"):
+    with pytest.raises(OptionError, match="is no name of a worker"):
         WorkerName.parse(text)
 
 

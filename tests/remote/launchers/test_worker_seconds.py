@@ -81,7 +81,7 @@ def test_those_of_a_loader_are_those_that_are_billed(double: FunctionDouble) -> 
     finally:
         if loader._iterator is not None:
             loader._iterator._shutdown_workers()
-    wait(lambda: not double.live(), what="the end of all members")
+    wait(lambda: not double.live(), what="the end of all workers")
     compare(loader.stats().worker_s, double, killer.killed)
 
 
@@ -121,13 +121,13 @@ def read_and_compare(cluster: CommandedCluster, double: FunctionDouble) -> None:
         killer = Killer(double.kill_one, double.kill_all, lambda: cluster.kill("keeper"))
         while killer.goes_on():
             next(batches)
-    wait(lambda: not double.live(), what="the end of all members")
+    wait(lambda: not double.live(), what="the end of all workers")
     figures: list[dict[str, Any]] = [{}]
 
     def is_told() -> bool:
         listed = told(cluster)
         figures.append(listed["flows"][0])
-        return figures[-1] == figures[-2] and not any(listed["members"].values())
+        return figures[-1] == figures[-2] and not any(listed["workers"].values())
 
     wait(is_told, what="the last heartbeat")
     taken_s = figures[-1]["worker_seconds"]

@@ -1,4 +1,4 @@
-"""Reads a loader whose members live shortly, and looks at how each is replaced."""
+"""Reads a loader whose workers live shortly, and looks at how each is replaced."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class SlowCounted(Counted):
 
 
 def record_drains(monkeypatch: pytest.MonkeyPatch) -> list[list[WorkerState]]:
-    """At each drain from now on: the states of all members that have the place of the one that drains."""
+    """At each drain from now on: the states of all workers that have the place of the one that drains."""
     drains: list[list[WorkerState]] = []
     obey = remote_workers.RemoteWorkers._obey
 
     def recorded(self: Any, instruction: Any, now: float) -> None:
         if isinstance(instruction, DrainWorker):
-            number = self._members[instruction.name].number
-            drains.append([one.state for one in self._fleet.members if one.number == number])
+            number = self._workers[instruction.name].number
+            drains.append([one.state for one in self._fleet.workers if one.number == number])
         obey(self, instruction, now)
 
     monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
@@ -61,4 +61,4 @@ def read_through_rotation(
     assert len(drains) >= replaced
     assert all(WorkerState.ON_DECK in states for states in drains), "a successor waits"
     stall = remote.stats().stall_share
-    print(f"{read_epochs} epochs, {len(drains)} members replaced, stall {stall:.3f}")
+    print(f"{read_epochs} epochs, {len(drains)} workers replaced, stall {stall:.3f}")

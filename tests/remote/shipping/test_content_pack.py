@@ -1,4 +1,4 @@
-"""What members load travels without keys of storages, and not at all where it is too large or cannot travel."""
+"""What workers load travels without keys of storages, and not at all where it is too large or cannot travel."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_no_secret_is_in_what_travels(options: list[dict[str, Any]], plain: set[
     packed = pack_load_spec(spec_of([reader, Held(inner=reader)]))
     assert SECRET.encode() not in packed
     kept = unpack_load_spec(packed).dataset[0]._storage_options
-    credentials._left_out.clear()  # this process is no member
+    credentials._left_out.clear()  # this process is no worker
     assert all(kept[name] == PLAIN[name] for name in plain if given_[name] == PLAIN[name])
     assert pickle.loads(pickle.dumps(reader))._storage_options == given_  # elsewhere it is as it was
 
@@ -171,7 +171,7 @@ def test_files_and_readers_of_stores_travel_without_secrets() -> None:
     assert SECRET.encode() not in pack_load_spec(spec_of(Held(files=files, reader=reader)))
 
 
-def test_a_member_without_keys_is_told_that_they_were_not_sent(
+def test_a_worker_without_keys_is_told_that_they_were_not_sent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET"):
@@ -209,7 +209,7 @@ def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch
     packed = pack_load_spec(spec_of(vars(script)["Data"](), collate_fn=vars(script)["collate"]))
 
     def load() -> list[Any]:
-        sys.modules["__main__"] = types.ModuleType("__main__")  # as a member's is, without any of it
+        sys.modules["__main__"] = types.ModuleType("__main__")  # as a worker's is, without any of it
         source = BatchSource(unpack_load_spec(packed), 0)
         source.begin(EpochSpec(epoch=0, base_seed=0, shared_seed=None, stream=None))
         loaded = [

@@ -60,14 +60,14 @@ def test_this_process_fits_itself() -> None:
         ("numpy", "\x1b[2J", r"it has numpy '\\x1b\[2J'"),
     ],
 )
-def test_a_member_that_cannot_load_it_is_told_what_to_install(name: str, version: str, text: str) -> None:
+def test_a_worker_that_cannot_load_it_is_told_what_to_install(name: str, version: str, text: str) -> None:
     assert re.search(text, unfit({**HERE, name: version}, HERE))
 
 
-def test_a_member_that_can_load_it_is_taken_and_differences_are_told_of() -> None:
-    member = {**HERE, "python": "3.11.2", "torch_dpflow": "0.2.9", "numpy": "2.3.0", "torch": "2.13.0+cu130"}
-    assert unfit(member, HERE) == ""
-    assert warnings_of(member, HERE) == [
+def test_a_worker_that_can_load_it_is_taken_and_differences_are_told_of() -> None:
+    worker = {**HERE, "python": "3.11.2", "torch_dpflow": "0.2.9", "numpy": "2.3.0", "torch": "2.13.0+cu130"}
+    assert unfit(worker, HERE) == ""
+    assert warnings_of(worker, HERE) == [
         "workers have numpy 2.3.0 and this process numpy 2.1.0: samples may differ in their last bits"
     ]
     assert warnings_of({"python": "3.11.7"}, HERE) == []
@@ -78,11 +78,11 @@ VERSIONS = st.dictionaries(
 )
 
 
-@given(member=VERSIONS, here=VERSIONS)
-def test_whatever_a_member_says_gets_a_short_printable_answer(
-    member: Mapping[str, str], here: Mapping[str, str]
+@given(worker=VERSIONS, here=VERSIONS)
+def test_whatever_a_worker_says_gets_a_short_printable_answer(
+    worker: Mapping[str, str], here: Mapping[str, str]
 ) -> None:
-    text = unfit(member, HERE) + "".join(warnings_of(member, here))
+    text = unfit(worker, HERE) + "".join(warnings_of(worker, here))
     assert text.isprintable()
     assert len(text) < 1500
 

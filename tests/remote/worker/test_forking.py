@@ -1,4 +1,4 @@
-"""A member in a fork: its exit code and last words are told, and nothing of it is left."""
+"""A worker in a fork: its exit code and last words are told, and nothing of it is left."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class ScalingRun:
         if now - self._told_at >= HEARTBEAT_S:
             self._told = JobCounts(int(counts.taken), counts.stall_s, counts.reading_s)
             self._told_at = now
-        states = [one.state for one in self._fleet.members]
+        states = [one.state for one in self._fleet.workers]
         seen = FlowCounts(
             jobs=1,
             readings={"job": self._told},

@@ -228,20 +228,20 @@ class Stop(_Header, tag=35):
     """Shard to worker: finish the running task, and end."""
 
 
-# --- between a member of a platform and its shard -----------------------------------------------------------
+# --- between a remote worker and its shard -----------------------------------------------------------
 
-# A member has two connections. On the first, which a thread of its own serves, it says who it is, fetches what it is to
+# A worker has two connections. On the first, which a thread of its own serves, it says who it is, fetches what it is to
 # load and gives signs of life; on the other it is a worker as any. `WorkerRefused` may come on the first at any time.
 
 #: Most bytes of one piece of a content, and most names in a hello.
 PIECE_BYTES, MAX_NAMES = 4 << 20, 256
 
-#: What a member calls something, and the text of a version.
+#: What a worker calls something, and the text of a version.
 _Short = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class RemoteHandshake(_Header, tag=40):
-    """Member to shard, first, and again until it is answered.
+    """Worker to shard, first, and again until it is answered.
 
     In all releases its first field is the version: `version_of` reads it.
     """
@@ -256,7 +256,7 @@ class RemoteHandshake(_Header, tag=40):
 
 
 class RemoteWelcome(_Header, tag=41):
-    """Shard to member: fetch these contents, by their digests. An empty digest stands for nothing."""
+    """Shard to worker: fetch these contents, by their digests. An empty digest stands for nothing."""
 
     #: What it loads, and how large that is.
     content: _Short
@@ -267,37 +267,37 @@ class RemoteWelcome(_Header, tag=41):
 
 
 class FetchPiece(_Header, tag=42):
-    """Member to shard: send the piece of this content that begins here."""
+    """Worker to shard: send the piece of this content that begins here."""
 
     digest: _Short
     offset: Count
 
 
 class Piece(_Header, tag=43):
-    """Shard to member: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
+    """Shard to worker: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
 
     digest: _Short
     offset: Count
 
 
 class MissingModules(_Header, tag=46):
-    """Member to shard: it cannot load the content, since it has not these modules. `WorkerRefused` answers it."""
+    """Worker to shard: it cannot load the content, since it has not these modules. `WorkerRefused` answers it."""
 
     modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class WorkerHeartbeat(_Header, tag=44):
-    """Member to shard, at times, and the shard's answer."""
+    """Worker to shard, at times, and the shard's answer."""
 
     #: Messages sent on the other connection so far: who has received fewer for some time knows that one was lost.
     sent: Count
-    #: Of the member, seconds: how long the answer to an earlier one took, for how long it has waited for its link.
+    #: Of the worker, seconds: how long the answer to an earlier one took, for how long it has waited for its link.
     round_trip_s: Seconds = 0.0
     away_s: Seconds = 0.0
 
 
 class WorkerGoodbye(_Header, tag=45):
-    """Member to shard, its last message: it ends now."""
+    """Worker to shard, its last message: it ends now."""
 
     #: Why, as a traceback; empty where it was told to.
     words: Text

@@ -1,4 +1,4 @@
-"""The life of the members of one fleet: a pure state machine without a socket, thread, clock or chance inside.
+"""The life of the workers of one fleet: a pure state machine without a socket, thread, clock or chance inside.
 
 ::
 
@@ -8,12 +8,12 @@
                      └ no hello in time ──> LEAVING            target lowered, warned, lifetime ──> DRAINING
     unfit, bye, silent, drained ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
 
-A fleet has as many places as its target; a place's number lasts, and each member in it has a higher incarnation. Before
-its lifetime ends, a member gets a successor in its place, which waits on deck until it is drained: what belongs to a
-number, as a stream does, moves then. No more members are replaced so at a time than a tenth of the target, or one.
+A fleet has as many places as its target; a place's number lasts, and each worker in it has a higher incarnation. Before
+its lifetime ends, a worker gets a successor in its place, which waits on deck until it is drained: what belongs to a
+number, as a stream does, moves then. No more workers are replaced so at a time than a tenth of the target, or one.
 
-Whether a member that has called lives is for the lease at its shard to say (`silent`); in all other states there is a
-time limit. The platform's word comes by `handle`. Events of members that are not known are answered where somebody
+Whether a worker that has called lives is for the lease at its shard to say (`silent`); in all other states there is a
+time limit. The platform's word comes by `handle`. Events of workers that are not known are answered where somebody
 waits, and otherwise ignored.
 """
 
@@ -41,31 +41,31 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import Limits
 
-#: How long a member may take to finish what it has, unless it ends before, and to leave by itself, seconds.
+#: How long a worker may take to finish what it has, unless it ends before, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
-#: How long the platform may take to end a member by force, at least; else twice its grace; seconds.
+#: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
 STOP_S = 10.0
-#: The parts of a lifetime after which a successor is started, drawn for each member so that not all end together, and
-#: after which a member is drained even without one.
+#: The parts of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
+#: after which a worker is drained even without one.
 ROTATE, LAST = (0.80, 0.95), 0.97
 #: The most by which rotation begins earlier, since so many are to be replaced after each other; of a lifetime.
 MOST_LEAD = 0.6
-#: After so many members in a row that never called, or that are unfit for one reason, the fleet fails.
+#: After so many workers in a row that never called, or that are unfit for one reason, the fleet fails.
 MOST_FALSE_STARTS, MOST_UNFIT = 3, 3
-#: Most reasons of unfitness that are kept: members choose parts of them.
+#: Most reasons of unfitness that are kept: workers choose parts of them.
 MOST_REASONS = 64
 
 
 class Fleet:
-    """Keeps as many members as the target says. Not thread-safe; an event is O(1), a tick O(members).
+    """Keeps as many workers as the target says. Not thread-safe; an event is O(1), a tick O(workers).
 
     Args:
-        prefix: of the members' names: see `remote.launchers.names.prefix_of`.
+        prefix: of the workers' names: see `remote.launchers.names.prefix_of`.
         limits: of the platform.
         draw: gives numbers from 0 to below 1, for jitter.
-        lifetime_s: after how long members are replaced, if not the platform ends them before, seconds; None: never.
-        incarnation: the highest that was ever given to a member of this group; 0 if there was none.
-        alone: whether nobody else does the work: if no member is there, it fails where starts are refused for long.
+        lifetime_s: after how long workers are replaced, if not the platform ends them before, seconds; None: never.
+        incarnation: the highest that was ever given to a worker of this group; 0 if there was none.
+        alone: whether nobody else does the work: if no worker is there, it fails where starts are refused for long.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Fleet:
         self._limits = StartLimits(limits, draw)
         self._incarnation = incarnation
         self._target = 0
-        self._members: dict[str, FleetWorker] = {}
+        self._workers: dict[str, FleetWorker] = {}
         self._has_arrived = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
         #: For how long those that are gone have run, all of them together, seconds.
         self._gone_s = 0.0
-        #: Why there are fewer members than the target says; empty if nothing limits them.
+        #: Why there are fewer workers than the target says; empty if nothing limits them.
         self.limited_by = ""
-        #: Why the fleet starts no member any more; empty while it does.
+        #: Why the fleet starts no worker any more; empty while it does.
         self.failure = ""
 
     def retry(self) -> None:
-        """Start members again after a failure."""
+        """Start workers again after a failure."""
         self.failure = ""
         self._has_arrived = False
         self._unfit.clear()
@@ -107,73 +107,73 @@ class Fleet:
 
     # -- what has happened: `tick` says what follows -------------------------------------------------------
 
-    def target(self, members: int) -> None:
-        """So many members are wanted from now on."""
-        self._target = members
+    def target(self, workers: int) -> None:
+        """So many workers are wanted from now on."""
+        self._target = workers
 
     def handle(self, outcome: Outcome, now: float) -> None:
         """The platform has told this."""
-        member = self._members.get(outcome.name)
-        if member is None:
+        worker = self._workers.get(outcome.name)
+        if worker is None:
             return
         match outcome:
             case Accepted() | Answerless():
-                self._on_started(member, outcome, now)
-            case Refused(_, error) if not member.arrived:
-                del self._members[member.name]
-                self._limit(self._limits.note_refused(error, len(self._members), now), str(error))
+                self._on_started(worker, outcome, now)
+            case Refused(_, error) if not worker.arrived:
+                del self._workers[worker.name]
+                self._limit(self._limits.note_refused(error, len(self._workers), now), str(error))
                 if isinstance(error, RejectedError) or (
-                    not any(one.arrived for one in self.members)
+                    not any(one.arrived for one in self.workers)
                     and self._limits.gives_up(now, alone=self._alone)
                 ):
                     self._fail(str(error))
             case Warned(_, until_s):
-                self._on_warned(member, until_s, now)
+                self._on_warned(worker, until_s, now)
             case Ended(_, end):
-                self._remove(member, now, end.ran_s)
-                if not member.arrived and member.state is not WorkerState.STOPPING:
-                    self._note_false_start(f"{member.name} {end}", now)
+                self._remove(worker, now, end.ran_s)
+                if not worker.arrived and worker.state is not WorkerState.STOPPING:
+                    self._note_false_start(f"{worker.name} {end}", now)
 
     def arrived(self, name: str, unfit: str, now: float) -> None:
-        """A member has called. unfit: why it cannot be used; empty if it can."""
-        member = self._members.get(name)
-        if member is None or not (member.state.is_expected or member.arrived):
+        """A worker has called. unfit: why it cannot be used; empty if it can."""
+        worker = self._workers.get(name)
+        if worker is None or not (worker.state.is_expected or worker.arrived):
             self._out.append(RejectWorker(name, "nobody waits for it any more"))
-        elif not member.arrived:
-            member.arrived, member.since = True, now
+        elif not worker.arrived:
+            worker.arrived, worker.since = True, now
             if unfit:
-                self._note_unfit(member, unfit, now)
+                self._note_unfit(worker, unfit, now)
             else:
                 self._has_arrived = True
-                self._limits.note_arrived(member.begun, now)
-                member.state, member.due = WorkerState.ON_DECK, math.inf
-        elif not member.state.holds_place and member.state is not WorkerState.DRAINING:
+                self._limits.note_arrived(worker.begun, now)
+                worker.state, worker.due = WorkerState.ON_DECK, math.inf
+        elif not worker.state.holds_place and worker.state is not WorkerState.DRAINING:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
-        """A member that has called cannot be used after all."""
-        member = self._members.get(name)
-        if member is not None and member.state is WorkerState.ON_DECK:
-            self._note_unfit(member, reason, now)
+        """A worker that has called cannot be used after all."""
+        worker = self._workers.get(name)
+        if worker is not None and worker.state is WorkerState.ON_DECK:
+            self._note_unfit(worker, reason, now)
         else:
             self._out.append(RejectWorker(name, reason))
 
     def ready(self, name: str) -> None:
-        """A member has loaded what it needs and can work."""
-        member = self._members.get(name)
-        if member is not None:
-            member.ready = True
+        """A worker has loaded what it needs and can work."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.ready = True
 
     def drained(self, name: str, now: float) -> None:
-        """A member that drains has no task left; it was told to leave."""
+        """A worker that drains has no task left; it was told to leave."""
         self._gone_quiet(name, now, WorkerState.DRAINING)
 
     def bye(self, name: str, now: float) -> None:
-        """A member has said that it leaves."""
+        """A worker has said that it leaves."""
         self._give_up(name, now, now)
 
     def silent(self, name: str, now: float, heard: float | None = None) -> None:
-        """A member has not been heard of during its lease at the shard: what it had is given to others.
+        """A worker has not been heard of during its lease at the shard: what it had is given to others.
 
         heard: when it was heard last; None: now.
         """
@@ -190,57 +190,57 @@ class Fleet:
         return out
 
     @property
-    def members(self) -> list[FleetWorker]:
+    def workers(self) -> list[FleetWorker]:
         """All that are not gone, in the order in which they were started."""
-        return [*self._members.values()]
+        return [*self._workers.values()]
 
-    def member_s(self, now: float, heard: Mapping[str, float] | None = None) -> float:
-        """For how long members have run, all of them together, seconds.
+    def worker_s(self, now: float, heard: Mapping[str, float] | None = None) -> float:
+        """For how long workers have run, all of them together, seconds.
 
         As functions are billed: not while waited for; by what ran it, where that has told, else from its call until it
-        was heard last, so that nothing has to be taken back. heard: when members were; the others now.
+        was heard last, so that nothing has to be taken back. heard: when workers were; the others now.
         """
-        return self._gone_s + sum(one.ran_s((heard or {}).get(one.name, now)) for one in self.members)
+        return self._gone_s + sum(one.ran_s((heard or {}).get(one.name, now)) for one in self.workers)
 
     def end(self, now: float) -> None:
         """The fleet ends: whoever is left counts no longer."""
-        for member in self.members:
-            self._remove(member, now)
+        for worker in self.workers:
+            self._remove(worker, now)
 
     # -- single events ---------------------------------------------------------------------------------------
 
-    def _on_started(self, member: FleetWorker, outcome: Accepted | Answerless, now: float) -> None:
+    def _on_started(self, worker: FleetWorker, outcome: Accepted | Answerless, now: float) -> None:
         if isinstance(outcome, Accepted):
-            member.accepted = True
-            self._limits.note_accepted(member.begun)
-        if member.state is WorkerState.REQUESTED:
-            member.state, member.due = WorkerState.STARTING, now + self._limits.timeout_s
+            worker.accepted = True
+            self._limits.note_accepted(worker.begun)
+        if worker.state is WorkerState.REQUESTED:
+            worker.state, worker.due = WorkerState.STARTING, now + self._limits.timeout_s
             if isinstance(outcome, Answerless):
                 self._limit("starts without an answer", outcome.text)
 
-    def _on_warned(self, member: FleetWorker, until_s: float, now: float) -> None:
+    def _on_warned(self, worker: FleetWorker, until_s: float, now: float) -> None:
         """Treated as the end of its lifetime; half of the time is for its successor, half for what it has."""
-        member.ends = min(member.ends, now + until_s)
-        member.rotates = min(member.rotates, now)
-        member.drains = min(member.drains, now + until_s / 2)
+        worker.ends = min(worker.ends, now + until_s)
+        worker.rotates = min(worker.rotates, now)
+        worker.drains = min(worker.drains, now + until_s / 2)
 
-    def _note_unfit(self, member: FleetWorker, reason: str, now: float) -> None:
-        self._out.append(RejectWorker(member.name, reason))
-        self._leave(member, now)
+    def _note_unfit(self, worker: FleetWorker, reason: str, now: float) -> None:
+        self._out.append(RejectWorker(worker.name, reason))
+        self._leave(worker, now)
         self._limits.note_false_start(now)
-        # Not the traceback before it, which is told with the member's end.
-        self._limit("unfit members", reason.rpartition("\n")[2])
+        # Not the traceback before it, which is told with the worker's end.
+        self._limit("unfit workers", reason.rpartition("\n")[2])
         if len(self._unfit) >= MOST_REASONS and reason not in self._unfit:
             self._unfit.clear()
         self._unfit[reason] += 1
         if self._unfit[reason] >= MOST_UNFIT:
             self._fail(reason)
 
-    def _note_missing(self, member: FleetWorker, now: float) -> None:
-        """A member has not called in time."""
-        text = f"{member.name} has not called within {now - member.begun:.0f} s"
-        others = sum(one.state.holds_place for one in self.members)
-        if member.accepted:
+    def _note_missing(self, worker: FleetWorker, now: float) -> None:
+        """A worker has not called in time."""
+        text = f"{worker.name} has not called within {now - worker.begun:.0f} s"
+        others = sum(one.state.holds_place for one in self.workers)
+        if worker.accepted:
             # The platform may have no room and say nothing; those that wait with it show it too.
             self._limits.lower(others, now, accepts=True)
             self._note_false_start(text, now)
@@ -250,44 +250,44 @@ class Fleet:
 
     def _note_false_start(self, text: str, now: float) -> None:
         self._limits.note_false_start(now)
-        self._limit("members that do not call", text)
+        self._limit("workers that do not call", text)
         if not self._has_arrived and self._limits.false_starts >= MOST_FALSE_STARTS:
             count = self._limits.false_starts
             self._fail(f"{count} workers were started and none could be used; the last one: {text}")
 
     def _give_up(self, name: str, now: float, until: float) -> None:
         self._gone_quiet(name, now, WorkerState.ON_DECK, WorkerState.WORKING, WorkerState.DRAINING)
-        if (member := self._members.get(name)) is not None and member.until is None:
-            member.until = until
+        if (worker := self._workers.get(name)) is not None and worker.until is None:
+            worker.until = until
 
     def _gone_quiet(self, name: str, now: float, *states: WorkerState) -> None:
-        member = self._members.get(name)
-        if member is not None and member.state in states:
-            self._leave(member, now)
+        worker = self._workers.get(name)
+        if worker is not None and worker.state in states:
+            self._leave(worker, now)
 
     # -- what follows from the state and the time ------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
-        for member in self.members:
-            if member.state is not WorkerState.STOPPING and now >= member.ends + self._grace_s:
-                self._stop(member, "its lifetime has ended", now)
-            if now < member.due:
+        for worker in self.workers:
+            if worker.state is not WorkerState.STOPPING and now >= worker.ends + self._grace_s:
+                self._stop(worker, "its lifetime has ended", now)
+            if now < worker.due:
                 continue
-            if member.state.is_expected:
-                self._leave(member, now)  # the platform may say what became of it
-            elif member.state is WorkerState.STOPPING:
-                self._remove(member, now)
+            if worker.state.is_expected:
+                self._leave(worker, now)  # the platform may say what became of it
+            elif worker.state is WorkerState.STOPPING:
+                self._remove(worker, now)
             else:
-                if not member.arrived:
-                    self._note_missing(member, now)
-                self._stop(member, "it has not ended in time", now)
+                if not worker.arrived:
+                    self._note_missing(worker, now)
+                self._stop(worker, "it has not ended in time", now)
 
     def _vacate(self, now: float) -> None:
-        """Have members leave whose places are not wanted: who has not called, then who ends soonest."""
+        """Have workers leave whose places are not wanted: who has not called, then who ends soonest."""
         places: dict[int, list[FleetWorker]] = {}
-        for member in self.members:
-            if member.state.holds_place:
-                places.setdefault(member.number, []).append(member)
+        for worker in self.workers:
+            if worker.state.holds_place:
+                places.setdefault(worker.number, []).append(worker)
         excess = len(places) - self._target
         if excess <= 0:
             return
@@ -297,46 +297,46 @@ class Fleet:
             return any(one.arrived for one in places[number]), ends, -number
 
         for number in sorted(places, key=order)[:excess]:
-            for member in places[number]:
-                if member.arrived:
-                    self._drain(member, now)
+            for worker in places[number]:
+                if worker.arrived:
+                    self._drain(worker, now)
                 else:
-                    self._stop(member, "it is not needed any more", now)
+                    self._stop(worker, "it is not needed any more", now)
 
     def _drain_old(self, now: float) -> None:
         lead_s = self._lead_s
-        waiting = {one.number for one in self.members if one.state is WorkerState.ON_DECK and one.ready}
-        for member in self.members:
-            if member.state is WorkerState.WORKING and (
-                (now >= member.rotates - lead_s and member.number in waiting) or now >= member.drains
+        waiting = {one.number for one in self.workers if one.state is WorkerState.ON_DECK and one.ready}
+        for worker in self.workers:
+            if worker.state is WorkerState.WORKING and (
+                (now >= worker.rotates - lead_s and worker.number in waiting) or now >= worker.drains
             ):
-                self._drain(member, now)
+                self._drain(worker, now)
 
     def _admit(self) -> None:
         busy = {
-            one.number for one in self.members if one.state in (WorkerState.WORKING, WorkerState.DRAINING)
+            one.number for one in self.workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)
         }
-        for member in self.members:
-            if member.state is WorkerState.ON_DECK and member.ready and member.number not in busy:
-                member.state = WorkerState.WORKING
-                busy.add(member.number)
-                self._out.append(AdmitWorker(member.name))
+        for worker in self.workers:
+            if worker.state is WorkerState.ON_DECK and worker.ready and worker.number not in busy:
+                worker.state = WorkerState.WORKING
+                busy.add(worker.number)
+                self._out.append(AdmitWorker(worker.name))
 
     def _fill(self, now: float) -> None:
         most = min(self._target + self._spare, self._limits.ceiling(now))
-        requested = any(one.state is WorkerState.REQUESTED for one in self.members)
+        requested = any(one.state is WorkerState.REQUESTED for one in self.workers)
         for number in self._next_places(now):
-            if len(self._members) >= most or not self._limits.may_start(now, requested=requested):
+            if len(self._workers) >= most or not self._limits.may_start(now, requested=requested):
                 break
             self._start(number, now)
             requested = True
-        usable = sum(one.arrived and one.state.holds_place for one in self.members)
+        usable = sum(one.arrived and one.state.holds_place for one in self.workers)
         if self.limited_by and usable >= self._target:
             self._limit("", "")
 
     @property
     def _spare(self) -> int:
-        """How many members there may be beyond the target, while others leave."""
+        """How many workers there may be beyond the target, while others leave."""
         return max(1, self._target // 10) if self._target else 0
 
     @property
@@ -349,20 +349,20 @@ class Fleet:
         return min(2 * rounds * self._limits.usual_s, MOST_LEAD * self._lifetime_s)
 
     def _next_places(self, now: float) -> list[int]:
-        """The numbers of the next members to start: of free places, then of members that need a successor."""
+        """The numbers of the next workers to start: of free places, then of workers that need a successor."""
         if self.failure:
             return []
         # Of those that never called nobody knows whether they run: the next in their place would be one too many.
         held = Counter(
             one.number
-            for one in self.members
+            for one in self.workers
             if one.state.holds_place or (one.state is WorkerState.LEAVING and not one.arrived)
         )
         free = [number for number in range(self._target) if number not in held]
         lead_s = self._lead_s
         old = [
             one
-            for one in self.members
+            for one in self.workers
             if one.state is WorkerState.WORKING and now >= one.rotates - lead_s and held[one.number] == 1
         ]
         free = free[: max(0, self._target - len(held))]
@@ -373,36 +373,36 @@ class Fleet:
     def _start(self, number: int, now: float) -> None:
         self._incarnation += 1
         name = f"{self._prefix}{number}-{self._incarnation}"
-        member = FleetWorker(name, number, self._incarnation, now, now + self._limits.timeout_s)
+        worker = FleetWorker(name, number, self._incarnation, now, now + self._limits.timeout_s)
         if self._lifetime_s is not None:
             # From here on, though it begins later: the platform may count so.
             first, last = ROTATE
-            member.ends = now + self._lifetime_s
-            member.rotates = now + self._lifetime_s * (first + (last - first) * self._draw())
-            member.drains = now + self._lifetime_s * LAST
-        self._members[name] = member
+            worker.ends = now + self._lifetime_s
+            worker.rotates = now + self._lifetime_s * (first + (last - first) * self._draw())
+            worker.drains = now + self._lifetime_s * LAST
+        self._workers[name] = worker
         self._limits.note_start(now)
         self._out.append(StartWorker(name, number, self._incarnation, self._lifetime_s))
 
-    def _remove(self, member: FleetWorker, now: float, ran_s: float | None = None) -> None:
-        del self._members[member.name]
-        self._gone_s += member.ran_s(now) if ran_s is None else ran_s
+    def _remove(self, worker: FleetWorker, now: float, ran_s: float | None = None) -> None:
+        del self._workers[worker.name]
+        self._gone_s += worker.ran_s(now) if ran_s is None else ran_s
 
-    def _drain(self, member: FleetWorker, now: float) -> None:
-        waited = member.state is WorkerState.ON_DECK  # and so has no tasks
-        ends = member.ends if member.ends > now else math.inf
-        member.state, member.due = WorkerState.DRAINING, min(now + DRAIN_S, ends)
-        self._out.append(DrainWorker(member.name))
+    def _drain(self, worker: FleetWorker, now: float) -> None:
+        waited = worker.state is WorkerState.ON_DECK  # and so has no tasks
+        ends = worker.ends if worker.ends > now else math.inf
+        worker.state, worker.due = WorkerState.DRAINING, min(now + DRAIN_S, ends)
+        self._out.append(DrainWorker(worker.name))
         if waited:
-            self._leave(member, now)
+            self._leave(worker, now)
 
-    def _leave(self, member: FleetWorker, now: float) -> None:
-        member.state, member.due = WorkerState.LEAVING, now + LEAVE_S
-        self._out.append(CheckWorker(member.name))
+    def _leave(self, worker: FleetWorker, now: float) -> None:
+        worker.state, worker.due = WorkerState.LEAVING, now + LEAVE_S
+        self._out.append(CheckWorker(worker.name))
 
-    def _stop(self, member: FleetWorker, why: str, now: float) -> None:
-        member.state, member.due = WorkerState.STOPPING, now + max(STOP_S, 2 * self._grace_s)
-        self._out.append(StopWorker(member.name, why))
+    def _stop(self, worker: FleetWorker, why: str, now: float) -> None:
+        worker.state, worker.due = WorkerState.STOPPING, now + max(STOP_S, 2 * self._grace_s)
+        self._out.append(StopWorker(worker.name, why))
 
     def _limit(self, by: str, text: str) -> None:
         if by != self.limited_by:
@@ -415,22 +415,22 @@ class Fleet:
             self._out.append(Fail(text))
 
     def validate(self, now: float) -> None:
-        """Check every invariant after a tick at `now`; O(members), for tests. Raises AssertionError."""
-        members = self.members
-        places = Counter(one.number for one in members if one.state.holds_place)
+        """Check every invariant after a tick at `now`; O(workers), for tests. Raises AssertionError."""
+        workers = self.workers
+        places = Counter(one.number for one in workers if one.state.holds_place)
         assert len(places) <= self._target
         assert all(count <= 2 for count in places.values())
-        busy = [one.number for one in members if one.state in (WorkerState.WORKING, WorkerState.DRAINING)]
-        assert len(busy) == len(set(busy)), "two members work in one place"
+        busy = [one.number for one in workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)]
+        assert len(busy) == len(set(busy)), "two workers work in one place"
         assert not [
             one
-            for one in members
+            for one in workers
             if one.state is WorkerState.ON_DECK and one.ready and one.number not in busy
         ]
-        for one in members:
+        for one in workers:
             assert one.name == f"{self._prefix}{one.number}-{one.incarnation}"
             assert one.incarnation <= self._incarnation
             leased = one.state in (WorkerState.ON_DECK, WorkerState.WORKING)
             assert one.arrived if leased else now < one.due < math.inf
             assert one.state is WorkerState.STOPPING or now < one.ends + self._grace_s
-        self._limits.validate(now, [one.begun for one in members])
+        self._limits.validate(now, [one.begun for one in workers])

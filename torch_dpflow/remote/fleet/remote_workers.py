@@ -32,7 +32,7 @@ from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.remote.fleet.lifecycle import Fleet
-from torch_dpflow.remote.fleet.worker_listener import Door
+from torch_dpflow.remote.fleet.worker_listener import WorkerListener
 from torch_dpflow.remote.fleet.worker_record import (
     BATCH_WORKERS,
     LINE,
@@ -59,18 +59,18 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform, prefix_of
 from torch_dpflow.workers.platform import Handle
 
-#: After how long without a sign of life the platform is asked about a member, and after how long it is lost, seconds.
+#: After how long without a sign of life the platform is asked about a worker, and after how long it is lost, seconds.
 SUSPECT_S, LEASE_S = 2.5, 10.0
-#: How often the platform is asked about all members because connections have ended, at most, seconds.
+#: How often the platform is asked about all workers because connections have ended, at most, seconds.
 ASK_S = 2.0
 #: How often to look at leases and time limits where nothing happens, seconds.
 LOOK_S = 0.25
-#: How long after the loader's end members may take to end, before they are killed, seconds.
+#: How long after the loader's end workers may take to end, before they are killed, seconds.
 TERMINATE_S = 2.0
 
 
 class RemoteWorkers:
-    """The members of one shard's fleet, as its workers.
+    """The workers of one shard's fleet, as its workers.
 
     Args:
         platform: where they run; opened here, closed with this.
@@ -84,7 +84,7 @@ class RemoteWorkers:
         cluster: the first part of their names, 8 hexadecimal digits; empty: random ones.
 
     Raises:
-        OptionError: members cannot reach that address, or a setting of the platform is not possible.
+        OptionError: workers cannot reach that address, or a setting of the platform is not possible.
         TransportError: the address cannot be listened at.
         PlatformError, MissingExtraError: see `PlatformSpec.open`.
     """
@@ -103,21 +103,23 @@ class RemoteWorkers:
     ) -> None:
         self._spec = platform
         self._content = content
-        self._workers, self._first, self._least = workers, first, least
+        self._count, self._first, self._least = workers, first, least
         self._kind = kind
         self._clock = SuspendAwareClock()
         if listen_at:
             platform.check_listen(listen_at)
         self._platform: RemotePlatform = platform.open()
         try:
-            self._door = Door(listen_at or platform.listen_at())
+            self._worker_listener = WorkerListener(listen_at or platform.listen_at())
         except BaseException:
             self._platform.close()
             raise
-        self.listener = self._door.listener
+        self.listener = self._worker_listener.listener
         self.listener.watch(self._platform.wakeup_fd)
         start_s = self._platform.limits.start_timeout_s[1]
-        self._shortage = Shortage(platform.name, workers, least, start_s, self._door.addresses[0], kind.log)
+        self._shortage = Shortage(
+            platform.name, workers, least, start_s, self._worker_listener.addresses[0], kind.log
+        )
         prefix = prefix_of(cluster or secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
         draw = SystemRandom().random
@@ -125,11 +127,11 @@ class RemoteWorkers:
         #: As of `private_shard.Workers`: there are none.
         self.local = None
         self.shell: Shell
-        self._members: dict[str, RemoteWorker] = {}
+        self._workers: dict[str, RemoteWorker] = {}
         self._by_user: dict[str, RemoteWorker] = {}
         #: By the identity of their second connection, those that work.
         self._working: dict[bytes, RemoteWorker] = {}
-        #: Names of members that may work, until enough are there.
+        #: Names of workers that may work, until enough are there.
         self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
         self._look_at = self._ask_at = 0.0
@@ -138,19 +140,19 @@ class RemoteWorkers:
         self.time = WorkerTime()  # as of the latest look
 
     def __len__(self) -> int:
-        return self._workers
+        return self._count
 
     # -- for the shard -----------------------------------------------------------------------------------
 
     def start_all(self) -> None:
         """Have the platform start them."""
-        self._fleet.target(self._workers)
+        self._fleet.target(self._count)
         self._shortage.begin(self._clock())
         self.look()
 
     def resize(self, workers: int) -> None:
         """Have so many from now on."""
-        self._workers = self._shortage.workers = workers
+        self._count = self._shortage.workers = workers
         self._fleet.target(workers)
         self._has_news = True
 
@@ -182,8 +184,8 @@ class RemoteWorkers:
 
     def views(self) -> list[RemoteWorkerView]:
         """All that were asked for and are not gone, for people."""
-        now, where = self._clock(), {name: member.where for name, member in self._members.items()}
-        rows = ((one, where.get(one.name, "")) for one in self._fleet.members)
+        now, where = self._clock(), {name: worker.where for name, worker in self._workers.items()}
+        rows = ((one, where.get(one.name, "")) for one in self._fleet.workers)
         return [
             RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows
         ]
@@ -192,14 +194,14 @@ class RemoteWorkers:
         """Nobody: ends are told by `Shell.lose`."""
         return ()
 
-    def refusal(self, worker: int, incarnation: int) -> str:
+    def refusal(self, number: int, incarnation: int) -> str:
         """Why a process is not the latest one of its worker; empty if it is."""
-        member = self._by_user.get(f"{worker}/{incarnation}")
-        return "" if member is not None and member.is_working else "it was not admitted"
+        worker = self._by_user.get(f"{number}/{incarnation}")
+        return "" if worker is not None and worker.is_working else "it was not admitted"
 
-    def kill(self, worker: int, why: str) -> None:
+    def kill(self, number: int, why: str) -> None:
         """Have a worker's process ended, and its place given to another, soon."""
-        self._condemned[worker] = why
+        self._condemned[number] = why
         self._has_news = True
         self.listener.wake()
 
@@ -216,9 +218,9 @@ class RemoteWorkers:
     def dismiss(self, *, all_: bool = False) -> None:
         """The shard ends: send away who does not work, or all of them, and begin nothing any more."""
         self._leaving = True
-        for member in self._members.values():
-            if all_ or not member.is_working:
-                self._refuse(member, "")
+        for worker in self._workers.values():
+            if all_ or not worker.is_working:
+                self._refuse(worker, "")
 
     def close(self) -> None:
         """End all of them."""
@@ -226,94 +228,94 @@ class RemoteWorkers:
         for outcome in self._platform.take():
             self._fleet.handle(outcome, self._clock())
         self._fleet.end(self._clock())
-        self.time.seconds, self.time.is_over = self._fleet.member_s(self._clock()), True
+        self.time.seconds, self.time.is_over = self._fleet.worker_s(self._clock()), True
         text = "its workers on platform %r have ended, after %.1f worker-seconds"
         self._kind.log.info(text, self._spec.name, self.time.seconds)
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
-        """A message of a member."""
-        member = self._working.get(peer)
-        if member is not None:
-            member.note_work(self._clock())
+        """A message of a worker."""
+        worker = self._working.get(peer)
+        if worker is not None:
+            worker.note_work(self._clock())
             self.shell.deliver(peer, frames)
             return
         try:
             user, nonce, kind = parts_of(peer)
-            member = self._by_user.get(user)
-            if member is None:
+            worker = self._by_user.get(user)
+            if worker is None:
                 self._send(peer, WorkerRefused("nobody waits for it any more"))
             elif kind == LINE:
-                self._on_line(member, nonce, peer, frames)
-            elif nonce == member.nonce and isinstance(decode(frames[0]), WorkerHandshake):
-                member.hello, member.received = frames, member.received + 1
-                self._fleet.ready(member.name)
+                self._on_line(worker, nonce, peer, frames)
+            elif nonce == worker.nonce and isinstance(decode(frames[0]), WorkerHandshake):
+                worker.hello, worker.received = frames, worker.received + 1
+                self._fleet.ready(worker.name)
                 self._has_news = True
         except MessageError as error:
-            TRANSPORT.warning("message of a member dropped: %s", error)
+            TRANSPORT.warning("message of a worker dropped: %s", error)
             self._send(peer, WorkerRefused((other_release(version_of(frames[0])) or str(error))[:MAX_TEXT]))
 
-    def _on_line(self, member: RemoteWorker, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
+    def _on_line(self, worker: RemoteWorker, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
         header: Any = decode(frames[0])
-        if member.nonce and nonce != member.nonce:
-            self._send(peer, WorkerRefused(f"another process is {member.name} already"))
+        if worker.nonce and nonce != worker.nonce:
+            self._send(peer, WorkerRefused(f"another process is {worker.name} already"))
             return
-        member.heard = self._clock()
+        worker.heard = self._clock()
         match header:
             case RemoteHandshake():
-                self._on_hello(member, nonce, header)
+                self._on_hello(worker, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
                 self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
             case WorkerHeartbeat(sent=sent, round_trip_s=round_trip_s, away_s=away_s):
-                self.time.away_s += member.note_away(away_s)
-                if member.lacks(sent, self.listener.losses, member.heard):
-                    self.kill(member.number, "messages of it were lost with a connection")
-                self._fit_window(member, round_trip_s)
-                self._send(peer, WorkerHeartbeat(member.sent))
+                self.time.away_s += worker.note_away(away_s)
+                if worker.lacks(sent, self.listener.losses, worker.heard):
+                    self.kill(worker.number, "messages of it were lost with a connection")
+                self._fit_window(worker, round_trip_s)
+                self._send(peer, WorkerHeartbeat(worker.sent))
             case MissingModules(modules=modules):
-                self._fleet.unfit(member.name, self._content.missing(modules), self._clock())
+                self._fleet.unfit(worker.name, self._content.missing(modules), self._clock())
                 self._has_news = True
             case WorkerGoodbye():
                 # Its results come by the other connection, and may come later.
-                member.bye, self._has_news = header, True
-                self._platform.suspect(member.name)
+                worker.bye, self._has_news = header, True
+                self._platform.suspect(worker.name)
                 if self._leaving:
-                    self._forget(member)
+                    self._forget(worker)
             case _:
-                raise MessageError(f"a member may not send a {type(header).__name__} here")
+                raise MessageError(f"a worker may not send a {type(header).__name__} here")
 
-    def _on_hello(self, member: RemoteWorker, nonce: bytes, hello: RemoteHandshake) -> None:
-        member.nonce, member.where = nonce, hello.where
-        self._door.keep(member)
-        if not member.has_called:
-            member.has_called = self._has_news = True
+    def _on_hello(self, worker: RemoteWorker, nonce: bytes, hello: RemoteHandshake) -> None:
+        worker.nonce, worker.where = nonce, hello.where
+        self._worker_listener.keep(worker)
+        if not worker.has_called:
+            worker.has_called = self._has_news = True
             unfit = other_release(hello.version) or self._content.unfit(hello.versions)
-            self._fleet.arrived(member.name, unfit, self._clock())
+            self._fleet.arrived(worker.name, unfit, self._clock())
             if unfit:
                 return
         content = self._content
         self._send(
-            member.peer(LINE),
+            worker.peer(LINE),
             RemoteWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
         )
 
-    def _fit_window(self, member: RemoteWorker, round_trip_s: float) -> None:
-        window = member.fitting_window(round_trip_s)
-        if member.is_working and window != member.window:
-            member.window = window
-            self.shell.set_window(member.number, window)
+    def _fit_window(self, worker: RemoteWorker, round_trip_s: float) -> None:
+        window = worker.fitting_window(round_trip_s)
+        if worker.is_working and window != worker.window:
+            worker.window = window
+            self.shell.set_window(worker.number, window)
 
-    def _part(self, member: RemoteWorker, end: str, now: float) -> None:
-        """A member has left or ended, and all that it had to say is here."""
-        words = "" if member.bye is None else member.bye.words
-        if words and not member.is_working:
-            self._fleet.unfit(member.name, words, now)
+    def _part(self, worker: RemoteWorker, end: str, now: float) -> None:
+        """A worker has left or ended, and all that it had to say is here."""
+        words = "" if worker.bye is None else worker.bye.words
+        if words and not worker.is_working:
+            self._fleet.unfit(worker.name, words, now)
         else:
-            self._fleet.bye(member.name, now)
-        if member.is_sent_away and not words and (member.bye is not None or not member.is_working):
-            self._lose(member, "", may_blame=False)
+            self._fleet.bye(worker.name, now)
+        if worker.is_sent_away and not words and (worker.bye is not None or not worker.is_working):
+            self._lose(worker, "", may_blame=False)
         else:
-            how = f"has left{f': {words}' if words else ''}" if member.bye is not None else end
-            self._lose(member, f"{member.name} {how}", may_blame=member.bye is None or bool(words))
+            how = f"has left{f': {words}' if words else ''}" if worker.bye is not None else end
+            self._lose(worker, f"{worker.name} {how}", may_blame=worker.bye is None or bool(words))
 
     # -- what follows ------------------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ class RemoteWorkers:
         if self.listener.losses != self._losses and now >= self._ask_at:
             # Who was killed has lost its connections at once. A stranger can connect and leave as often as it likes.
             self._losses, self._ask_at = self.listener.losses, now + ASK_S
-            for name in self._members:
+            for name in self._workers:
                 self._platform.suspect(name)
         if not (outcomes or self._has_news or now >= self._look_at) or self._leaving:
             return
@@ -332,36 +334,36 @@ class RemoteWorkers:
         if any(isinstance(outcome, Ended) for outcome in outcomes):
             self.shell.drain()
         for outcome in outcomes:
-            member = self._members.get(outcome.name)
-            if isinstance(outcome, Ended) and member is not None:
-                self._part(member, str(outcome.end), now)
+            worker = self._workers.get(outcome.name)
+            if isinstance(outcome, Ended) and worker is not None:
+                self._part(worker, str(outcome.end), now)
             self._fleet.handle(outcome, now)
-        for member in list(self._members.values()):
-            why = self._condemned.pop(member.number, "") if member.is_working else ""
-            silent_s = now - member.heard if member.nonce else 0.0
-            if member.bye is not None and (member.received >= member.bye.sent or silent_s >= SUSPECT_S):
-                self._part(member, "", now)
+        for worker in list(self._workers.values()):
+            why = self._condemned.pop(worker.number, "") if worker.is_working else ""
+            silent_s = now - worker.heard if worker.nonce else 0.0
+            if worker.bye is not None and (worker.received >= worker.bye.sent or silent_s >= SUSPECT_S):
+                self._part(worker, "", now)
                 why = ""
             elif silent_s >= LEASE_S:
                 why = why or f"nothing was heard of it for {LEASE_S:g} s"
-            elif silent_s >= SUSPECT_S and member.suspected_at < member.heard:
-                member.suspected_at = now
-                self._platform.suspect(member.name)
+            elif silent_s >= SUSPECT_S and worker.suspected_at < worker.heard:
+                worker.suspected_at = now
+                self._platform.suspect(worker.name)
             if why:
-                self._fleet.silent(member.name, now, member.heard)
-                self._platform.stop(member.name, why)
-                self._refuse(member, why)
-                self._lose(member, f"{member.name} was given up: {why}")
-        heard = {name: one.heard for name, one in self._members.items() if one.nonce}
-        self.time.seconds = self._fleet.member_s(now, heard)
+                self._fleet.silent(worker.name, now, worker.heard)
+                self._platform.stop(worker.name, why)
+                self._refuse(worker, why)
+                self._lose(worker, f"{worker.name} was given up: {why}")
+        heard = {name: one.heard for name, one in self._workers.items() if one.nonce}
+        self.time.seconds = self._fleet.worker_s(now, heard)
         for instruction in self._fleet.tick(now):
             self._obey(instruction, now)
-        called = sum(bool(member.nonce) for member in self._members.values())
+        called = sum(bool(worker.nonce) for worker in self._workers.values())
         if too_few := self._shortage.check(len(self._working), called, now):
             self.shell.fail(WorkerStartError(too_few))
 
     def _obey(self, instruction: FleetInstruction, now: float) -> None:
-        member = self._members.get(getattr(instruction, "name", ""))
+        worker = self._workers.get(getattr(instruction, "name", ""))
         match instruction:
             case StartWorker():
                 self._start(instruction, now)
@@ -369,20 +371,20 @@ class RemoteWorkers:
                 self._platform.suspect(name)
             case StopWorker(name, why):
                 self._platform.stop(name, why)
-                if member is not None:
-                    self._lose(member, f"{name} was ended: {why}", may_blame=False)
-            case RejectWorker(name, why) if member is not None:
-                self._refuse(member, why)
-                self._forget(member)
-            case AdmitWorker() if member is not None:
-                self._admitted.append(member.name)
+                if worker is not None:
+                    self._lose(worker, f"{name} was ended: {why}", may_blame=False)
+            case RejectWorker(name, why) if worker is not None:
+                self._refuse(worker, why)
+                self._forget(worker)
+            case AdmitWorker() if worker is not None:
+                self._admitted.append(worker.name)
                 self._begin()
-            case DrainWorker() if member is not None:
-                member.is_sent_away = True
-                if member.is_working:
-                    self._send(member.peer(WORK), Stop())
+            case DrainWorker() if worker is not None:
+                worker.is_sent_away = True
+                if worker.is_working:
+                    self._send(worker.peer(WORK), Stop())
                 else:
-                    self._refuse(member, "it is not needed any more")
+                    self._refuse(worker, "it is not needed any more")
             case Report(limited_by, text):
                 self._shortage.limit(limited_by, text, len(self._working))
             case Fail(text):
@@ -391,41 +393,41 @@ class RemoteWorkers:
 
     def _begin(self) -> None:
         """Let those work that may, once there are enough."""
-        if self._least > len(self._members.keys() & set(self._admitted)):
+        if self._least > len(self._workers.keys() & set(self._admitted)):
             return
         self._least = 0
-        admitted, self._admitted = [self._members.get(name) for name in self._admitted], []
-        for member in admitted:
-            if member is not None and member.hello is not None:
-                hello, member.hello, member.is_working = member.hello, None, True
-                self._working[member.peer(WORK)] = member
-                self.shell.admit(member.peer(WORK), hello)
+        admitted, self._admitted = [self._workers.get(name) for name in self._admitted], []
+        for worker in admitted:
+            if worker is not None and worker.hello is not None:
+                hello, worker.hello, worker.is_working = worker.hello, None, True
+                self._working[worker.peer(WORK)] = worker
+                self.shell.admit(worker.peer(WORK), hello)
 
     def _start(self, start: StartWorker, now: float) -> None:
         number = self._first + start.number
-        member = RemoteWorker(start.name, number, start.incarnation, now, self._kind)
+        worker = RemoteWorker(start.name, number, start.incarnation, now, self._kind)
         within_s = self._platform.limits.start_timeout_s[1]
-        launch_spec = self._door.launch_spec(
-            member, self._content, within_s=within_s, lifetime_s=start.lifetime_s
+        launch_spec = self._worker_listener.launch_spec(
+            worker, self._content, within_s=within_s, lifetime_s=start.lifetime_s
         )
-        self._members[member.name] = self._by_user[member.user] = member
-        self._platform.start(member.name, launch_spec)
+        self._workers[worker.name] = self._by_user[worker.user] = worker
+        self._platform.start(worker.name, launch_spec)
 
-    def _lose(self, member: RemoteWorker, how: str, *, may_blame: bool = True) -> None:
-        self._forget(member)
-        if member.nonce:
-            self.shell.lose(member.number, how, had_tasks=member.is_working, may_blame=may_blame)
+    def _lose(self, worker: RemoteWorker, how: str, *, may_blame: bool = True) -> None:
+        self._forget(worker)
+        if worker.nonce:
+            self.shell.lose(worker.number, how, had_tasks=worker.is_working, may_blame=may_blame)
 
-    def _forget(self, member: RemoteWorker) -> None:
-        self._members.pop(member.name, None)
-        self._by_user.pop(member.user, None)
-        if self._working.pop(member.peer(WORK), None) is not None:
-            self._condemned.pop(member.number, None)  # else its successor would be killed for it
-        self._door.drop(member)
+    def _forget(self, worker: RemoteWorker) -> None:
+        self._workers.pop(worker.name, None)
+        self._by_user.pop(worker.user, None)
+        if self._working.pop(worker.peer(WORK), None) is not None:
+            self._condemned.pop(worker.number, None)  # else its successor would be killed for it
+        self._worker_listener.drop(worker)
 
-    def _refuse(self, member: RemoteWorker, why: str) -> None:
-        if member.nonce:
-            self._send(member.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
+    def _refuse(self, worker: RemoteWorker, why: str) -> None:
+        if worker.nonce:
+            self._send(worker.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
 
     def _send(self, peer: bytes, header: Any) -> None:
         self.listener.send(peer, [encode(header)])

@@ -1,4 +1,4 @@
-"""When a fleet may start another member: its rate, its pauses after failures, its ceiling, its patience. Pure."""
+"""When a fleet may start another worker: its rate, its pauses after failures, its ceiling, its patience. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
 RAISE_S = 60.0
 #: From how many starts the patience is learned, and how many times their 95th percentile it is.
 STARTS, TIMES = 32, 3.0
-#: Why there are fewer members than there should be, by the error of a start.
+#: Why there are fewer workers than there should be, by the error of a start.
 LIMITED_BY: dict[type[PlatformError], str] = {
     QuotaError: "quota",
     ThrottledError: "throttling",
@@ -58,7 +58,7 @@ class StartLimits:
         self._limits = limits
         self._rate = RateLimit(limits.starts_per_s)
         self._most = math.inf if limits.max_workers is None else limits.max_workers
-        #: The ceiling that the platform has shown, when, and whether by accepting members that never called.
+        #: The ceiling that the platform has shown, when, and whether by accepting workers that never called.
         self._ceiling, self._shown_at, self._accepts_too_many = self._most, 0.0, False
         self._resume_at = -math.inf
         #: Since when starts have been refused without pause, when and why the latest one was, and how many refusals of
@@ -73,22 +73,22 @@ class StartLimits:
 
     @property
     def false_starts(self) -> int:
-        """How many members in a row have ended before they called."""
+        """How many workers in a row have ended before they called."""
         return self._false_starts.failures
 
     @property
     def timeout_s(self) -> float:
-        """How long a member may take from its start to its hello, seconds."""
+        """How long a worker may take from its start to its hello, seconds."""
         least, most = self._limits.start_timeout_s
         return max(least, min(TIMES * self.usual_s, most)) if self._delays else most
 
     @property
     def usual_s(self) -> float:
-        """How long nearly all members have taken from their start to their hello, seconds; 0: none has come."""
+        """How long nearly all workers have taken from their start to their hello, seconds; 0: none has come."""
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:
-        """How many members there may be, as far as is known."""
+        """How many workers there may be, as far as is known."""
         return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
 
     def may_start(self, now: float, *, requested: bool) -> bool:
@@ -146,13 +146,13 @@ class StartLimits:
                 return alone and now - self._refused_since >= (PATIENCE_S if tried else UNTRIED_S)
 
     def note_arrived(self, begun: float, now: float) -> None:
-        """A member has called whose start was requested at this time."""
+        """A worker has called whose start was requested at this time."""
         self._delays.append(now - begun)
         self._false_starts.reset()
         self._note_room(begun)
 
     def note_false_start(self, now: float) -> None:
-        """A member has ended before it called, or could not be used."""
+        """A worker has ended before it called, or could not be used."""
         self._pause(now, self._false_starts.pause_s())
 
     def retry(self) -> None:
@@ -182,7 +182,7 @@ class StartLimits:
         self._resume_at = max(self._resume_at, now + pause_s)
 
     def validate(self, now: float, starts: list[float]) -> None:
-        """Check every invariant, given when members were started; for tests. Raises AssertionError."""
+        """Check every invariant, given when workers were started; for tests. Raises AssertionError."""
         latest = [begun for begun in starts if begun > now - self._rate.period_s]
         assert len(latest) <= max(1, self._limits.starts_per_s * self._rate.period_s)
         assert self.ceiling(now) <= self._most

@@ -1,4 +1,4 @@
-"""Where members are told to call, given where their head listens."""
+"""Where workers are told to call, given where their head listens."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _is_literal(host: str) -> bool:
     return False
 
 
-#: After how long without an answer a member leaves, seconds.
+#: After how long without an answer a worker leaves, seconds.
 SILENCE_S = 30.0
 
 
@@ -121,14 +121,14 @@ class PortsInUseError(TransportError):
     """Others listen at all ports at which this one may."""
 
 
-class Door:
-    """A listener with one-time keys, and the launch specs that tell members of it.
+class WorkerListener:
+    """A listener with one-time keys, and the launch specs that tell workers of it.
 
     Args:
         listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.
 
     Raises:
-        OptionError: members cannot reach that address.
+        OptionError: workers cannot reach that address.
         PortsInUseError: others listen there.
         TransportError: it cannot be listened at.
     """
@@ -137,21 +137,21 @@ class Door:
         public, secret = draw_key_pair()
         self._keys = WorkerKeys(public=public, secret=secret)
         self.listener = _listen(listen_at, TransportOptions(keys=self._keys))
-        #: How members reach it.
+        #: How workers reach it.
         self.addresses = to_tell(listen_at, self.listener.address)
 
     def launch_spec(
-        self, member: RemoteWorker, content: RemoteContent, *, within_s: float, lifetime_s: float | None
+        self, worker: RemoteWorker, content: RemoteContent, *, within_s: float, lifetime_s: float | None
     ) -> bytes:
-        """A member's launch spec, whose key is good from now on, and for so long unless the member calls."""
+        """A worker's launch spec, whose key is good from now on, and for so long unless the worker calls."""
         public, secret = draw_key_pair()
-        self._keys.expect(member.user, public, within_s)
+        self._keys.expect(worker.user, public, within_s)
         return encode_launch_spec(
             LaunchSpec(
-                name=member.name,
-                role=member.kind.role,
-                number=member.number,
-                incarnation=member.incarnation,
+                name=worker.name,
+                role=worker.kind.role,
+                number=worker.number,
+                incarnation=worker.incarnation,
                 addresses=self.addresses,
                 server_public=self._keys.public.decode(),
                 public=public.decode(),
@@ -164,13 +164,13 @@ class Door:
             )
         )
 
-    def keep(self, member: RemoteWorker) -> None:
+    def keep(self, worker: RemoteWorker) -> None:
         """It has called: its key stays good."""
-        self._keys.keep(member.user)
+        self._keys.keep(worker.user)
 
-    def drop(self, member: RemoteWorker) -> None:
+    def drop(self, worker: RemoteWorker) -> None:
         """Its key is good no more."""
-        self._keys.drop(member.user)
+        self._keys.drop(worker.user)
 
 
 def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:

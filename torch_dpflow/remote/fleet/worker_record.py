@@ -1,4 +1,4 @@
-"""What a head knows of one member of its fleet, and what members ask of the shard."""
+"""What a head knows of one worker of its fleet, and what workers ask of the shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_dpflow.ipc.messages.headers import PIECE_BYTES, PROTOCOL_VERSION, Wor
 from torch_dpflow.log import LOADER, SERVICE
 from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, versions_here, warnings_of
 
-#: A member's two connections, by the ends of their identities: see `ipc.messages.headers`.
+#: A worker's two connections, by the ends of their identities: see `ipc.messages.headers`.
 LINE, WORK = b"line", b"work"
 #: Such a part of the usual time of a task may pass in a round trip before a window grows for it.
 NEGLIGIBLE = 0.05
@@ -27,7 +27,7 @@ _WEIGHT = 0.2
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """What the members of a fleet are to their shard."""
+    """What the workers of a fleet are to their shard."""
 
     #: As of `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
@@ -45,7 +45,7 @@ SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 @dataclass(eq=False)
 class RemoteWorker:
-    """A member that was asked for and is not lost. Times are seconds on the clock of `RemoteWorkers`."""
+    """A worker that was asked for and is not lost. Times are seconds on the clock of `RemoteWorkers`."""
 
     name: str
     number: int
@@ -157,7 +157,7 @@ def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
     """A connection's user, the nonce of its process, and which of its two connections it is."""
     parts = peer.split(b"/")
     if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
-        raise MessageError("no connection of a member has such an identity")
+        raise MessageError("no connection of a worker has such an identity")
     return b"/".join(parts[:2]).decode(errors="replace"), parts[2], parts[3]
 
 
@@ -184,7 +184,7 @@ class RemoteContent:
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
-        """Why a member with these versions cannot load it, and what to do; empty if it can."""
+        """Why a worker with these versions cannot load it, and what to do; empty if it can."""
         reason = unfit(versions, self._versions)
         for text in () if reason else warnings_of(versions, self._versions):
             if text not in self._warned:
@@ -193,17 +193,17 @@ class RemoteContent:
         return reason
 
     def missing(self, modules: Sequence[str]) -> str:
-        """Why a member without these modules cannot load it, and what to do."""
+        """Why a worker without these modules cannot load it, and what to do."""
         return missing_text(name for name in modules if name.replace(".", "").isidentifier())
 
 
 def other_release(version: int) -> str:
-    """Why a member is refused that speaks another version of the protocol; empty if it does not."""
+    """Why a worker is refused that speaks another version of the protocol; empty if it does not."""
     if version == PROTOCOL_VERSION:
         return ""
     return (
         f"it speaks version {version} of the protocol and this process {PROTOCOL_VERSION}: install torch_dpflow "
-        f"{__version__} where members run"
+        f"{__version__} where workers run"
     )
 
 
@@ -275,11 +275,11 @@ class Shortage:
             return ""
         return (
             f"{called} of min_workers={self._least} workers of platform {self._platform!r} have called within "
-            f"{self._start_s:g} s: {self.reason or self._door()}"
+            f"{self._start_s:g} s: {self.reason or self._hint()}"
         )
 
     def _complain(self, working: int, called: int) -> None:
-        door = "" if called or self.reason else f"; {self._door()}"
+        listener = "" if called or self.reason else f"; {self._hint()}"
         self._log.warning(
             "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
             "run go on, and the others are awaited",
@@ -288,8 +288,8 @@ class Shortage:
             self._platform,
             COMPLAIN_S,
             called - working,
-            door,
+            listener,
         )
 
-    def _door(self) -> str:
+    def _hint(self) -> str:
         return f"is {self._address} open to where they run?"

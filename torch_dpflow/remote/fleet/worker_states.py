@@ -1,4 +1,4 @@
-"""The members of a fleet: their states, and what is to be done about them."""
+"""The workers of a fleet: their states, and what is to be done about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 class WorkerState(enum.Enum):
-    """Where a member is in its life; see `lifecycle`."""
+    """Where a worker is in its life; see `lifecycle`."""
 
     #: The platform has not answered.
     REQUESTED = "requested"
@@ -39,7 +39,7 @@ class WorkerState(enum.Enum):
 
 @dataclass(slots=True)
 class FleetWorker:
-    """A member that is not gone. Times are seconds on the clock of the machine's caller."""
+    """A worker that is not gone. Times are seconds on the clock of the machine's caller."""
 
     name: str
     number: int
@@ -68,7 +68,7 @@ class FleetWorker:
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Start this member; its name is new. It is to leave by itself after `lifetime_s`, None: never."""
+    """Start this worker; its name is new. It is to leave by itself after `lifetime_s`, None: never."""
 
     name: str
     number: int
@@ -77,7 +77,7 @@ class StartWorker(msgspec.Struct, frozen=True):
 
 
 class AdmitWorker(msgspec.Struct, frozen=True):
-    """Give this member tasks: its number is free."""
+    """Give this worker tasks: its number is free."""
 
     name: str
 
@@ -90,19 +90,19 @@ class RejectWorker(msgspec.Struct, frozen=True):
 
 
 class DrainWorker(msgspec.Struct, frozen=True):
-    """Give this member no more tasks, and have it leave when it has none."""
+    """Give this worker no more tasks, and have it leave when it has none."""
 
     name: str
 
 
 class CheckWorker(msgspec.Struct, frozen=True):
-    """Have the platform look at this member."""
+    """Have the platform look at this worker."""
 
     name: str
 
 
 class StopWorker(msgspec.Struct, frozen=True):
-    """Have the platform end this member by force."""
+    """Have the platform end this worker by force."""
 
     name: str
     why: str
@@ -116,7 +116,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The fleet starts no member any more: tell the jobs why."""
+    """The fleet starts no worker any more: tell the jobs why."""
 
     text: str
 

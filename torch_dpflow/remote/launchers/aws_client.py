@@ -210,7 +210,7 @@ def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
     vpc = settings.vpc
     return {
         "Role": settings.role,
-        # Lambda's own limit comes after the members', which leave by themselves.
+        # Lambda's own limit comes after the workers', which leave by themselves.
         "Timeout": settings.timeout_s,
         "MemorySize": settings.memory_mib,
         "ImageConfig": {"EntryPoint": [*ENTRY_POINT], "Command": [handler]},

@@ -1,7 +1,7 @@
-"""Members as invocations of a function of AWS Lambda.
+"""Workers as invocations of a function of AWS Lambda.
 
-An invocation is answered when its member has ended, so a call is held for each of them. There is no id by which Lambda
-would know it: none can be listed, or ended by force. A member leaves when its shard does not want it, or is silent, or
+An invocation is answered when its worker has ended, so a call is held for each of them. There is no id by which Lambda
+would know it: none can be listed, or ended by force. A worker leaves when its shard does not want it, or is silent, or
 when its time is up; a launch spec that comes twice is refused by the shard the second time.
 """
 
@@ -32,7 +32,7 @@ from torch_dpflow.remote.launchers.processes import LOOK_S
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Lambda ends an invocation after this time, seconds; its answer may come that much later; members have to be done by
+#: Lambda ends an invocation after this time, seconds; its answer may come that much later; workers have to be done by
 #: then, with this margin.
 MOST_S, ANSWER_S, MARGIN_S = 900.0, 10.0, 30.0
 #: Calls that one process holds at most, each with a thread and a connection.
@@ -151,7 +151,7 @@ class Lambda:
     def check_listen(self, address: str) -> None:
         host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:0")
+            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:0")
         if is_loopback(host) and not self._is_near():
             raise OptionError(f"listen={address!r}: {_LISTEN}")
 
@@ -188,7 +188,7 @@ class LambdaLauncher:
         )
         self._client = _client(settings)
         self._lock = threading.Lock()
-        #: Calls that are not answered, of members that are not given up; all calls; how others have ended.
+        #: Calls that are not answered, of workers that are not given up; all calls; how others have ended.
         self._held: dict[str, _HeldCall] = {}
         self._open: set[_HeldCall] = set()
         self._ends: dict[str, End] = {}
@@ -219,10 +219,10 @@ class LambdaLauncher:
                 raise call.refusal
         return name
 
-    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+    def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         with self._lock:
-            alive = {name: Fate() for name in members if name in self._held}
-            return alive | {name: Fate(end=end) for name in members if (end := self._ends.pop(name, None))}
+            alive = {name: Fate() for name in workers if name in self._held}
+            return alive | {name: Fate(end=end) for name in workers if (end := self._ends.pop(name, None))}
 
     def stop(self, name: str, ref: Ref | None) -> None:
         """Give it up: Lambda ends none. It leaves by itself, and its call is held until it has."""
@@ -249,17 +249,17 @@ class LambdaLauncher:
         """A call has come back."""
         with self._lock:
             self._open.discard(call)
-            if self._held.get(call.member) is call:
-                del self._held[call.member]
+            if self._held.get(call.worker) is call:
+                del self._held[call.worker]
                 if isinstance(told, End):
                     # Lambda may run one twice. Where this is the answer of the second one, which its shard has
                     # refused, the first one works: nobody here knows of its end.
-                    if not (told.code == 0 and f"another process is {call.member} already" in told.report):
-                        self._ends[call.member] = told
+                    if not (told.code == 0 and f"another process is {call.worker} already" in told.report):
+                        self._ends[call.worker] = told
                 elif not call.is_started:
                     call.refusal = told
                 elif not isinstance(told, AnswerLostError):  # else it may run: nobody here knows
-                    self._ends[call.member] = End(report=str(told), place=_PLACE)
+                    self._ends[call.worker] = End(report=str(told), place=_PLACE)
 
     def _room(self) -> Finding:
         most, what = self._settings.max_workers, "the account"
@@ -276,11 +276,11 @@ class LambdaLauncher:
 
 
 class _HeldCall(threading.Thread):
-    """One invocation, from its request to the end of its member."""
+    """One invocation, from its request to the end of its worker."""
 
-    def __init__(self, launcher: LambdaLauncher, member: str, payload: str) -> None:
+    def __init__(self, launcher: LambdaLauncher, worker: str, payload: str) -> None:
         super().__init__(name="dpflow-invocation", daemon=True)
-        self.member = member
+        self.worker = worker
         self._launcher = launcher
         self._payload = payload
         #: Set once the call has come back; whether its start was taken for accepted before; else why it was not.
@@ -291,11 +291,11 @@ class _HeldCall(threading.Thread):
     def run(self) -> None:
         """Hold the call (threading's name)."""
         try:
-            told: End | PlatformError = self._launcher.invoke(self.member, self._payload)
+            told: End | PlatformError = self._launcher.invoke(self.worker, self._payload)
         except PlatformError as error:
             told = error
         except Exception as error:
-            told = AnswerLostError(f"{self.member} cannot be started: {type(error).__name__}: {error}")
+            told = AnswerLostError(f"{self.worker} cannot be started: {type(error).__name__}: {error}")
         self._launcher.note(self, told)
         self.answered.set()
 
@@ -321,10 +321,10 @@ def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list
 
 
 def _end_of(body: bytes, *, is_failure: bool) -> End:
-    """How a member has ended, by the answer to its invocation."""
+    """How a worker has ended, by the answer to its invocation."""
     try:
         told = load_json(body)
-        if is_failure:  # of the runtime: the handler answers whatever its member comes to
+        if is_failure:  # of the runtime: the handler answers whatever its worker comes to
             report = f"{told.get('errorType', 'error')}: {told.get('errorMessage', '')}"
             return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)
         report = str(told["report"])[-MAX_REPORT_CHARS:]

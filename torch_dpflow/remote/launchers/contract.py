@@ -1,6 +1,6 @@
-"""The contract of members: processes that a platform starts through its control plane, wherever they run.
+"""The contract of workers: processes that a platform starts through its control plane, wherever they run.
 
-A member has a name, which is never used again, and a launch spec: bytes that say what it is to do and whom to call. It
+A worker has a name, which is never used again, and a launch spec: bytes that say what it is to do and whom to call. It
 connects out. Whether it lives is for those to say whom it calls; what the platform says shortens the waiting and
 explains ends.
 
@@ -9,7 +9,7 @@ makes a `RemotePlatform` of it. `torch_dpflow.testing.launchers` has the contrac
 
 Beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since starts differ.
 A process of this host is started by a function with what a fork inherits, in the calling thread, which gets the error.
-A member is started by bytes; its start takes seconds, and may be refused or have happened unknown to us, so what became
+A worker is started by bytes; its start takes seconds, and may be refused or have happened unknown to us, so what became
 of it is news.
 """
 
@@ -25,7 +25,7 @@ from torch_dpflow._core.checks import check_number
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.workers.platform import End, Limits
 
-#: How the platform knows a member, as its id there. Text, so that whoever comes after its starter can use it.
+#: How the platform knows a worker, as its id there. Text, so that whoever comes after its starter can use it.
 Ref: TypeAlias = str
 
 
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What a platform says of a member that it knows."""
+    """What a platform says of a worker that it knows."""
 
     #: How it has ended; None while it lives.
     end: End | None = None
@@ -60,30 +60,30 @@ class Launcher(Protocol):
         """Look at credentials, quota, image and the way to the control plane, without any effect."""
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
-        """Ask for one member, once: neither this nor its library tries again.
+        """Ask for one worker, once: neither this nor its library tries again.
 
-        Where the platform can tell, a second start under a name is the first one's member.
+        Where the platform can tell, a second start under a name is the first one's worker.
 
         Raises:
-            PlatformError: AnswerLostError if the member may have been started, any other if it has not.
+            PlatformError: AnswerLostError if the worker may have been started, any other if it has not.
         """
 
-    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+    def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         """What became of these; those that the platform does not know are left out. None: go by the name."""
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """End a member by force, by its name without a ref. That it is not there, or has ended, is no error."""
+        """End a worker by force, by its name without a ref. That it is not there, or has ended, is no error."""
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """The members that the platform has under such names, whoever started them."""
+        """The workers that the platform has under such names, whoever started them."""
 
     def close(self) -> None:
-        """Release connections and threads; ends no member. Idempotent."""
+        """Release connections and threads; ends no worker. Idempotent."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The platform starts this member."""
+    """The platform starts this worker."""
 
     name: str
     ref: Ref
@@ -91,7 +91,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """This member was not started, and will not be."""
+    """This worker was not started, and will not be."""
 
     name: str
     error: PlatformError
@@ -99,7 +99,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answerless:
-    """Nobody knows whether this member was started; `Accepted` or `Refused` may still follow."""
+    """Nobody knows whether this worker was started; `Accepted` or `Refused` may still follow."""
 
     name: str
     text: str
@@ -107,7 +107,7 @@ class Answerless:
 
 @dataclass(frozen=True)
 class Warned:
-    """The platform will end this member in so many seconds."""
+    """The platform will end this worker in so many seconds."""
 
     name: str
     until_s: float
@@ -115,7 +115,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class Ended:
-    """This member has ended, or will never be started."""
+    """This worker has ended, or will never be started."""
 
     name: str
     end: End
@@ -125,40 +125,40 @@ Outcome: TypeAlias = Accepted | Refused | Answerless | Warned | Ended
 
 
 class RemotePlatform(Protocol):
-    """Starts and ends members. Nothing but `close` waits; any thread may call."""
+    """Starts and ends workers. Nothing but `close` waits; any thread may call."""
 
     limits: Limits
     #: A descriptor that is readable while `take` has something to return.
     wakeup_fd: int
 
     def start(self, name: str, launch_spec: bytes) -> None:
-        """Have this member started. Raises OptionError if the name is taken or the launch spec too long."""
+        """Have this worker started. Raises OptionError if the name is taken or the launch spec too long."""
 
     def stop(self, name: str, why: str = "") -> None:
-        """Have this member ended by force, whatever its start has come to. Of others' members nothing is told."""
+        """Have this worker ended by force, whatever its start has come to. Of others' workers nothing is told."""
 
     def suspect(self, name: str) -> None:
-        """Ask the platform about this member soon: it has not come, is silent, or has said that it leaves."""
+        """Ask the platform about this worker soon: it has not come, is silent, or has said that it leaves."""
 
     def take(self) -> Sequence[Outcome]:
         """What has happened since the last call, in order. `Refused` or `Ended` is the last of a name."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End all members that it has started, after `grace_s` in which they may end themselves. Idempotent."""
+        """End all workers that it has started, after `grace_s` in which they may end themselves. Idempotent."""
 
 
 class AdoptingPlatform(RemotePlatform, Protocol):
     """A platform that can go on for a process that has died."""
 
     def adopt(self, name: str, ref: Ref | None) -> None:
-        """Treat a member that another process has started as one of its own, but for `Accepted`; None: go by its name.
+        """Treat a worker that another process has started as one of its own, but for `Accepted`; None: go by its name.
 
         Nothing happens where it is known.
         """
 
 
 class PlatformSource(Protocol):
-    """Where the members of one fleet come from."""
+    """Where the workers of one fleet come from."""
 
     @property
     def name(self) -> str:
@@ -168,10 +168,10 @@ class PlatformSource(Protocol):
         """Connect to it. Raises as `PlatformSpec.open`."""
 
     def listen_at(self) -> str:
-        """Where to listen for its members unless the user says: `tcp://HOST:0`. Called while the platform is open."""
+        """Where to listen for its workers unless the user says: `tcp://HOST:0`. Called while the platform is open."""
 
     def check_listen(self, address: str) -> None:
-        """Raise OptionError for an address which its members cannot reach, as 127.0.0.1 from another host."""
+        """Raise OptionError for an address which its workers cannot reach, as 127.0.0.1 from another host."""
 
 
 class PlatformSpec(PlatformSource, Protocol):
@@ -182,7 +182,7 @@ class PlatformSpec(PlatformSource, Protocol):
 
     @property
     def sends_code(self) -> bool:
-        """Whether members need the user's own modules sent to them; not where the platform has a way of its own."""
+        """Whether workers need the user's own modules sent to them; not where the platform has a way of its own."""
 
     def check_installed(self) -> None:
         """Raise MissingExtraError if its library is not installed; imports and connects nothing."""
@@ -194,9 +194,9 @@ class PlatformSpec(PlatformSource, Protocol):
         """Its control plane, for what is no loader's affair. Raises as `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        """Connect to the platform, whose members run `torch_dpflow.remote.worker.run` with their launch spec.
+        """Connect to the platform, whose workers run `torch_dpflow.remote.worker.run` with their launch spec.
 
-        outlived: members are to live on where this process is killed; else they may end with it.
+        outlived: workers are to live on where this process is killed; else they may end with it.
         Raises:
             MissingExtraError: its library is not installed.
             OptionError: a setting is not possible, or there is no such platform to connect to.
@@ -209,13 +209,13 @@ _NAME = re.compile(r"dpf-([0-9a-f]{8})-([0-9a-f]{10})-(0|[1-9][0-9]{0,5})-(0|[1-
 
 @dataclass(frozen=True)
 class WorkerName:
-    """Names one member for ever; `str` gives the text, `parse` reads it. Not to be reused, so incarnations only rise.
+    """Names one worker for ever; `str` gives the text, `parse` reads it. Not to be reused, so incarnations only rise.
 
     Args:
         cluster: whose it is: 8 digits, hexadecimal.
         group: its fleet in the cluster: 10 digits, hexadecimal.
         number: its place in the fleet, below a million.
-        incarnation: counts the fleet's members.
+        incarnation: counts the fleet's workers.
 
     Raises:
         OptionError: one of them is something else.
@@ -245,7 +245,7 @@ class WorkerName:
 
 
 def prefix_of(cluster: str, group: str = "") -> str:
-    """What the names of all members of a cluster, or of one of its fleets, begin with."""
+    """What the names of all workers of a cluster, or of one of its fleets, begin with."""
     return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
 
 
@@ -253,7 +253,7 @@ def _match(text: str) -> re.Match[str]:
     match = _NAME.fullmatch(text)
     if match is None:
         raise OptionError(
-            f"{text!r:.120} is no name of a member; give dpf-CLUSTER-GROUP-NUMBER-INCARNATION, where CLUSTER has 8 and "
+            f"{text!r:.120} is no name of a worker; give dpf-CLUSTER-GROUP-NUMBER-INCARNATION, where CLUSTER has 8 and "
             "GROUP 10 hexadecimal digits, NUMBER at most 6 digits and INCARNATION at most 18"
         )
     return match

@@ -1,4 +1,4 @@
-"""Members as long asynchronous invocations of one function of Alibaba Cloud's Function Compute 3.0."""
+"""Workers as long asynchronous invocations of one function of Alibaba Cloud's Function Compute 3.0."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from torch_dpflow.remote.launchers.fc_function import QUEUE_S, FunctionControl, 
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.
+#: The longest that an invocation may run, and by how much the function's own limit is above the workers', seconds.
 LONGEST_S, MARGIN_S = 86400.0, 60.0
 #: How long a worker may take from its start to its handshake, minimum and maximum, seconds.
 START_S = (30.0, 300.0)
-#: How often to look at all members, seconds: each is a call.
+#: How often to look at all workers, seconds: each is a call.
 SWEEP_S = 30.0
-#: From so many members on they are looked up by a list.
+#: From so many workers on they are looked up by a list.
 MANY = 8
 #: States of a task that has not ended, in the order in which it goes through them.
 _LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")
@@ -155,13 +155,13 @@ class FunctionCompute:
 
     def check_listen(self, address: str) -> None:
         if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:7700")
+            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:7700")
         if address.removeprefix("tcp://").startswith(_LOOPBACK) and not _is_here(self.endpoint):
             raise OptionError(f"listen={address!r}: {_LISTEN}")
 
 
 class FunctionComputeLauncher:
-    """The control plane of one function, whose asynchronous tasks members are: a member's name is its task's id.
+    """The control plane of one function, whose asynchronous tasks workers are: a worker's name is its task's id.
 
     Raises MissingExtraError if the vendor's client is not installed.
     """
@@ -216,11 +216,11 @@ class FunctionComputeLauncher:
             self._control.invoke(name, launch_spec, deadline_s=deadline_s)
         return name
 
-    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        if len(members) < MANY:
-            return {name: fate for name in members if (fate := self._look_at(name)) is not None}
-        tasks = self._control.tasks(os.path.commonprefix([*members]))  # noqa: RUF071 - by characters
-        return {task.task_id: _fate_of(task) for task in tasks if task.task_id in members}
+    def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        if len(workers) < MANY:
+            return {name: fate for name in workers if (fate := self._look_at(name)) is not None}
+        tasks = self._control.tasks(os.path.commonprefix([*workers]))  # noqa: RUF071 - by characters
+        return {task.task_id: _fate_of(task) for task in tasks if task.task_id in workers}
 
     def stop(self, name: str, ref: Ref | None) -> None:
         try:
@@ -251,7 +251,7 @@ _DEPLOY = "`dpflow deploy fc` sets that right"
 
 
 class WorkerAnswer(msgspec.Struct):
-    """What an invocation is answered with: how its member has ended."""
+    """What an invocation is answered with: how its worker has ended."""
 
     code: int | None
     signal: int | None
@@ -263,7 +263,7 @@ def _fate_of(task: Any) -> Fate:
     if task.status in _LIVE:
         return Fate()
     place = f"instance {task.instance_id}" if task.instance_id else "its invocation"
-    # By the platform, which bills it; the instance's own time lacks what comes before and after its member.
+    # By the platform, which bills it; the instance's own time lacks what comes before and after its worker.
     billed_s = None if task.duration_ms is None else task.duration_ms / 1000
     if task.status in ("Succeeded", "Failed"):
         for text in (task.return_payload, task.task_error_message):

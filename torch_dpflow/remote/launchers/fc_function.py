@@ -1,4 +1,4 @@
-"""Makes, changes and removes the function whose invocations members are."""
+"""Makes, changes and removes the function whose invocations workers are."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FunctionControl(AlibabaClient):
         token = None
         while True:
             request = ListAsyncTasksRequest(limit=PAGE, next_token=token, prefix=prefix, status=status)
-            page = self._call("members cannot be listed", "list_async_tasks", request, {}).body
+            page = self._call("workers cannot be listed", "list_async_tasks", request, {}).body
             yield from page.tasks or []
             token = page.next_token
             if not token:
@@ -144,12 +144,12 @@ class FunctionControl(AlibabaClient):
 COMMAND, PORT = ("python", "-m", "torch_dpflow.remote.worker.fc"), 9000
 #: How long an instance may take to import torch, seconds, and its temporary disk, in MiB: the least that there is.
 INITIALIZE_S, DISK_MIB = 300, 512
-#: Nothing is tried again by the platform: the head starts another member.
+#: Nothing is tried again by the platform: the head starts another worker.
 ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsyncRetryAttempts": 0}
 
 
 def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
-    """The function, as the vendor's JSON. module: whose `run(launch_spec)` members run."""
+    """The function, as the vendor's JSON. module: whose `run(launch_spec)` workers run."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",
@@ -158,7 +158,7 @@ def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> 
         "cpu": float(settings.cpu),
         "memorySize": settings.memory_mib,
         "diskSize": DISK_MIB,
-        # The platform's own limit comes after the members', which leave by themselves.
+        # The platform's own limit comes after the workers', which leave by themselves.
         "timeout": settings.timeout_s,
         "instanceConcurrency": 1,
         "internetAccess": True,

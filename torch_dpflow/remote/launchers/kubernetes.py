@@ -1,4 +1,4 @@
-"""Members as pods of a Kubernetes cluster."""
+"""Workers as pods of a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, Limits
 
-#: How much later than a member's own life its pod ends, with the time that the pod takes to start, seconds.
+#: How much later than a worker's own life its pod ends, with the time that the pod takes to start, seconds.
 MARGIN_S = 900.0
 #: How long Kubernetes leaves a pod that is ended by force, seconds: less is none, and then nobody waits for its end.
 FORCED_S = 1
-#: Where a member finds its launch spec, and may write.
+#: Where a worker finds its launch spec, and may write.
 _LAUNCH_SPECS, _TEMPORARY = "/var/run/dpflow", "/tmp"
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
@@ -142,7 +142,7 @@ class Kubernetes:
 
     def check_listen(self, address: str) -> None:
         if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:7700")
+            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:7700")
         # Also where the API server is on this host, as kind's is: pods have a network of their own.
         if address.removeprefix("tcp://").startswith(_LOOPBACK):
             raise OptionError(
@@ -151,7 +151,7 @@ class Kubernetes:
 
 
 class KubernetesLauncher:
-    """The pods of a namespace, as members. The launch spec is in a secret that a pod waits for, and that ends with it.
+    """The pods of a namespace, as workers. The launch spec is in a secret that a pod waits for, and that ends with it.
 
     Args:
         settings: of the pods.
@@ -210,10 +210,10 @@ class KubernetesLauncher:
             raise
         return name
 
-    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        fleets = ",".join(sorted({labels_of(name)[FLEET] for name in members}))
+    def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        fleets = ",".join(sorted({labels_of(name)[FLEET] for name in workers}))
         pods = {pod["metadata"]["name"]: pod for pod in self._pods.list(f"{SELECTOR},{FLEET} in ({fleets})")}
-        fates = {name: fate_of(pods[name]) for name in members if name in pods}
+        fates = {name: fate_of(pods[name]) for name in workers if name in pods}
         for name, fate in fates.items():
             if fate.end is not None:
                 with suppress(PlatformError):  # a pod that has ended stays until somebody removes it
@@ -225,7 +225,7 @@ class KubernetesLauncher:
         self._pods.delete(name, grace_s=FORCED_S)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Also removes what is no member any more, of whatever head that was killed: nobody else does."""
+        """Also removes what is no worker any more, of whatever head that was killed: nobody else does."""
         found = {pod["metadata"]["name"]: pod for pod in self._pods.list(SELECTOR)}
         with suppress(PlatformError):
             for name in [name for name, pod in found.items() if is_left(pod, time.time())]:

@@ -152,7 +152,7 @@ class Pods:
 
     def list(self, selector: str) -> list[dict[str, Any]]:
         """All pods that have some labels, as Kubernetes selects them, in its own JSON."""
-        with self._calling("members cannot be listed") as client:
+        with self._calling("workers cannot be listed") as client:
             found: list[dict[str, Any]] = _sent(
                 client.core.list_namespaced_pod, client.namespace, label_selector=selector
             )["items"]

@@ -14,16 +14,16 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.launchers.contract import Fate
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
-#: The labels of all members, also as a selector, and that of those of one fleet.
+#: The labels of all workers, also as a selector, and that of those of one fleet.
 LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}
 SELECTOR = ",".join(f"{key}={value}" for key, value in LABELS.items())
 FLEET = "app.kubernetes.io/instance"
-#: What whoever starts members has to be allowed to do in their namespace, as rules of a Role.
+#: What whoever starts workers has to be allowed to do in their namespace, as rules of a Role.
 RULES: Sequence[Mapping[str, Any]] = (
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "get", "list"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
 )
-#: How long Kubernetes leaves a pod that others end, and how often to look at all members, which is one call; seconds.
+#: How long Kubernetes leaves a pod that others end, and how often to look at all workers, which is one call; seconds.
 GRACE_S, SWEEP_S = 30.0, 5.0
 #: Why a container waits that will not start by waiting.
 STUCK = (
@@ -80,7 +80,7 @@ def safe_pod(user: int) -> dict[str, Any]:
 
 
 def labels_of(name: str) -> dict[str, str]:
-    """Those of the member of this name."""
+    """Those of the worker of this name."""
     return {**LABELS, FLEET: name.rsplit("-", 2)[0]}
 
 
@@ -99,7 +99,7 @@ def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fate_of(pod: Mapping[str, Any]) -> Fate:
-    """What a pod says of its member."""
+    """What a pod says of its worker."""
     status = pod.get("status", {})
     named = [one for one in status.get("containerStatuses", []) if one.get("name") == "worker"]
     state = named[0].get("state", {}) if named else {}

@@ -1,4 +1,4 @@
-"""Members as processes of this host, which call over tcp as those of any other platform do."""
+"""Workers as processes of this host, which call over tcp as those of any other platform do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Findi
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Where a member finds its name, and its launch spec if its standard input is not it.
+#: Where a worker finds its name, and its launch spec if its standard input is not it.
 LAUNCH_SPEC_VARIABLE, NAME_VARIABLE = "DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"
 
 #: How long a killed process may take to end, seconds.
@@ -66,13 +66,13 @@ def _erase(name: str) -> None:
 class SubprocessLauncher:
     """Starts `python -m module`, which reads its launch spec by `take_launch_spec`.
 
-    A member leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
+    A worker leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
     only this user may read.
 
     Args:
-        module: what members run.
+        module: what workers run.
         python: the interpreter.
-        env: variables for members, beside those of this process.
+        env: variables for workers, beside those of this process.
         prefix: a command that runs another one, which is given to it; its first word is a path.
     """
 
@@ -104,16 +104,16 @@ class SubprocessLauncher:
                 child = self._children[name] = self._spawn(name, launch_spec)
             return str(child.pid)
 
-    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+    def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         with self._lock:
-            fates = {name: self._fate(child) for name in members if (child := self._children.get(name))}
-        if strangers := members.keys() - fates.keys():
+            fates = {name: self._fate(child) for name in workers if (child := self._children.get(name))}
+        if strangers := workers.keys() - fates.keys():
             there = self.list("")
             for name in strangers:
                 if name in there:
                     fates[name] = Fate()
-                elif members[name] is not None:  # it was there, so it has ended
-                    fates[name] = Fate(end=End(place=f"pid {members[name]}"))
+                elif workers[name] is not None:  # it was there, so it has ended
+                    fates[name] = Fate(end=End(place=f"pid {workers[name]}"))
         return fates
 
     def stop(self, name: str, ref: Ref | None) -> None:
@@ -146,7 +146,7 @@ class SubprocessLauncher:
                 child.errors.close()
 
     def _command_of(self, name: str) -> tuple[str, ...]:
-        """What is run for this member."""
+        """What is run for this worker."""
         return self._command
 
     def _spawn(self, name: str, launch_spec: bytes) -> _Child:
@@ -163,7 +163,7 @@ class SubprocessLauncher:
                         (os.POSIX_SPAWN_DUP2, launch_specs.fileno(), 0),
                         (os.POSIX_SPAWN_DUP2, errors.fileno(), 2),
                     ]
-                    # Not subprocess.Popen, which warns of children that live on: members may outlive their starter.
+                    # Not subprocess.Popen, which warns of children that live on: workers may outlive their starter.
                     pid = os.posix_spawn(command[0], command, env, file_actions=files, setsid=True)
                 stack.pop_all()
         except OSError as error:
@@ -193,7 +193,7 @@ class SubprocessLauncher:
 def _kill(pid: int, name: str = "") -> None:
     """Kill a session's leader and all that it has started, and wait a little for its end.
 
-    name: the member that it is, where it may have ended meanwhile and its pid be another's.
+    name: the worker that it is, where it may have ended meanwhile and its pid be another's.
     """
     with suppress(ProcessLookupError), ExitStack() as stack:
         poller, patience_s = select.poll(), 0.0
@@ -208,11 +208,11 @@ def _kill(pid: int, name: str = "") -> None:
 
 
 def _name_of(pid: int) -> str:
-    """The name of the member that a process is; empty if it is none, has ended, or is another user's."""
+    """The name of the worker that a process is; empty if it is none, has ended, or is another user's."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if os.getsid(pid) != pid:
-            return ""  # its member's child
+            return ""  # its worker's child
     except OSError:
         return ""
     key = f"{NAME_VARIABLE}=".encode()
@@ -228,9 +228,9 @@ def _tail(file: IO[bytes]) -> str:
         return file.read().decode(errors="replace").strip()
 
 
-#: What a member runs.
+#: What a worker runs.
 MODULE = "torch_dpflow.remote.worker"
-#: How often to look at all members, where that costs next to nothing, seconds: one that ends before it has called is
+#: How often to look at all workers, where that costs next to nothing, seconds: one that ends before it has called is
 #: missed by nobody until then.
 LOOK_S = 2.0
 
@@ -240,8 +240,8 @@ class Processes:
     """`platform="processes"`: for trials and tests of what only other hosts need; slower than forked workers.
 
     Args:
-        python: the interpreter of members; empty: this one, with this one's module path.
-        env: variables for members, beside those of this process.
+        python: the interpreter of workers; empty: this one, with this one's module path.
+        env: variables for workers, beside those of this process.
 
     Raises:
         OptionError: a variable of `env` has a name or value that no process can have.
@@ -270,7 +270,7 @@ class Processes:
 
     @property
     def sends_code(self) -> bool:
-        return bool(self.python)  # this one's members have its path
+        return bool(self.python)  # this one's workers have its path
 
     def check_installed(self) -> None:
         """Nothing: there is no library."""
@@ -290,4 +290,4 @@ class Processes:
 
     def check_listen(self, address: str) -> None:
         if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://127.0.0.1:0")
+            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://127.0.0.1:0")

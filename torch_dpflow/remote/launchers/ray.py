@@ -1,4 +1,4 @@
-"""Members as actors of a Ray cluster."""
+"""Workers as actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torch_dpflow.remote.launchers.ray_cluster import (
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Ray's namespace of all members: a name is unique in it, whoever starts them.
+#: Ray's namespace of all workers: a name is unique in it, whoever starts them.
 NAMESPACE = "dpflow"
 #: Ray's unit of a fractional resource.
 LEAST_SHARE = 0.0001
@@ -132,7 +132,7 @@ class Ray:
     def check_listen(self, address: str) -> None:
         host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:0")
+            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:0")
         if host.startswith("127.") or host in ("localhost", "::1"):
             ray = connect(self.address)
             mine = ray.util.get_node_ip_address()
@@ -149,7 +149,7 @@ class RayLauncher:
 
     Args:
         settings: of the actors and the cluster.
-        module: what members run, by its `run(launch_spec)`.
+        module: what workers run, by its `run(launch_spec)`.
         detached: whether actors outlive the process that starts them.
 
     Raises:
@@ -232,15 +232,15 @@ class RayLauncher:
             self._await_place(name, ready, min(self._wait_s, deadline_s))
         return name
 
-    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+    def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         if not self._ray.is_initialized():
             end = End(report=_LEFT, place="its actor")
-            return {name: Fate(end=end) for name in members if name in self._started}
-        runs = {one[1]: name for name in members if (one := self._started.get(name))}
+            return {name: Fate(end=end) for name in workers if name in self._started}
+        runs = {one[1]: name for name in workers if (one := self._started.get(name))}
         ended = self._ray.wait([*runs], num_returns=len(runs), timeout=0)[0] if runs else []
         fates = {name: Fate() for name in runs.values()}
         fates |= {runs[run]: Fate(end=self._end_of(runs[run], run)) for run in ended}
-        if strangers := members.keys() - fates.keys():
+        if strangers := workers.keys() - fates.keys():
             fates |= {name: Fate() for name in self.list("") if name in strangers}
         return fates
 
@@ -257,7 +257,7 @@ class RayLauncher:
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
         self._check_connected()
-        with _translated("members cannot be listed"):
+        with _translated("workers cannot be listed"):
             actors = self._ray.util.list_named_actors(all_namespaces=True)
         names = [one["name"] for one in actors if one["namespace"] == NAMESPACE]
         return {name: name for name in names if name.startswith(prefix)}
@@ -321,7 +321,7 @@ class RayLauncher:
         return QuotaError(f"{name} has no room in Ray: {self._capacity.explain(kind, running, wanted)}")
 
     def _end_of(self, name: str, run: Any) -> End:
-        """How a member has ended whose `run` has, and be rid of its actor."""
+        """How a worker has ended whose `run` has, and be rid of its actor."""
         try:
             pid, code, words = self._ray.get(run)
         except Exception as error:
@@ -349,7 +349,7 @@ def _bytes_of(memory: int | str) -> int:
 
 
 def _parent(name: str) -> str:
-    """A member's place, or a place's fleet."""
+    """A worker's place, or a place's fleet."""
     return name.rpartition("-")[0]
 
 

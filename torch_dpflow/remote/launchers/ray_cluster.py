@@ -298,7 +298,7 @@ LAUNCH_SPEC_S, OUTPUT_S = 60.0, 2.0
 
 
 class WorkerActor:
-    """Runs one member. Not decorated, so that this module needs no Ray."""
+    """Runs one worker. Not decorated, so that this module needs no Ray."""
 
     def __init__(self) -> None:
         # Whoever has started it may be killed before it sends the launch spec.
@@ -310,7 +310,7 @@ class WorkerActor:
         """Answered once the actor has its place."""
 
     def run(self, module: str, launch_spec: bytes) -> tuple[int, int, str]:
-        """Run a member to its end; its pid, its exit code or minus its signal, and the end of its standard error."""
+        """Run a worker to its end; its pid, its exit code or minus its signal, and the end of its standard error."""
         self._idle.cancel()
         try:
             return _run(module, launch_spec)
@@ -335,7 +335,7 @@ def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
         )  # not by its environment or arguments, which others may read: it has a key
         child.stdin.close()
         code = child.wait()
-        reader.join(OUTPUT_S)  # which what the member has started may hold open
+        reader.join(OUTPUT_S)  # which what the worker has started may hold open
         return child.pid, code, bytes(words).decode(errors="replace").strip()
 
 
@@ -353,7 +353,7 @@ def _current_actor() -> Any:
 
 
 def main(module: str, parent: int) -> Any:
-    """Run the member whose launch spec is on standard input; what its `run` returns."""
+    """Run the worker whose launch spec is on standard input; what its `run` returns."""
     exit_with(parent, by_kernel=True)
     return import_module(module).run(take_launch_spec())
 

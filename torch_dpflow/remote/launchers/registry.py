@@ -99,7 +99,7 @@ CHECK_S = 120.0
 
 
 def check_reachable(platform: str, listen: str) -> None:
-    """Raise what connecting to a platform raises, or OptionError where members cannot reach `listen`.
+    """Raise what connecting to a platform raises, or OptionError where workers cannot reach `listen`.
 
     listen: empty: where the platform says.
     """

@@ -30,10 +30,10 @@ from torch_dpflow.workers.platform import End
 
 #: How long a start may take, seconds.
 DEADLINE_S = 60.0
-#: The pauses between looks at members that are suspected or have been stopped, first and longest; how often to look at
+#: The pauses between looks at workers that are suspected or have been stopped, first and longest; how often to look at
 #: all of them; seconds.
 FIRST_LOOK_S, LOOK_S, SWEEP_S = 0.1, 1.0, 60.0
-#: How long a suspicion lasts, and how long a platform may take to confirm that a member is gone, seconds.
+#: How long a suspicion lasts, and how long a platform may take to confirm that a worker is gone, seconds.
 SUSPECT_S, CONFIRM_S = 10.0, 10.0
 #: How long closing may take at most, if not twice the deadline of a start; seconds.
 CLOSE_S = 60.0
@@ -43,7 +43,7 @@ LONGEST_PAUSE_S = 10.0
 
 @dataclass(eq=False)
 class _Asked:
-    """A member that was asked for and has not ended."""
+    """A worker that was asked for and has not ended."""
 
     name: str
     #: Emptied once it was sent: it has a key.
@@ -73,7 +73,7 @@ class ThreadedPlatform:
 
     Args:
         deadline_s: how long a start may take, seconds.
-        sweep_s: how often to look at all members, seconds.
+        sweep_s: how often to look at all workers, seconds.
 
     Raises:
         DescriptorLimitError: this process has too many files open.
@@ -87,7 +87,7 @@ class ThreadedPlatform:
             self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
             if descriptors.is_exhausted(error):
-                raise descriptors.exhausted("no member can be started") from error
+                raise descriptors.exhausted("no worker can be started") from error
             raise
         self._launcher = launcher
         self._deadline_s = deadline_s
@@ -95,7 +95,7 @@ class ThreadedPlatform:
         self._rate = RateLimit(launcher.limits.starts_per_s)
         #: Guards all that follows; notified when any of it changes.
         self._changed = threading.Condition()
-        self._members: dict[str, _Asked] = {}
+        self._workers: dict[str, _Asked] = {}
         #: Names to be started, in order; to be stopped, and when; suspected, and until when.
         self._queue: dict[str, None] = {}
         self._to_stop: dict[str, float] = {}
@@ -125,25 +125,25 @@ class ThreadedPlatform:
         with self._changed:
             if self._closed:
                 raise OptionError(f"{name} cannot be started: its platform is closed")
-            if name in self._members:
-                raise OptionError(f"{name} cannot be started again: give each member a name of its own")
-            self._members[name] = _Asked(name, launch_spec)
+            if name in self._workers:
+                raise OptionError(f"{name} cannot be started again: give each worker a name of its own")
+            self._workers[name] = _Asked(name, launch_spec)
             self._queue[name] = None
             self._changed.notify_all()
 
     def stop(self, name: str, why: str = "") -> None:
         with self._changed:
-            member = self._members.setdefault(name, _Asked(name, b"", there=True, told=True))
-            self._want_stop(member, why)
+            worker = self._workers.setdefault(name, _Asked(name, b"", there=True, told=True))
+            self._want_stop(worker, why)
 
     def adopt(self, name: str, ref: Ref | None) -> None:
         with self._changed:
-            self._members.setdefault(name, _Asked(name, b"", ref=ref, there=True))
+            self._workers.setdefault(name, _Asked(name, b"", ref=ref, there=True))
             self._changed.notify_all()
 
     def suspect(self, name: str) -> None:
         with self._changed:
-            if name in self._members:
+            if name in self._workers:
                 self._suspect(name, SUSPECT_S)
 
     def take(self) -> list[Outcome]:
@@ -155,22 +155,22 @@ class ThreadedPlatform:
 
     def close(self, *, grace_s: float = 0.0) -> None:
         if os.getpid() != self._owner:
-            return  # a fork has no threads, and the members are its parent's
+            return  # a fork has no threads, and the workers are its parent's
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             for name in [*self._queue]:
-                self._want_stop(self._members[name], "its platform is closed")
+                self._want_stop(self._workers[name], "its platform is closed")
             if grace_s > 0:
-                for name in [*self._members]:
+                for name in [*self._workers]:
                     self._suspect(name, grace_s)
-                self._changed.wait_for(lambda: not self._members, grace_s)
-            for member in [*self._members.values()]:
-                self._want_stop(member, "its platform is closed")
-            self._changed.wait_for(lambda: not self._members, max(2 * self._deadline_s, CLOSE_S))
-            left = sorted(self._members)
-            self._members.clear()
+                self._changed.wait_for(lambda: not self._workers, grace_s)
+            for worker in [*self._workers.values()]:
+                self._want_stop(worker, "its platform is closed")
+            self._changed.wait_for(lambda: not self._workers, max(2 * self._deadline_s, CLOSE_S))
+            left = sorted(self._workers)
+            self._workers.clear()
             self._changed.notify_all()
         if left:
             SERVICE.error("not known to be stopped: %s; they end once nobody answers them", ", ".join(left))
@@ -188,7 +188,7 @@ class ThreadedPlatform:
 
     def _run(self) -> None:
         with self._changed:
-            while not self._closed or self._members:
+            while not self._closed or self._workers:
                 now = time.monotonic()
                 self._give_up(now)
                 call = self._next(now)
@@ -201,7 +201,7 @@ class ThreadedPlatform:
                     thread.start()
                 except (
                     RuntimeError
-                ):  # no thread can be had, as at the interpreter's end, when members are to be stopped
+                ):  # no thread can be had, as at the interpreter's end, when workers are to be stopped
                     self._threads.discard(thread)
                     self._changed.release()
                     try:
@@ -225,9 +225,9 @@ class ThreadedPlatform:
         if free <= 0:
             return None
         for name, due in self._to_stop.items():
-            if due <= now and self._members[name].there:
+            if due <= now and self._workers[name].there:
                 del self._to_stop[name]
-                return partial(self._stop, self._members[name])
+                return partial(self._stop, self._workers[name])
         if self._is_look_due(now):
             return self._look_call(now)
         # One call is kept for stops and looks: where starts take long, they would come too late.
@@ -235,123 +235,123 @@ class ThreadedPlatform:
             name = next(iter(self._queue))
             del self._queue[name]
             self._rate.note(now)
-            member = self._starting[name] = self._members[name]
-            member.overdue_at = now + self._deadline_s
-            return partial(self._start, member)
+            worker = self._starting[name] = self._workers[name]
+            worker.overdue_at = now + self._deadline_s
+            return partial(self._start, worker)
         return None
 
     def _idle_s(self, now: float) -> float | None:
         """How long until something is due, at most, seconds."""
         waits = [due - now for due in self._to_stop.values()]
-        waits += [member.overdue_at - now for member in self._starting.values()]
+        waits += [worker.overdue_at - now for worker in self._starting.values()]
         waits += [until - now for until in self._suspects.values()]
         if self._queue:
             waits.append(self._rate.wait_s(now))
-        if self._members and self.limits.can_watch and not self._looking:
+        if self._workers and self.limits.can_watch and not self._looking:
             waits.append((self._look_at if self._suspects else self._sweep_at) - now)
         # What is due now waits for a call to end, which notifies.
         return min((wait for wait in waits if wait > 0), default=None)
 
     def _give_up(self, now: float) -> None:
         """Take overdue starts for lost, and suspicions for answered."""
-        for name, member in [*self._starting.items()]:
-            if now >= member.overdue_at:
+        for name, worker in [*self._starting.items()]:
+            if now >= worker.overdue_at:
                 del self._starting[name]
-                member.overdue = True
+                worker.overdue = True
                 self._hung += 1
-                self._lost(member, f"no answer in {self._deadline_s:g} s")
+                self._lost(worker, f"no answer in {self._deadline_s:g} s")
         for name in [name for name, until in self._suspects.items() if now >= until]:
             del self._suspects[name]
-            member = self._members[name]
-            if member.stopped:
-                self._ended(member, End())
+            worker = self._workers[name]
+            if worker.stopped:
+                self._ended(worker, End())
 
     # -- the calls, each in a thread of its own; what they find is entered under the lock ------------------
 
-    def _start(self, member: _Asked) -> None:
-        launch_spec, member.launch_spec = member.launch_spec, b""
+    def _start(self, worker: _Asked) -> None:
+        launch_spec, worker.launch_spec = worker.launch_spec, b""
         ref: Ref | None = None
         refused: PlatformError | None = None
         text = ""
         try:
-            ref = self._launcher.start(member.name, launch_spec, deadline_s=self._deadline_s)
+            ref = self._launcher.start(worker.name, launch_spec, deadline_s=self._deadline_s)
         except AnswerLostError as error:
             text = str(error)
         except PlatformError as error:
             refused = error
-        except Exception as error:  # a fault of the launcher: the member may have been started
+        except Exception as error:  # a fault of the launcher: the worker may have been started
             text = f"{type(error).__name__}: {error}"
         with self._changed:
-            self._starting.pop(member.name, None)
-            self._hung -= member.overdue
+            self._starting.pop(worker.name, None)
+            self._hung -= worker.overdue
             if refused is not None:
-                self._forget(member)
-                self._tell_last(member, Refused(member.name, refused))
+                self._forget(worker)
+                self._tell_last(worker, Refused(worker.name, refused))
             elif ref is not None:
-                self._accepted(member, ref)
-            elif not member.overdue:
-                self._lost(member, text)
-            is_stray = self._closed and member.name not in self._members
+                self._accepted(worker, ref)
+            elif not worker.overdue:
+                self._lost(worker, text)
+            is_stray = self._closed and worker.name not in self._workers
         if ref is not None and is_stray:
-            failure = self._failure_of(lambda: self._launcher.stop(member.name, ref))
+            failure = self._failure_of(lambda: self._launcher.stop(worker.name, ref))
             SERVICE.error(
-                "%s was started after its platform was closed: %s", member.name, failure or "stopped"
+                "%s was started after its platform was closed: %s", worker.name, failure or "stopped"
             )
 
-    def _accepted(self, member: _Asked, ref: Ref) -> None:
-        if member.told and member.why is None:
+    def _accepted(self, worker: _Asked, ref: Ref) -> None:
+        if worker.told and worker.why is None:
             return  # it has ended before its start was answered
-        member.ref, member.there, member.stopped = ref, True, False
+        worker.ref, worker.there, worker.stopped = ref, True, False
         if not self._closed:
-            self._members.setdefault(member.name, member)  # stopped and forgotten before it had begun
-        if member.why is None:
-            self._tell(Accepted(member.name, ref))
-        elif member.name in self._members:
-            self._want_stop(member, member.why)
+            self._workers.setdefault(worker.name, worker)  # stopped and forgotten before it had begun
+        if worker.why is None:
+            self._tell(Accepted(worker.name, ref))
+        elif worker.name in self._workers:
+            self._want_stop(worker, worker.why)
 
-    def _lost(self, member: _Asked, text: str) -> None:
-        member.there = True
-        if member.why is None:
-            self._tell(Answerless(member.name, text))
+    def _lost(self, worker: _Asked, text: str) -> None:
+        worker.there = True
+        if worker.why is None:
+            self._tell(Answerless(worker.name, text))
 
-    def _stop(self, member: _Asked) -> None:
-        failure = self._failure_of(lambda: self._launcher.stop(member.name, member.ref))
+    def _stop(self, worker: _Asked) -> None:
+        failure = self._failure_of(lambda: self._launcher.stop(worker.name, worker.ref))
         with self._changed:
-            if self._members.get(member.name) is not member:
+            if self._workers.get(worker.name) is not worker:
                 return  # it has ended meanwhile
             if failure:
-                if member.backoff.failures == 0:
-                    SERVICE.warning("%s cannot be stopped, tried again: %s", member.name, failure)
-                self._to_stop[member.name] = time.monotonic() + member.backoff.pause_s()
+                if worker.backoff.failures == 0:
+                    SERVICE.warning("%s cannot be stopped, tried again: %s", worker.name, failure)
+                self._to_stop[worker.name] = time.monotonic() + worker.backoff.pause_s()
                 return
-            member.stopped = True
+            worker.stopped = True
             if self.limits.can_watch:
-                self._suspect(member.name, CONFIRM_S)
+                self._suspect(worker.name, CONFIRM_S)
             else:
-                self._ended(member, End())
+                self._ended(worker, End())
 
     def _is_look_due(self, now: float) -> bool:
         if self._looking or not self.limits.can_watch:
             return False
         return (bool(self._suspects) and now >= self._look_at) or (
-            bool(self._members) and now >= self._sweep_at
+            bool(self._workers) and now >= self._sweep_at
         )
 
     def _look_call(self, now: float) -> Callable[[], None]:
         sweeps = now >= self._sweep_at
-        names = self._members if sweeps else self._suspects
-        asked = {name: member for name in names if (member := self._members[name]).there}
+        names = self._workers if sweeps else self._suspects
+        asked = {name: worker for name in names if (worker := self._workers[name]).there}
         self._looking = True
         if sweeps:
             self._sweep_at = now + self._sweep_s
-        return partial(self._look, asked, {name for name, member in asked.items() if member.stopped})
+        return partial(self._look, asked, {name for name, worker in asked.items() if worker.stopped})
 
     def _look(self, asked: Mapping[str, _Asked], stopped: Collection[str]) -> None:
         fates: Mapping[str, Fate] = {}
 
         def look() -> None:
             nonlocal fates
-            fates = self._launcher.look({name: member.ref for name, member in asked.items()})
+            fates = self._launcher.look({name: worker.ref for name, worker in asked.items()})
 
         failure = self._failure_of(look) if asked else ""
         with self._changed:
@@ -359,29 +359,29 @@ class ThreadedPlatform:
             self._look_at = time.monotonic() + self._look_pause_s
             self._look_pause_s = min(2 * self._look_pause_s, LONGEST_PAUSE_S if failure else LOOK_S)
             if failure:
-                SERVICE.debug("members cannot be looked at: %s", failure)
+                SERVICE.debug("workers cannot be looked at: %s", failure)
                 return
-            for name, member in asked.items():
-                if self._members.get(name) is member:
+            for name, worker in asked.items():
+                if self._workers.get(name) is worker:
                     # Missing tells something only of who was stopped before, and has not been started since.
-                    is_gone = name in stopped and member.stopped
-                    self._note(member, fates.get(name, Fate(end=End() if is_gone else None)))
+                    is_gone = name in stopped and worker.stopped
+                    self._note(worker, fates.get(name, Fate(end=End() if is_gone else None)))
 
-    def _note(self, member: _Asked, fate: Fate) -> None:
+    def _note(self, worker: _Asked, fate: Fate) -> None:
         if fate.end is not None:
-            self._ended(member, fate.end)
-        elif fate.until_s is not None and not member.warned:
-            member.warned = True
-            self._tell(Warned(member.name, fate.until_s))
+            self._ended(worker, fate.end)
+        elif fate.until_s is not None and not worker.warned:
+            worker.warned = True
+            self._tell(Warned(worker.name, fate.until_s))
 
     # -- under the lock ----------------------------------------------------------------------------------
 
-    def _want_stop(self, member: _Asked, why: str) -> None:
-        member.why = member.why or why
-        if member.name in self._queue:
-            self._ended(member, End())
-        elif not member.stopped:
-            self._to_stop.setdefault(member.name, time.monotonic())
+    def _want_stop(self, worker: _Asked, why: str) -> None:
+        worker.why = worker.why or why
+        if worker.name in self._queue:
+            self._ended(worker, End())
+        elif not worker.stopped:
+            self._to_stop.setdefault(worker.name, time.monotonic())
         self._changed.notify_all()
 
     def _suspect(self, name: str, for_s: float) -> None:
@@ -393,19 +393,19 @@ class ThreadedPlatform:
         self._suspects[name] = max(self._suspects.get(name, 0.0), now + for_s)
         self._changed.notify_all()
 
-    def _ended(self, member: _Asked, end: End) -> None:
-        self._forget(member)
-        self._tell_last(member, Ended(member.name, replace(end, killed_for=member.why or "")))
+    def _ended(self, worker: _Asked, end: End) -> None:
+        self._forget(worker)
+        self._tell_last(worker, Ended(worker.name, replace(end, killed_for=worker.why or "")))
 
-    def _forget(self, member: _Asked) -> None:
-        self._members.pop(member.name, None)
-        self._queue.pop(member.name, None)
-        self._to_stop.pop(member.name, None)
-        self._suspects.pop(member.name, None)
+    def _forget(self, worker: _Asked) -> None:
+        self._workers.pop(worker.name, None)
+        self._queue.pop(worker.name, None)
+        self._to_stop.pop(worker.name, None)
+        self._suspects.pop(worker.name, None)
 
-    def _tell_last(self, member: _Asked, outcome: Outcome) -> None:
-        if not member.told:
-            member.told = True
+    def _tell_last(self, worker: _Asked, outcome: Outcome) -> None:
+        if not worker.told:
+            worker.told = True
             self._tell(outcome)
         self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Sends the user's own modules to members: a reproducible archive of what a pickle needs.
+"""Sends the user's own modules to workers: a reproducible archive of what a pickle needs.
 
 Files and not pickled code: classes keep one identity, so samples come back by name, and relative and late imports work.
 """

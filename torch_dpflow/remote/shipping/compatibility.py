@@ -1,4 +1,4 @@
-"""Whether a member can load what its head loads: compared by versions and modules, before anything is unpickled."""
+"""Whether a worker can load what its head loads: compared by versions and modules, before anything is unpickled."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def versions_here() -> dict[str, str]:
     return found
 
 
-def unfit(member: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Why a member with these versions cannot load what is pickled here, and what to do; empty if it can."""
+def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Why a worker with these versions cannot load what is pickled here, and what to do; empty if it can."""
     for name, parts, reason in (
         ("torch_dpflow", 2, "they would not understand each other"),
         ("python", 2, "functions travel as bytecode"),
         ("numpy", 1, "arrays are pickled by the names of its modules"),
         ("cloudpickle", 1, "functions are pickled by the names of its own"),
     ):
-        there, own = member.get(name, ""), here.get(name, "")
+        there, own = worker.get(name, ""), here.get(name, "")
         if own and _release(there)[:parts] != _release(own)[:parts]:
             text = f"it has {_called(name, there)} and this process {_called(name, own)}; {reason}"
             return f"{text}. {_remedy(name, own)}"
-    there = member.get("torch", "")
+    there = worker.get("torch", "")
     if _release(there) < _LEAST_TORCH:
         least = ".".join(map(str, _LEAST_TORCH))
         return f"it has {_called('torch', there)}, and {least} is the least. {_remedy('torch', here.get('torch', ''))}"
     return ""
 
 
-def warnings_of(member: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """What may make a fit member's samples differ from this process's, for people."""
+def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """What may make a fit worker's samples differ from this process's, for people."""
     found = []
     for name in _OF_SAMPLES:
-        there, own = member.get(name), here.get(name)
+        there, own = worker.get(name), here.get(name)
         if there is not None and own is not None and _release(there) != _release(own):
             found.append(
                 f"workers have {_called(name, there)} and this process {_called(name, own)}: samples may differ in "
@@ -87,7 +87,7 @@ def missing_modules(names: Iterable[str]) -> list[str]:
 
 
 def missing_text(names: Iterable[str]) -> str:
-    """That members lack these modules, with what to do; to be called where the modules are installed."""
+    """That workers lack these modules, with what to do; to be called where the modules are installed."""
     distributions = importlib.metadata.packages_distributions()
     tops = dict.fromkeys(name.partition(".")[0] for name in sorted(set(names)))
     pinned, own, unknown = [], [], []
@@ -122,7 +122,7 @@ def _missing(name: str) -> list[str]:
         return []
 
 
-@cache  # a process that forks members has looked before
+@cache  # a process that forks workers has looked before
 def _version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

@@ -101,7 +101,7 @@ def _put(value: Any, name: str) -> None:
     setattr(holder, last, value)
 
 
-#: Most bytes that a member is sent, unless it may be more.
+#: Most bytes that a worker is sent, unless it may be more.
 MAX_CONTENT_BYTES = 256 << 20
 #: The parts of a load spec that are the user's.
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
@@ -117,7 +117,7 @@ class _TooLargeError(Exception):
 
 
 def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
-    """Pickle a `LoadSpec` for members; `unpack_load_spec` is its inverse.
+    """Pickle a `LoadSpec` for workers; `unpack_load_spec` is its inverse.
 
     Args:
         limit: most bytes.
@@ -147,7 +147,7 @@ def unpack_load_spec(packed: bytes | memoryview) -> Any:
 
 
 def _keys_left_out() -> AbstractContextManager[None]:
-    # Here, as members only unpack: the import takes 0.2 s.
+    # Here, as workers only unpack: the import takes 0.2 s.
     from torch_dpflow.datasets.storage.credentials import left_out
 
     return left_out()

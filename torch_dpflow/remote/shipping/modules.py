@@ -19,7 +19,7 @@ from torch_dpflow.ipc.serialization import SCRIPT
 
 #: Directories that pip and distributions install into.
 _INSTALLED = {"site-packages", "dist-packages"}
-#: This package. A member has imported its own when code arrives, so it is compared by version and never sent, from
+#: This package. A worker has imported its own when code arrives, so it is compared by version and never sent, from
 #: wherever it was imported here: an editable install is an install.
 _THIS = __name__.partition(".")[0]
 #: What can be imported; bytecode comes from sources.

@@ -14,7 +14,7 @@ def run(launch_spec: bytes) -> int:
 
 
 def warm() -> None:
-    """Import what takes seconds: for a process that forks its members."""
+    """Import what takes seconds: for a process that forks its workers."""
     import gc
     from contextlib import suppress
     from importlib import import_module

@@ -1,6 +1,6 @@
-"""The handler of a function of AWS Lambda whose invocations are members.
+"""The handler of a function of AWS Lambda whose invocations are workers.
 
-An invocation's member is a fork of the runtime's process, which imports torch once. Its end is the answer.
+An invocation's worker is a fork of the runtime's process, which imports torch once. Its end is the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_dpflow.workers.platform import End
 
 import_module(SAMPLES)  # as torch: before the first fork
 
-#: How long before Lambda would end an invocation its member is ended, so that there is an answer, seconds.
+#: How long before Lambda would end an invocation its worker is ended, so that there is an answer, seconds.
 MARGIN_S = 2.0
 #: How long this environment has taken from its process's start until it can take an invocation, seconds; it is billed
 #: with its first one.
@@ -27,7 +27,7 @@ _init_s = age_s()
 
 
 def handler(event: Any, context: Any) -> dict[str, Any]:
-    """Run one member (Lambda's signature). Raises MessageError for an event that no launcher has sent."""
+    """Run one worker (Lambda's signature). Raises MessageError for an event that no launcher has sent."""
     return answer_of(run, event, context)
 
 

@@ -1,6 +1,6 @@
-"""A member's first connection to its shard: who it is, what it is to load, and signs of life.
+"""A worker's first connection to its shard: who it is, what it is to load, and signs of life.
 
-It has a thread of its own, since the member's main thread runs the user's code, which may take as long as it likes.
+It has a thread of its own, since the worker's main thread runs the user's code, which may take as long as it likes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LOST_S = 6.0
 
 
 class UnwantedWorkerError(DPFlowError):
-    """The shard wants nothing of this member (any more)."""
+    """The shard wants nothing of this worker (any more)."""
 
 
 class _Download:
@@ -131,7 +131,7 @@ class ControlConnection(threading.Thread):
         """What to load, by its digest, once it is here.
 
         Raises:
-            UnwantedWorkerError: the shard has nothing for this member.
+            UnwantedWorkerError: the shard has nothing for this worker.
             PeerLostError: nobody answers.
             MessageError: what came has another digest.
         """
@@ -152,7 +152,7 @@ class ControlConnection(threading.Thread):
         assert self._connection is not None
         self._connection.wake()
         self.contents()
-        raise MessageError("the shard sends contents to a member that cannot use them")
+        raise MessageError("the shard sends contents to a worker that cannot use them")
 
     def connect(self) -> CountedConnection:
         """Open the other connection."""
@@ -161,7 +161,7 @@ class ControlConnection(threading.Thread):
         return self._work
 
     def bye(self, words: str) -> None:
-        """Say that this member ends, and why."""
+        """Say that this worker ends, and why."""
         self._words = words
         if self._connection is not None and self.is_alive():
             self._connection.wake()

@@ -2,10 +2,10 @@
 
 A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's launch spec in a
 fork. An
-invocation is answered when nothing of its member is left: after that the platform freezes the instance, and a
+invocation is answered when nothing of its worker is left: after that the platform freezes the instance, and a
 connection that stayed open would look alive to the shard. One thread, so that a fork copies nothing half done.
 
-A frozen member that is thawed later goes on; if its lease has ended meanwhile, its shard refuses it and it leaves.
+A frozen worker that is thawed later goes on; if its lease has ended meanwhile, its shard refuses it and it leaves.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Instance:
     """The server of one instance, in the main thread. It runs one invocation at a time.
 
     Args:
-        module: whose `run(launch_spec)` members run.
+        module: whose `run(launch_spec)` workers run.
         port: to listen at, on all interfaces; 0: any.
     """
 
@@ -128,7 +128,7 @@ class Instance:
                 self._turn()
 
     def invoke(self, caller: RuntimeConnection, headers: Mapping[str, str], launch_spec: bytes) -> None:
-        """Run a launch spec, and answer when its member has ended."""
+        """Run a launch spec, and answer when its worker has ended."""
         if self._fork is not None or self._stopping:
             caller.answer(503, b"")
             return
@@ -137,7 +137,7 @@ class Instance:
         self._caller, self._fork = caller, Fork(self._run, launch_spec, env=env, close=close)
 
     def stop(self) -> None:
-        """End the member, soon: the instance ends."""
+        """End the worker, soon: the instance ends."""
         self._stopping = True
         if self._fork is not None:
             self._fork.kill()
@@ -186,7 +186,7 @@ class Instance:
 
 
 def main(name: str = MODULE, port: int | None = None) -> None:
-    """Run the instance's server for the members of a module, until it is told to end."""
+    """Run the instance's server for the workers of a module, until it is told to end."""
     module = import_module(name)
     getattr(module, "warm", lambda: None)()
     Instance(module, int(os.environ.get(PORT_VARIABLE, PORT)) if port is None else port).serve()

@@ -1,4 +1,4 @@
-"""A member in a fork of a process that has imported what takes seconds, for platforms that call a function.
+"""A worker in a fork of a process that has imported what takes seconds, for platforms that call a function.
 
 User code that crashes does not cost the platform's instance then, nothing of one dataset stays, and all connections are
 gone before the call is answered.
@@ -35,7 +35,7 @@ def age_s() -> float:
 
 
 class Fork:
-    """One member in a child of this process, which has to be in its main thread and to have no other.
+    """One worker in a child of this process, which has to be in its main thread and to have no other.
 
     Args:
         run: what the child runs with the launch spec; it returns the exit code.
@@ -138,7 +138,7 @@ def _become(
     close: Collection[int],
     parent: int,
 ) -> NoReturn:
-    """Be the member; the child never returns from here."""
+    """Be the worker; the child never returns from here."""
     code = 1
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""The life of a member: calls, fetches what it is to load, and works as any worker does."""
+"""The life of a worker: calls, fetches what it is to load, and works as any worker does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of members: what they load has come over the network, and their memory is their own host's."""
+"""The workers of workers: what they load has come over the network, and their memory is their own host's."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_leaks(server: FunctionServer) -> Iterator[None]:
     """Instead of the check of all tests: the vendor's client keeps its connections. Of ours nothing is left."""
     yield
-    wait(lambda: not server.live(), what="the end of all members")
+    wait(lambda: not server.live(), what="the end of all workers")
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
     )

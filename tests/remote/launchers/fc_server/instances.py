@@ -65,8 +65,8 @@ class Instance:
             return [first, *first.children(recursive=True)]
         return []
 
-    def members(self) -> list[int]:
-        """The pids of members in it."""
+    def workers(self) -> list[int]:
+        """The pids of workers in it."""
         with suppress(psutil.NoSuchProcess):
             first = psutil.Process(self.pid)
             return [child.pid for child in (first.children()[0] if self.is_elsewhere else first).children()]
@@ -90,7 +90,7 @@ class Instance:
 
 
 class Templates:
-    """Processes that fork instances, by the module that members run: importing torch takes seconds, here too."""
+    """Processes that fork instances, by the module that workers run: importing torch takes seconds, here too."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = dict(env)

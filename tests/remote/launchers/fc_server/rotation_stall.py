@@ -1,8 +1,8 @@
-"""How much longer a training loop waits where members of Function Compute are replaced all the time.
+"""How much longer a training loop waits where workers of Function Compute are replaced all the time.
 
-    python -m tests.remote.launchers.fc_server.rotation_stall [--lifetime 25s] [--seconds 150] [--members 2]
+    python -m tests.remote.launchers.fc_server.rotation_stall [--lifetime 25s] [--seconds 150] [--workers 2]
 
-Two loaders take turns, step by step: the members of one live for the lifetime, those of the other for an hour.
+Two loaders take turns, step by step: the workers of one live for the lifetime, those of the other for an hour.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Slow:
 class Side:
     """One loader: what it has waited, and whether each sample came once, in order."""
 
-    def __init__(self, server: FunctionServer, name: str, lifetime: str, members: int) -> None:
+    def __init__(self, server: FunctionServer, name: str, lifetime: str, workers: int) -> None:
         self.spec = FunctionCompute(
-            max_workers=2 * members, endpoint=server.endpoint, function=name, lifetime=lifetime
+            max_workers=2 * workers, endpoint=server.endpoint, function=name, lifetime=lifetime
         )
         assert [*deploy(self.spec, "r/i:1")]
         options = LoaderOptions(seeding="worker")
         loader: Any = DPFlowDataLoader(
-            Slow(), batch_size=2, num_workers=members, platform=self.spec, options=options
+            Slow(), batch_size=2, num_workers=workers, platform=self.spec, options=options
         )
         self.iterator: Any = iter(loader)
         self.read, self.waited_s, self.longest_s = 0, 0.0, 0.0
@@ -74,14 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lifetime", default="25s")
     parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--members", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     os.environ["ALIBABA_CLOUD_ACCESS_KEY_ID"] = "AKtest"
     os.environ["ALIBABA_CLOUD_ACCESS_KEY_SECRET"] = KEYS["AKtest"].secret
     os.environ["ALIBABA_CLOUD_SECURITY_TOKEN"] = KEYS["AKtest"].token
     with FunctionServer(KEYS) as server:
         sides = {
-            lifetime: Side(server, name, lifetime, arguments.members)
+            lifetime: Side(server, name, lifetime, arguments.workers)
             for name, lifetime in (("replaced", arguments.lifetime), ("staying", "1h"))
         }
         for _ in steps(arguments.seconds):
@@ -92,7 +92,7 @@ def main() -> None:
             share = 100 * side.waited_s / arguments.seconds
             print(
                 f"lifetime {lifetime}: waited {share:.2f}% of {arguments.seconds:g} s, "
-                f"{side.longest_s:.2f} s at most; {begun} members begun, {side.read:,} samples, each once",
+                f"{side.longest_s:.2f} s at most; {begun} workers begun, {side.read:,} samples, each once",
                 flush=True,
             )
             side.iterator._shutdown_workers()

@@ -121,8 +121,8 @@ class Sandbox:
             self.end()
         self._current = None
 
-    def members(self) -> list[int]:
-        """The processes of its members."""
+    def workers(self) -> list[int]:
+        """The processes of its workers."""
         return children_of(self.process.pid)
 
     def end(self) -> None:

@@ -214,7 +214,7 @@ class ZeroMQListener(_SocketEndpoint):
         context, keys = None, options.keys
         if address.startswith("tcp://") and isinstance(keys, ServerKeys | WorkerKeys):
             context = contexts.guarded_context(keys)
-        self._door = keys if isinstance(keys, WorkerKeys) else None
+        self._worker_keys = keys if isinstance(keys, WorkerKeys) else None
         self._losses = 0
         #: Whether it accepts no connections, for lack of descriptors.
         self.refuses = False
@@ -230,7 +230,7 @@ class ZeroMQListener(_SocketEndpoint):
                 f"cannot listen at {address}: {error}; choose an address of this host that is free"
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self._door is not None:
+        if self._worker_keys is not None:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self.poll_set.append((self._monitor, zmq.POLLIN))
 
@@ -317,7 +317,7 @@ class ZeroMQListener(_SocketEndpoint):
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
         # libzmq lets an admitted peer have any identity, also another's.
-        is_own = self._door is None or self._door.admits(str(frame.get("User-Id")), frame.bytes)
+        is_own = self._worker_keys is None or self._worker_keys.admits(str(frame.get("User-Id")), frame.bytes)
         frames = super()._collect(frame)
         if is_own or frames is None:
             return frames
