@@ -11,7 +11,7 @@ import msgspec
 
 from torch_dpflow.cli.cluster_calls import json_option, size_of, to_json
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.launchers.registry import resolve
+from torch_dpflow.remote.launchers.registry import resolve, warn_experimental
 
 if TYPE_CHECKING:
     from torch_dpflow.cluster.security.connection_file import ConnectionFile
@@ -132,6 +132,7 @@ def eci(
     from torch_dpflow.remote.launchers import eci
     from torch_dpflow.remote.launchers.eci import ContainerGroups
 
+    warn_experimental("eci")
     if removes and lists:
         raise OptionError("--remove and --list exclude each other; give one of them")
     file = _cluster_file(join, cluster if removes or lists else None)

@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from contextlib import closing
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from torch_dpflow import errors
 from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers import settings
 from torch_dpflow.remote.launchers.contract import PlatformSpec
 
@@ -23,6 +25,8 @@ _KNOWN = {
     "processes": ("torch_dpflow.remote.launchers.processes", "Processes"),
     "ray": ("torch_dpflow.remote.launchers.ray", "Ray"),
 }
+#: Platforms that have been tested against test doubles of their control planes only.
+_EXPERIMENTAL = ("fc", "lambda")
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
@@ -39,6 +43,8 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
             raise OptionError(f"platform={platform!r} is none of {sorted(_KNOWN)}{hint}")
         found = settings.read(_kinds())[f"platform.{platform}"]
         spec: PlatformSpec = _kind(platform)(**{key: setting.value for key, setting in found.items()})
+        if platform in _EXPERIMENTAL:
+            warn_experimental(platform)
         return spec
     parts = {name for name in vars(PlatformSpec) if not name.startswith("_")}
     if isinstance(platform, type) and parts <= {*dir(platform)}:
@@ -49,7 +55,16 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
             f"platform={platform!r} is of type {type(platform).__name__}; give one of {sorted(_KNOWN)}, or an object "
             "of torch_dpflow.remote with settings of its own"
         )
+    for name in _EXPERIMENTAL:
+        if _KNOWN[name] == (type(platform).__module__, type(platform).__name__):
+            warn_experimental(name)
     return platform
+
+
+@cache
+def warn_experimental(name: str) -> None:
+    """Log once a process that this platform has never been run on its cloud."""
+    SERVICE.warning("platform %s is experimental: tested against test doubles, never on its cloud", name)
 
 
 def network() -> tuple[settings.Network, str]:
