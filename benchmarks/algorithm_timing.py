@@ -22,7 +22,7 @@ from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.ranks import RankShares
+from torch_dpflow.samplers.passes import RankShares
 
 #: indices planned by one draw, and keys passed by one access in bulk
 BATCH = 2048

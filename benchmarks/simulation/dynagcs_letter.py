@@ -1,7 +1,7 @@
 """DynaGCS to the letter of the thesis, for comparison with the reading that jobs may choose."""
 
 from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup, group_size
-from torch_dpflow.samplers.member import Member
+from torch_dpflow.samplers.group import Member
 
 
 class DynaGCSLetterGroup(DynaGCSGroup):

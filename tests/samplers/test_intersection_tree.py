@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.simulation.dynagcs_letter import DynaGCSLetterGroup
 from torch_dpflow.samplers import sampling_group
-from torch_dpflow.samplers.cells import Cells
-from torch_dpflow.samplers.intersection_tree import IntersectionTree, speed_likeness
+from torch_dpflow.samplers.buffered import Cells
+from torch_dpflow.samplers.dynagcs_tree import IntersectionTree, speed_likeness
 
 SIZE = 40
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.samplers.classes import Partition
+from torch_dpflow.samplers.shared_epoch import Partition
 
 SIZE = 20
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torch_dpflow.samplers import GlobalBatches, RankShares, sampling_group
-from torch_dpflow.samplers.ranks import rank_slice
+from torch_dpflow.samplers.passes import rank_slice
 
 
 def batches_of(size: int, replicas: int, batch_size: int, drop_last: bool) -> GlobalBatches:

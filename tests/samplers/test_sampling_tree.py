@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.later import Later
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import sampling_group
-from torch_dpflow.samplers.cells import MAX_MEMBERS, Cells, bits_of, free_bit
-from torch_dpflow.samplers.sampling_tree import sample_round
+from torch_dpflow.samplers.buffered import MAX_MEMBERS, Cells, bits_of, free_bit
+from torch_dpflow.samplers.joader import sample_round
 
 stats = Later("scipy.stats")
 SIZE = 24

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.samplers.timed_jobs import TimedJob, hit_rate, run_jobs
 from torch_dpflow.samplers import SamplingGroup, sampling_group
-from torch_dpflow.samplers.member import Member
+from torch_dpflow.samplers.group import Member
 
 STAGGER = (0.0, 1 / 3, 2 / 3, 1.0)
 SPEEDS = (1.0, 0.8, 0.6, 0.4)

@@ -6,7 +6,7 @@ from torch_dpflow._core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.samplers.group import Draw, SamplingGroup
-    from torch_dpflow.samplers.ranks import GlobalBatches, RankShares
+    from torch_dpflow.samplers.passes import GlobalBatches, RankShares
     from torch_dpflow.samplers.sampler import DynaGCSSampler
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, sampling_group
 
@@ -24,7 +24,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "group": ["Draw", "SamplingGroup"],
-        "ranks": ["GlobalBatches", "RankShares"],
+        "passes": ["GlobalBatches", "RankShares"],
         "strategy_registry": ["STRATEGIES", "sampling_group"],
         "sampler": ["DynaGCSSampler"],
     },

@@ -1,16 +1,221 @@
-"""Groups that draw for several jobs at once and buffer each one's samples until it draws them."""
+"""Groups that draw for several jobs at once and buffer each one's samples; and the cells that they draw from."""
 
 from abc import abstractmethod
 from collections import deque
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.samplers.cells import MAX_MEMBERS, Cells, bits_of, free_bit
-from torch_dpflow.samplers.group import Draw, SamplingGroup
-from torch_dpflow.samplers.indices import IndexArray
-from torch_dpflow.samplers.member import Member
+from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+
+#: Most jobs of a group: the bits of a mask.
+MAX_MEMBERS = 256
+#: Bits of a word of masks in an array.
+_WORD_BITS = 64
+#: Up to so many cells are searched in plain Python, because a call of numpy costs as much.
+_FEW_CELLS = 64
+#: A sample's cell and its slot there. Valid until the next sample of the cell is taken.
+CellSlot: TypeAlias = tuple[int, int]
+
+
+class Cells:
+    """The sets of samples that jobs still need, stored as the partition of the samples that they define.
+
+    Any intersection, union or difference of the jobs' sets is a union of cells, so its size is a sum over
+    cells and a uniform draw from it takes two steps: a cell by its size, then a sample of the cell. A
+    cell is an unordered array, from which a sample is taken in O(1). There are never more cells than
+    samples, nor than 2^jobs.
+
+    Jobs are bits: bit j of a cell's mask is set if job j needs the cell's samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        #: Of each cell, the jobs that need it. Empty cells stay until the next insertion or deletion.
+        self.masks: list[int] = []
+        #: Of each cell, the number of its samples.
+        self.sizes: list[int] = []
+        self._place: dict[int, int] = {}
+        self._samples: list[CompactArray] = []
+        #: For each bit, the number of samples that the job needs.
+        self.needed = [0] * MAX_MEMBERS
+        #: `masks` as an array of words, once there are many; out of date where it is shorter.
+        self._mask_array: NDArray[np.uint64] = _words_of([], 1)
+
+    def insert(self, job: int, members: BoolArray) -> None:
+        """Job `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
+        bit = 1 << job
+        rest = members.copy()
+        parts: list[tuple[int, CompactArray]] = []
+        for mask, samples in self.items():
+            inside = members[samples]
+            rest[samples] = False
+            parts += [(mask | bit, samples[inside]), (mask, samples[~inside])]
+        parts.append((bit, np.flatnonzero(rest).astype(compact(self.size))))
+        self._rebuild(parts)
+        self.needed[job] = int(np.count_nonzero(members))
+
+    def delete(self, job: int) -> None:
+        """Job `job` needs nothing any more; cells that differed only in this job are merged."""
+        merged: dict[int, list[CompactArray]] = {}
+        for mask, samples in self.items():
+            merged.setdefault(mask & ~(1 << job), []).append(samples)
+        merged.pop(0, None)
+        self._rebuild((mask, np.concatenate(parts)) for mask, parts in merged.items())
+        self.needed[job] = 0
+
+    def items(self) -> Iterable[tuple[int, CompactArray]]:
+        """Masks and samples of the cells; the arrays must not be kept or written to."""
+        for mask, place in self._place.items():
+            if self.sizes[place]:
+                yield mask, self._samples[place][: self.sizes[place]]
+
+    def needed_by(self, jobs: int, short_of: int = 0) -> list[int]:
+        """The cells that all jobs of the mask `jobs` need, ascending.
+
+        `short_of` is a mask of more jobs: what all of those need is left out.
+        """
+        if len(self.masks) > _FEW_CELLS:
+            return self._search(jobs, short_of)
+        if short_of:
+            return [
+                cell
+                for cell, mask in enumerate(self.masks)
+                if mask & jobs == jobs and mask & short_of != short_of
+            ]
+        return [cell for cell, mask in enumerate(self.masks) if mask & jobs == jobs]
+
+    def samples_in(self, cells: Iterable[int]) -> int:
+        """The number of samples of these cells together."""
+        sizes = self.sizes
+        return sum([sizes[cell] for cell in cells])
+
+    def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
+        """The slot of a sample drawn uniformly from the union of these cells, which holds at least one."""
+        sizes = self.sizes
+        slot = int(rng.random() * self.samples_in(cells))
+        for cell in cells:
+            if slot < sizes[cell]:
+                return cell, slot
+            slot -= sizes[cell]
+        raise AssertionError("a uniform number reached 1")
+
+    def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[CellSlot]:
+        """The slots of `count` distinct samples, drawn as `pick` does."""
+        if count == 1:
+            return [self.pick(cells, rng)]
+        sizes = np.array([self.sizes[cell] for cell in cells])
+        ends = np.cumsum(sizes)
+        drawn = rng.choice(int(ends[-1]), count, replace=False)
+        found = np.searchsorted(ends, drawn, side="right")
+        slots = drawn - ends[found] + sizes[found]
+        return [(cells[k], slot) for k, slot in zip(found.tolist(), slots.tolist())]
+
+    def take(self, place: CellSlot, jobs: int) -> int:
+        """The sample in this slot; the jobs of the mask `jobs` no longer need it."""
+        cell, slot = place
+        samples = self._samples[cell]
+        sample = int(samples[slot])
+        self.sizes[cell] -= 1
+        samples[slot] = samples[self.sizes[cell]]
+        if left := self.masks[cell] & ~jobs:
+            self._add(left, sample)
+        for job in bits_of(jobs):
+            self.needed[job] -= 1
+        return sample
+
+    def _search(self, jobs: int, short_of: int) -> list[int]:
+        if len(self._mask_array) < len(self.masks):
+            highest = max(mask.bit_length() for mask in self.masks)
+            self._mask_array = _words_of(self.masks, -(-highest // _WORD_BITS))
+        words = self._mask_array.shape[1]
+        if jobs.bit_length() > words * _WORD_BITS:
+            return []
+        wanted = _words_of([jobs], words)
+        found: BoolArray = ((self._mask_array & wanted) == wanted).all(axis=1)
+        if short_of and short_of.bit_length() <= words * _WORD_BITS:
+            short = _words_of([short_of], words)
+            found &= ((self._mask_array & short) != short).any(axis=1)
+        cells: list[int] = np.flatnonzero(found).tolist()
+        return cells
+
+    def _add(self, mask: int, sample: int) -> None:
+        place = self._place.get(mask)
+        if place is None:
+            place = self._place[mask] = len(self._samples)
+            self._samples.append(np.empty(8, compact(self.size)))
+            self.masks.append(mask)
+            self.sizes.append(0)
+        length, samples = self.sizes[place], self._samples[place]
+        if length == len(samples):
+            # One that was empty when it was restored has no room at all.
+            samples = np.concatenate([samples, np.empty(max(8, length), samples.dtype)])
+            self._samples[place] = samples
+        samples[length] = sample
+        self.sizes[place] = length + 1
+
+    def _rebuild(self, parts: Iterable[tuple[int, CompactArray]]) -> None:
+        kept = [(mask, samples) for mask, samples in parts if len(samples)]
+        self.masks = [mask for mask, _ in kept]
+        self.sizes = [len(samples) for _, samples in kept]
+        self._place = {mask: place for place, mask in enumerate(self.masks)}
+        # `take` swaps within a cell, so its array must be its own.
+        self._samples = [samples.copy() for _, samples in kept]
+        self._mask_array = _words_of([], 1)
+
+    def validate(self) -> None:
+        """AssertionError unless the cells are disjoint and each job's count matches them."""
+        samples = np.concatenate([np.empty(0, np.int64), *(samples for _, samples in self.items())])
+        assert len(np.unique(samples)) == len(samples)
+        assert 0 not in self._place
+        for job in range(MAX_MEMBERS):
+            assert self.needed[job] == self.samples_in(self.needed_by(1 << job)), job
+
+    def state_dict(self) -> dict[str, Any]:
+        """All cells in copies, empty ones too, because the order of cells determines later draws."""
+        cells = [
+            (mask, self._samples[place][: self.sizes[place]].copy()) for mask, place in self._place.items()
+        ]
+        return {"cells": cells, "needed": list(self.needed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of cells of the same size."""
+        self.masks = [mask for mask, _ in state["cells"]]
+        self.sizes = [len(samples) for _, samples in state["cells"]]
+        self._place = {mask: place for place, mask in enumerate(self.masks)}
+        self._samples = [samples.copy() for _, samples in state["cells"]]
+        self._mask_array = _words_of([], 1)
+        self.needed = list(state["needed"])
+
+
+def _words_of(masks: list[int], words: int) -> NDArray[np.uint64]:
+    """Masks as an array of shape (masks, words), the lowest bits first."""
+    packed = b"".join([mask.to_bytes(words * _WORD_BITS // 8, "little") for mask in masks])
+    return np.frombuffer(packed, np.dtype("<u8")).reshape(-1, words)
+
+
+def bits_of(mask: int) -> Iterable[int]:
+    """The numbers of the bits that are set, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def free_bit(taken: Iterable[int], limit: int = MAX_MEMBERS) -> int:
+    """The lowest job number below `limit` that is not taken; OptionError if all are."""
+    used = set(taken)
+    for job in range(limit):
+        if job not in used:
+            return job
+    raise OptionError(
+        f"{limit} jobs are in the group, which is the limit of this strategy; use another group"
+    )
 
 
 class BufferedGroup(SamplingGroup):

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.samplers.group import Draw, SamplingGroup
-from torch_dpflow.samplers.indices import CompactArray, IndexArray
-from torch_dpflow.samplers.member import Member
+from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
 
 
 class FixedOrderGroup(SamplingGroup):
@@ -73,3 +72,30 @@ class FixedOrderGroup(SamplingGroup):
         read = np.zeros(self.size, np.bool_)
         read[done] = True
         return np.concatenate([done.astype(order.dtype), order[~read[order]]])
+
+
+class CoorDLGroup(FixedOrderGroup):
+    """Jobs in the same epoch read the same order, which depends on the group's seed and not on the jobs' seeds.
+
+    Jobs share while they are in step: same start, same speed. A job with a set of its own reads the common
+    order without the other samples, so its epoch is uniform too; the original CoorDL has one set only.
+    """
+
+    strategy = "coordl"
+
+    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
+        order = permutation(self.size, self.seed, epoch)
+        if member.indices is None:
+            return order
+        wanted = np.zeros(self.size, np.bool_)
+        wanted[member.indices] = True
+        return order[wanted[order]]
+
+
+class IndependentGroup(FixedOrderGroup):
+    """Each job reads the permutation that torch's RandomSampler draws for its seed; nothing is shared."""
+
+    strategy = "independent"
+
+    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
+        return member.order(epoch)

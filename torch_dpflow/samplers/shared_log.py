@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.samplers.classes import Partition
 from torch_dpflow.samplers.directory import Directory
-from torch_dpflow.samplers.group import Draw, SamplingGroup
+from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray
-from torch_dpflow.samplers.member import Member
-from torch_dpflow.samplers.shared_epoch import SharedEpoch
+from torch_dpflow.samplers.shared_epoch import Partition, SharedEpoch
 
 #: Rounds of all jobs' batches for which a load is protected: by then every follower has drawn.
 _PROTECTED_ROUNDS = 4

@@ -2,10 +2,9 @@
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError
-from torch_dpflow.samplers.coordl import CoorDLGroup
 from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup
+from torch_dpflow.samplers.fixed_order import CoorDLGroup, IndependentGroup
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.independent import IndependentGroup
 from torch_dpflow.samplers.joader import JoaderGroup
 from torch_dpflow.samplers.shared_log import SharedLogGroup
 

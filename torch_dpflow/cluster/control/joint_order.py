@@ -28,7 +28,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
-from torch_dpflow.samplers.ranks import RankShares
+from torch_dpflow.samplers.passes import RankShares
 
 #: Most epochs that are kept for ranks that are behind: one takes as much memory as the flow's samples have numbers.
 MAX_EPOCHS = 16

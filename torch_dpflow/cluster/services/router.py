@@ -52,7 +52,7 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray, compact
-from torch_dpflow.samplers.ranks import RankShares
+from torch_dpflow.samplers.passes import RankShares
 
 #: The group's cache capacity is corrected when it is wrong by more than this share of it.
 RESIZED_SHARE = 0.1
