@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from torch_dpflow.caches.capacity import parse_capacity as parse_budget
+from torch_dpflow.caches.policy import parse_capacity as parse_budget
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,10 @@ import pytest
 
 from benchmarks.simulation.opt import OPT
 from tests.caches.replay import Order, Request, hit_rate, requests, stream
-from torch_dpflow.caches.alsd import ALSD
-from torch_dpflow.caches.lfu import LFU
-from torch_dpflow.caches.lru import LRU
-from torch_dpflow.caches.minio import MinIO
+from torch_dpflow.caches.alsd import ALSD, UseDistance
+from torch_dpflow.caches.past_reads import LFU, LRU, MinIO
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.refcnt import RefCnt
-from torch_dpflow.caches.use_distance import UseDistance
 
 SAMPLES = 500
 SEEDS = 4

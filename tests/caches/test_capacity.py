@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.caches.capacity import Capacity, parse_capacity
+from torch_dpflow.caches.policy import Capacity, parse_capacity
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 

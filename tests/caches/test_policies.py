@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.opt import OPT
 from torch_dpflow.caches.alsd import ALSD
-from torch_dpflow.caches.lfu import LFU
-from torch_dpflow.caches.lru import LRU
-from torch_dpflow.caches.minio import MinIO
+from torch_dpflow.caches.past_reads import LFU, LRU, MinIO
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.ranked import RankedPolicy

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torch_dpflow.caches import ALSDCache
-from torch_dpflow.caches.lru import LRU
+from torch_dpflow.caches.past_reads import LRU
 from torch_dpflow.caches.store import SampleStore
 
 

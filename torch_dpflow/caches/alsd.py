@@ -1,12 +1,171 @@
-"""ALSD, approximate longest sample distance: evict what will be read last (thesis, 3.4.3)."""
+"""ALSD, approximate longest sample distance: evict the key that will be read last (thesis, 3.4.3).
+
+`LookaheadPolicy` follows each job through its epochs. Eviction itself is `RankedPolicy.evict` and `admit` (module
+`ranked`): the key of the greatest distance goes first. `residents` keeps the keys in that order, `next_use` computes
+their distances, `timetable` holds when each job reads each key.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-from torch_dpflow.caches.lookahead_policy import LookaheadPolicy
-from torch_dpflow.caches.next_use import EarliestUse, WeightedMean
+import numpy as np
+
+from torch_dpflow.caches.next_use import EarliestUse, NextUseRanking, WeightedMean
+from torch_dpflow.caches.policy import Job, check_weight
+from torch_dpflow.caches.ranked import RankedPolicy
+from torch_dpflow.caches.timetable import JobProgress
 from torch_dpflow.errors import OptionError
+from torch_dpflow.lookahead import Keys, Lookahead
+
+#: Keys that are recomputed at once, which bounds the memory.
+_CHUNK = 1 << 16
+
+#: A change of speed by less than this factor waits for the job's next epoch.
+_SPEED_CHANGE = 1.25
+
+
+class LookaheadPolicy(RankedPolicy):
+    """Follows each job through its epochs and evicts by a `NextUseRanking`.
+
+    A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order.
+    """
+
+    _ranking: NextUseRanking
+
+    def __init__(
+        self, ranking: NextUseRanking, *, max_items: int | None, max_bytes: int | None, keys: int | None
+    ) -> None:
+        self._timetable = ranking.timetable
+        super().__init__(ranking, max_items=max_items, max_bytes=max_bytes, keys=keys)
+
+    # -- jobs ------------------------------------------------------------------------------------------------
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return tuple(self._timetable.progress_of)
+
+    def join(self, job: Job, *, weight: float = 1.0) -> None:
+        weight = check_weight(job, weight)
+        progress = self._timetable.progress_of.get(job)
+        if progress is None:
+            self._begin(self._timetable.add(job, weight), None)
+        elif progress.weight != weight:
+            progress.weight = weight
+            self._recompute_all()
+
+    def forget(self, job: Job) -> None:
+        if self._timetable.remove(job) is not None:
+            self._recompute_all()
+
+    def hint(self, job: Job, lookahead: Lookahead) -> None:
+        for keys in (lookahead.certain, lookahead.likely, lookahead.members, lookahead.following):
+            if keys is not None:
+                self._reach_many(keys)
+        progress = self._timetable.progress_of.get(job) or self._timetable.add(job, 1.0)
+        is_same_epoch = (progress.epoch, progress.length) == (lookahead.epoch, lookahead.length)
+        # A sampler is at least as far as its job; if it is not, it is reading the epoch again.
+        if is_same_epoch and lookahead.position >= progress.position:
+            self._revise(progress, lookahead)
+        else:
+            self._begin(progress, lookahead)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _read(self, key: int, job: Job) -> None:
+        progress = self._timetable.progress_of.get(job)
+        if progress is None or (progress.position >= progress.length and progress.turns):
+            progress = self._ready(job)
+        self._timetable.read(progress, key)
+        self._ranking.advance(progress)
+
+    def _read_many(self, keys: Keys, job: Job) -> None:
+        while len(keys):
+            progress = self._timetable.progress_of.get(job)
+            if progress is None or (progress.position >= progress.length and progress.turns):
+                progress = self._ready(job)
+            keys = keys[self._timetable.read_many(progress, keys) :]
+            self._ranking.advance(progress)
+
+    def _grow(self, span: int) -> None:
+        self._ranking.grow(span)
+        guessing = [progress for progress in self._timetable if not progress.turns]
+        for progress in guessing:
+            progress.length = span
+        if guessing:
+            self._recompute_all()
+
+    # -- epochs ----------------------------------------------------------------------------------------------
+
+    def _ready(self, job: Job) -> JobProgress:
+        """Begin an epoch of a job that is new, or has read its whole epoch and announced no other."""
+        progress = self._timetable.progress_of.get(job)
+        if progress is None:
+            progress = self._timetable.add(job, 1.0)
+            self._begin(progress, None)
+        else:
+            is_unannounced = progress.epoch is None
+            self._begin(progress, self._timetable.next_epoch(progress))
+            if is_unannounced:
+                progress.epoch = None
+        return progress
+
+    def _begin(self, progress: JobProgress, lookahead: Lookahead | None) -> None:
+        """A job starts an epoch; None: without a lookahead."""
+        speed = None if lookahead is None else lookahead.speed
+        progress.pace = self._pace(progress) if speed is None else 1 / speed
+        self._timetable.begin(
+            progress, lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0)
+        )
+        if lookahead is None:
+            progress.epoch = None
+            progress.turns = self._known_keys is not None
+        progress.began = self._ranking.now
+        progress.base = progress.began - progress.position * progress.pace
+        self._recompute_all()
+
+    def _pace(self, progress: JobProgress) -> float:
+        """Time for a sample, measured without a clock, by the reads of the other jobs meanwhile."""
+        elapsed = self._ranking.now - progress.began
+        if progress.reads and elapsed > 0:
+            return elapsed / progress.reads
+        others = [other.pace for other in self._timetable if other is not progress]
+        return sum(others) / len(others) if others else 1.0
+
+    def _revise(self, progress: JobProgress, lookahead: Lookahead) -> None:
+        """A job announces more of its epoch. O(announced keys, old and new)."""
+        before = self._ranking.values(progress)
+        touched = self._timetable.revise(progress, lookahead)
+        self._ranking.update(progress)
+        growth = [
+            after - value for after, value in zip(self._ranking.values(progress), before) if after > value
+        ]
+        if growth:
+            self._residents.raise_bounds(max(growth))
+        speed, order = lookahead.speed, lookahead.following
+        new_pace = speed is not None and not 1 / _SPEED_CHANGE < speed * progress.pace < _SPEED_CHANGE
+        new_order = order is not None and progress.following is None
+        if speed is not None and new_pace:
+            progress.pace = 1 / speed
+            progress.base = self._ranking.now - progress.position * progress.pace
+        if order is not None and new_order:
+            self._timetable.follow(progress, order)
+        if new_pace or new_order:
+            self._recompute_all()
+            return
+        moved = np.unique(touched[self._residents.loads.take(touched) > 0])
+        if len(moved):
+            self._residents.move_many(moved, self._ranking.renew_many(moved))
+
+    def _recompute_all(self) -> None:
+        """Recompute all distances: jobs have joined, left or changed their pace or order."""
+        self._ranking.recompute()
+        if self._residents.count:
+            keys = self._residents.keys()
+            for start in range(0, len(keys), _CHUNK):
+                self._ranking.renew_many(keys[start : start + _CHUNK])
+            self._residents.rebuild()
+
 
 Aggregate = Literal["min", "mean"]
 
@@ -46,3 +205,23 @@ class ALSD(LookaheadPolicy):
         ranking = EarliestUse() if aggregate == "min" else WeightedMean()
         super().__init__(ranking, max_items=max_items, max_bytes=max_bytes, keys=keys)
         self.aggregate = aggregate
+
+
+class _CertainMean(WeightedMean):
+    def values(self, progress: JobProgress) -> list[float]:
+        far, certain, _, _ = super().values(progress)
+        return [far, certain, far, far]
+
+
+class UseDistance(LookaheadPolicy):
+    """Evicts the key of the greatest mean distance; a key that is not certain counts N (thesis, 5.2.1).
+
+    If orders are known in full it equals ALSD's weighted mean; the difference shows the value of ALSD's estimates.
+    """
+
+    name = "use-distance"
+
+    def __init__(
+        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
+    ) -> None:
+        super().__init__(_CertainMean(), max_items=max_items, max_bytes=max_bytes, keys=keys)

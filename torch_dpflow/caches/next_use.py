@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.caches.job_progress import JobProgress
 from torch_dpflow.caches.residents import Distances, Ranking
-from torch_dpflow.caches.timetable import JOBS_PER_PLANE, Timetable
+from torch_dpflow.caches.timetable import JOBS_PER_PLANE, JobProgress, Timetable
 from torch_dpflow.lookahead import Keys
 
 _INFINITY = float("inf")

@@ -7,13 +7,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from torch_dpflow.caches.alsd import ALSD
-from torch_dpflow.caches.lfu import LFU
-from torch_dpflow.caches.lru import LRU
-from torch_dpflow.caches.minio import MinIO
+from torch_dpflow.caches.alsd import ALSD, UseDistance
+from torch_dpflow.caches.past_reads import LFU, LRU, MinIO
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.refcnt import RefCnt
-from torch_dpflow.caches.use_distance import UseDistance
 from torch_dpflow.errors import OptionError
 
 #: What makes a policy, by its name.

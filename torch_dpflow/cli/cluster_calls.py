@@ -32,7 +32,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
     """The bytes of "8GiB"."""
-    from torch_dpflow.caches.capacity import parse_capacity
+    from torch_dpflow.caches.policy import parse_capacity
 
     try:
         size = None if text is None else parse_capacity(text).bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int, check_type
 from torch_dpflow.caches import ALSDCache
-from torch_dpflow.caches.capacity import parse_capacity
+from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions

@@ -12,7 +12,7 @@ from typing import Any
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.checks import working
 from torch_dpflow.caches import ALSDCache
-from torch_dpflow.caches.capacity import parse_capacity
+from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.cluster.client.description import FlowDefinition
 from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, JobOptions
