@@ -31,7 +31,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import connect, listen

@@ -24,8 +24,7 @@ from torch_dpflow.workers.scheduler.events import (
     Submit,
 )
 from torch_dpflow.workers.scheduler.machine import Scheduler
-from torch_dpflow.workers.scheduler.tasks import Task
-from torch_dpflow.workers.scheduler.windows import Windows
+from torch_dpflow.workers.scheduler.views import Task, WorkerViews
 
 METRICS = (
     report.Metric(name="us_per_task", label="processor time [µs/task]", higher_is_better=False, spec=".2f"),
@@ -61,16 +60,16 @@ SETTINGS = (
 )
 
 
-class _NoStealing(Windows):
+class _NoStealing(WorkerViews):
     def steal_candidate(self) -> Task | None:
         return None
 
 
-class _OldestFirst(Windows):
+class _OldestFirst(WorkerViews):
     """Steals the oldest task that waits anywhere: the one an in-order consumer needs first."""
 
     def steal_candidate(self) -> Task | None:
-        waiting = [task for mirror in self.mirrors.values() for task in list(mirror.held.values())[1:]]
+        waiting = [task for view in self.views.values() for task in list(view.held.values())[1:]]
         return min(filter(Task.is_movable, waiting), key=lambda task: task.order, default=None)
 
 
@@ -81,12 +80,17 @@ def skewed_costs(tasks: int, *, seed: int) -> list[float]:
 
 
 def simulate(
-    setting: Setting, tasks: int, seeds: Iterator[int], *, rule: type[Windows] = Windows, deal: bool = False
+    setting: Setting,
+    tasks: int,
+    seeds: Iterator[int],
+    *,
+    rule: type[WorkerViews] = WorkerViews,
+    deal: bool = False,
 ) -> report.Figures:
     """One run on the next seed."""
     costs = skewed_costs(tasks, seed=next(seeds))
     scheduler = Scheduler(window=setting.window)
-    scheduler._windows = rule(setting.window)
+    scheduler._views = rule(setting.window)
     fleet = SimulatedFleet(
         scheduler,
         workers=setting.workers,

@@ -25,7 +25,7 @@ from torch_dpflow.loader.explanation import (
     Observed,
     explain,
 )
-from torch_dpflow.loader.workload import taken_by
+from torch_dpflow.loader.runtime import taken_by
 
 MANY = 100_000
 seconds = st.floats(0, 1e5)

@@ -15,7 +15,7 @@ import torch
 
 from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs
 from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError, WorkerError
-from torch_dpflow.loader import flight_growth
+from torch_dpflow.loader import batch_planner
 from torch_dpflow.options import LoaderOptions
 
 
@@ -195,8 +195,8 @@ class Late(Counted):
 def test_what_is_in_flight_does_not_grow_where_memory_is_short(
     OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fraction: int, most: int
 ) -> None:
-    monkeypatch.setattr(flight_growth, "GROWTH_BYTES", 1 << 20)
-    monkeypatch.setattr(flight_growth, "GROWTH_FRACTION", fraction)
+    monkeypatch.setattr(batch_planner, "GROWTH_BYTES", 1 << 20)
+    monkeypatch.setattr(batch_planner, "GROWTH_FRACTION", fraction)
     log = tmp_path / "log"
     log.touch()
     dataset = Late(30, str(log))

@@ -23,7 +23,8 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 from torch_dpflow.workers import collate
 

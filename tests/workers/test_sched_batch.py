@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.workers.sched_batch import use_sched_batch
+from torch_dpflow.workers.process_control import use_sched_batch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="time slices are Linux's")
 

@@ -136,7 +136,7 @@ def up(
     from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.cluster.services.node import stopped_by_signals
     from torch_dpflow.ipc.memory.headroom import check_memory
-    from torch_dpflow.workers.fork_server import end_fork_server
+    from torch_dpflow.workers.local_platform import end_fork_server
 
     if memory is not None and given["listen"] is None:  # else nodes of other hosts may have a part of it
         check_memory("--memory", memory)

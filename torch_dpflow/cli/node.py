@@ -54,7 +54,7 @@ def node(
     """
     from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions
     from torch_dpflow.cluster.services.node import stopped_by_signals
-    from torch_dpflow.workers.fork_server import end_fork_server
+    from torch_dpflow.workers.local_platform import end_fork_server
 
     sys.path.insert(0, os.getcwd())  # as `dpflow up` does
     joined = JoiningNode(

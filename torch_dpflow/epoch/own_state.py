@@ -1,4 +1,4 @@
-"""States of datasets, samplers and their iterators with a `state_dict` of their own: saved, carried, restored.
+"""States of datasets, samplers and their iterators that have a `state_dict` of their own.
 
 Iterating never depends on them. If a `state_dict` fails, its error is kept and raised by the loader's `state_dict`.
 """
@@ -6,7 +6,10 @@ Iterating never depends on them. If a `state_dict` fails, its error is kept and 
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import ExceptionWrapper
@@ -19,7 +22,7 @@ def has_state(part: Any) -> bool:
 
 
 class Unsaved:
-    """In place of the state of `part`, whose `state_dict` raised the error that is being handled."""
+    """Stands for the state of `part`, whose `state_dict` raised the error that is being handled."""
 
     def __init__(self, part: Any) -> None:
         self.part = type(part).__name__
@@ -42,19 +45,19 @@ class Unsaved:
 
 
 class Pickled:
-    """The pickled state of `part` between processes; unpickled only where it is needed."""
+    """The pickled state of `part` on its way between processes."""
 
     def __init__(self, part: Any, value: Any) -> None:
         self.part = type(part).__name__
         self._bytes = pickle.dumps(value)
 
     def open(self) -> Any:
-        """The state. Raises whatever unpickling it raises."""
+        """Unpickle the state. Raises as its unpickling."""
         return pickle.loads(self._bytes)
 
 
 def state_of(part: Any, **arguments: Any) -> Any:
-    """The state of `part`; None if it has none, `Unsaved` if its `state_dict` fails. Raises nothing."""
+    """Return the state of `part`; None if it has none, `Unsaved` if its `state_dict` fails. Raises nothing."""
     try:
         return part.state_dict(**arguments) if has_state(part) else None
     except Exception:
@@ -62,12 +65,12 @@ def state_of(part: Any, **arguments: Any) -> Any:
 
 
 def copied_state_of(part: Any, **arguments: Any) -> Any:
-    """As `state_of`, a copy."""
+    """Return a copy of the state of `part`, as `state_of`."""
     return copied(part, state_of(part, **arguments))
 
 
 def copied(part: Any, state: Any) -> Any:
-    """A copy of the state of `part`, which may continue to change the original; `Unsaved` if it cannot be copied."""
+    """Return a copy of the state of `part`; `Unsaved` if it cannot be copied."""
     try:
         return copy.deepcopy(state)
     except Exception:
@@ -83,7 +86,7 @@ def takes(part: Any, argument: str) -> bool:
 
 
 def sealed(part: Any, state: Any) -> Any:
-    """The state of `part` in a form that can be sent."""
+    """Return the state of `part` in a form that can be sent."""
     if state is None or isinstance(state, Unsaved):
         return state
     try:
@@ -93,11 +96,7 @@ def sealed(part: Any, state: Any) -> Any:
 
 
 def opened(state: Any) -> Any:
-    """A state, unpickled if `sealed` had pickled it.
-
-    Raises:
-        StateError: its `state_dict` failed, or it cannot be unpickled here.
-    """
+    """Undo `sealed`. Raises StateError: the `state_dict` failed, or the state cannot be unpickled here."""
     if isinstance(state, Unsaved):
         state.reraise()
     if not isinstance(state, Pickled):
@@ -106,19 +105,15 @@ def opened(state: Any) -> Any:
         return state.open()
     except Exception as error:
         raise StateError(
-            f"what {state.part}.state_dict() gave in a worker cannot be unpickled here ({error!r}); let it return "
+            f"what {state.part}.state_dict() returned in a worker cannot be unpickled here ({error!r}); let it return "
             "plain values"
         ) from error
 
 
 def restore_state(part: Any, state: Any, kind: str) -> None:
-    """Restore the own state of `part`.
+    """Restore the own state of `part`. Raises StateError: it has no `load_state_dict`, or that failed.
 
-    Args:
-        kind: its kind in errors: "dataset" or "sampler".
-
-    Raises:
-        StateError: it has no `load_state_dict`, or that failed.
+    kind: "dataset" or "sampler", for errors.
     """
     if not has_state(part):
         raise StateError(
@@ -132,3 +127,100 @@ def restore_state(part: Any, state: Any, kind: str) -> None:
             f"{type(part).__name__}.load_state_dict() failed on the state of the {kind} ({error!r}); resume with the "
             f"{kind} that the state was taken with, or begin an epoch afresh"
         ) from error
+
+
+def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
+    """Return the state of a dataset that is not being iterated, in the form of `Stream.state`."""
+    kept = state_of(dataset)
+    if kept is None or isinstance(kept, Unsaved):
+        return kept
+    return {"dataset": kept, "iterator": None, "ended": False}
+
+
+def ended(kept: Any) -> Any:
+    """Mark a state of `Stream.state` as the end of its iteration."""
+    return {**kept, "ended": True} if isinstance(kept, dict) else kept
+
+
+def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
+    """Restore `dataset`, so that its next iteration begins as it would have after the saved one.
+
+    Raises StateError: it, or its iterator, cannot restore its state.
+    """
+    # An iterable dataset that loads a state may begin its next iteration there, even if it was there already.
+    if kept["dataset"] is not None and not (
+        isinstance(dataset, IterableDataset) and _equals_state(dataset, kept["dataset"])
+    ):
+        restore_state(dataset, kept["dataset"], "dataset")
+    if kept["ended"]:
+        # Restored to the end of its iteration; the next `iter` begins the next one.
+        iterator = iter(dataset)
+        if kept["iterator"] is not None:
+            restore_state(iterator, kept["iterator"], "dataset")
+
+
+def _equals_state(dataset: Any, state: Any) -> bool:
+    try:
+        return bool(state_of(dataset) == state)
+    except Exception:  # such as tensors, whose comparison has no truth value
+        return False
+
+
+class Stream:
+    """The batches of one copy of an iterable dataset, one after the other; its position can be saved and restored.
+
+    Args:
+        dataset: the iterable dataset.
+        make_fetcher: makes torch's fetcher for it, which calls `iter(dataset)`.
+        state: an earlier result of `state()`; None for the beginning.
+        skip: batches to skip; only without `state`.
+        batch_size: samples in one batch, None if the dataset yields whole batches.
+    """
+
+    def __init__(
+        self, dataset: Any, make_fetcher: Callable[[], Any], *, state: Any, skip: int, batch_size: int | None
+    ) -> None:
+        self._dataset = dataset
+        # The dataset first: its iterator may start from the dataset's position.
+        if state is not None and state["dataset"] is not None:
+            restore_state(dataset, state["dataset"], "dataset")
+        self._fetcher = make_fetcher()
+        if state is not None and state["iterator"] is not None:
+            restore_state(self._fetcher.dataset_iter, state["iterator"], "dataset")
+        if state is not None and state["ended"]:
+            self._fetcher.ended = True
+        if state is None and skip:
+            self._skip(skip * (batch_size or 1))
+
+    def fetch(self, index: Any) -> Any:
+        """The next batch. Raises StopIteration at the end of the stream."""
+        return self._fetcher.fetch(index)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the dataset or its iterator has a state of its own."""
+        return has_state(self._dataset) or has_state(self._fetcher.dataset_iter)
+
+    def state(self) -> dict[str, Any] | Unsaved | None:
+        """Return the own states of the dataset and its iterator after the latest batch; None if neither has one."""
+        # With a short batch a dataset has reached its end, and may have reset itself.
+        short = bool(getattr(self._fetcher, "ended", False))
+        iterator = self._fetcher.dataset_iter
+        of_iterator = state_of(iterator)
+        # A dataset that is its own iterator has one state, which is restored after `iter`.
+        of_dataset = state_of(self._dataset) if iterator is not self._dataset else None
+        for state in (of_iterator, of_dataset):
+            if isinstance(state, Unsaved):
+                return state
+        if of_iterator is None and of_dataset is None:
+            return None
+        return {"dataset": of_dataset, "iterator": of_iterator, "ended": short}
+
+    def _skip(self, samples: int) -> None:
+        for _ in range(samples):
+            try:
+                next(self._fetcher.dataset_iter)
+            except StopIteration:
+                # The last, short batch was delivered before: the stream was at its end.
+                self._fetcher.ended = True
+                return

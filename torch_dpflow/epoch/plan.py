@@ -1,8 +1,11 @@
 """The plan of one epoch: its index batches, drawn as they are needed, and how to draw them again."""
 
+from __future__ import annotations
+
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -19,12 +22,40 @@ from torch.utils.data import (
 from torch_dpflow._core.checks import working
 from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_state, takes
 from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
-from torch_dpflow.epoch.state import LoaderState, OpeningStep
+from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
+
+#: The outcome of a batch that was taken.
+TAKEN: Any = object()
+
+
+@dataclass(slots=True, eq=False)
+class PlannedBatch:
+    """One batch of a plan, from the sampler to the training loop, and what its delivery changes.
+
+    Control-C may interrupt the training thread between any two of its steps. So a batch stays the next one until it was
+    taken, which is one assignment, `batch.outcome = TAKEN`. Nothing is called between that and the return of the batch:
+    Python handles signals at calls and backward jumps only.
+    """
+
+    position: int
+    #: The batch's indices.
+    index: Any
+    #: Its worker, where batches are bound to workers.
+    worker: int | None = None
+    #: Its result or error; None until it arrives.
+    outcome: Any = None
+    samples: int = 0
+    #: Where its worker's own stream is after it; None: nothing new.
+    stream: StreamState | None = None
+    #: Positions that are dropped with it.
+    dropped: Sequence[int] = ()
+    #: The workers of the batches in flight after it, in order, and the worker after those; None if there is no order.
+    workers_after: tuple[list[int], int] | None = None
 
 
 class _Iterated:
-    """Wraps an iterator, so that `iter` is not called on it again: some samplers would restart their epoch."""
+    """Wrapper of an iterator whose `iter` is not called again: some samplers would restart their epoch."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -63,18 +94,18 @@ class Plan:
         self._snapshots: dict[int, Any] = {}
         #: A batch that was prefetched from the sampler and not drawn.
         self.held: list[Any] = []
-        #: Whether Control-C came while the sampler was asked. It ends a generator, which looks like its last batch.
+        #: Whether Control-C interrupted the sampler, which ends a generator as its last batch does.
         self.is_torn = False
         self._snapshot(position)
 
     def draw(self) -> tuple[int, Any]:
-        """The next position and its indices. Raises StopIteration at the end of the epoch."""
+        """Return the next position and its indices. Raises StopIteration at the end of the epoch."""
         position, index = self.peek()
         self.drawn, self.held = position + 1, []
         return position, index
 
     def peek(self) -> tuple[int, Any]:
-        """As `draw`, the same one until the caller sets `drawn` and `held`: Control-C loses none that is kept first."""
+        """Return the next batch, the same one until the caller sets `drawn` and `held`: Control-C loses none."""
         if not self.held:
             self.prefetch_one()
         if not self.held:
@@ -83,7 +114,7 @@ class Plan:
         return self.drawn, self.held[0]
 
     def prefetch_one(self) -> None:
-        """Have the sampler draw its next batch now, and keep it for the next `draw`."""
+        """Draw the sampler's next batch now, and keep it for the next `draw`."""
         self._is_begun = True
         try:
             self.held.extend(islice(self._batches, 1))
@@ -96,7 +127,7 @@ class Plan:
             self.ended_at = self.drawn
 
     def settle(self, length: int) -> list[Any]:
-        """Draw what is left of the first `length` batches of an epoch now; returns it, and gives it out as before.
+        """Draw the rest of the first `length` batches of an epoch now, and return it; `draw` returns it too.
 
         For an order that is fixed at its first batch (`settled_length`): this draws the same random numbers at the
         same time as that batch.
@@ -113,11 +144,7 @@ class Plan:
         return [*self.held, *settled]
 
     def skip(self, batches: int) -> None:
-        """Draw and drop so many batches: no sample is loaded.
-
-        Raises:
-            StateError: the epoch is shorter than that.
-        """
+        """Draw and drop so many batches. Raises StateError if the epoch is shorter."""
         self._is_begun = True
         for skipped in range(batches):
             try:
@@ -130,12 +157,11 @@ class Plan:
         self.drawn += batches
 
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
-        """The sampler's own state once the batches before `position`, of so many samples, are delivered.
+        """Return the sampler's own state after the batches before `position`, of so many samples.
 
-        length: of a whole epoch in batches, None if unknown.
+        length: batches of a whole epoch, None if unknown.
 
-        Raises:
-            StateError: the sampler's `state_dict` failed.
+        Raises StateError: the sampler's `state_dict` failed.
         """
         if self._sampler is None and self._iterator is None:
             return None
@@ -156,13 +182,13 @@ class Plan:
             self._snapshots[position] = _kept(copied_state_of(self._sampler), copied_state_of(self._iterator))
 
     def sampler_at_rest(self) -> Any:
-        """The sampler's own state once the epoch is over. Raises StateError if its `state_dict` failed."""
+        """Return the sampler's own state at the end of the epoch. Raises StateError if its `state_dict` failed."""
         self.prefetch_one()
         return opened(_kept(copied_state_of(self._sampler), copied_state_of(self._iterator)))
 
 
 def sampler_before(index_sampler: Any, sampler: Any) -> Any:
-    """The sampler's own state before any epoch; None if its `state_dict` fails."""
+    """Return the sampler's own state before any epoch; None if its `state_dict` fails."""
     kept = _kept(copied_state_of(stateful_part(index_sampler, sampler)), None)
     return None if isinstance(kept, Unsaved) else kept
 
@@ -177,18 +203,14 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
-    """The one of these that has its own state (`state_dict` and `load_state_dict`), or None."""
+    """Return the one of these that has a state of its own (`state_dict` and `load_state_dict`), or None."""
     if type(index_sampler) is BatchSampler:  # has no state, and may be the user's own around any sampler
         sampler = index_sampler.sampler
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 
 
 def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> Iterator[Any]:
-    """Restore the own states of the sampler and its iteration; returns the iteration.
-
-    Raises:
-        StateError: one of them cannot restore its state.
-    """
+    """Restore the own states of the sampler and its iteration, which is returned. Raises StateError if that fails."""
     if kept["sampler"] is not None:
         restore_state(stateful_part(index_sampler, sampler) or sampler, kept["sampler"], "sampler")
     if kept["iterator"] is None:
@@ -226,10 +248,9 @@ def open_order(
 
 
 def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> Plan:
-    """The plan of an interrupted epoch, from its first batch that is not delivered.
+    """Return the plan of an interrupted epoch, from its first batch that is not delivered.
 
-    Draws from the process's generators, which the caller has to preserve. Indices are drawn again
-    up to the position, samples are not loaded.
+    Draws the indices up to there again, from the process's generators, which the caller has to preserve.
 
     Raises:
         StateError: the state does not fit the sampler or the data set.
@@ -265,7 +286,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
 
 
 def samples_in(index: Any) -> int:
-    """The number of samples in a batch's indices, which may be any iterable."""
+    """Return the number of samples in a batch's indices, which may be any iterable."""
     try:
         return operator.length_hint(index, 1)
     except Exception:
@@ -273,7 +294,7 @@ def samples_in(index: Any) -> int:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """Its length; None if `len` raises any error."""
+    """Return its length; None if `len` raises any error."""
     try:
         return len(sized)
     except Exception:
@@ -281,14 +302,14 @@ def length_or_none(sized: Any) -> int | None:
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:
-    """The state of the loader's own generator, if it has one."""
+    """Return the state of the loader's own generator, if it has one."""
     return None if generator is None else encode_generator(generator)
 
 
 def sampler_generators(
     index_sampler: Any, sampler: Any, generator: torch.Generator | None
 ) -> list[torch.Generator]:
-    """The generators that stateless samplers hold, in the order of their nesting, without the loader's `generator`."""
+    """Return the generators of stateless samplers, in the order of their nesting, without the loader's `generator`."""
     if stateful_part(index_sampler, sampler) is not None:
         return []
     found: list[torch.Generator] = []
@@ -330,7 +351,7 @@ def is_drawn_at_start(index_sampler: Any) -> bool:
 
 
 def settled_length(index_sampler: Any) -> int:
-    """How many batches of an epoch are fixed at its first one, and can be drawn then without drawing anything else."""
+    """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws."""
     length = length_or_none(index_sampler)
     if length is None or not is_drawn_at_start(index_sampler):
         return 0

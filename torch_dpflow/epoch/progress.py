@@ -11,16 +11,17 @@ import msgspec
 import torch
 
 from torch_dpflow._core.torch_private import DatasetKind
-from torch_dpflow.epoch.own_state import Unsaved, opened
+from torch_dpflow.epoch.own_state import Unsaved, ended, opened
 from torch_dpflow.epoch.plan import (
+    TAKEN,
     Plan,
+    PlannedBatch,
     generator_state,
     length_or_none,
     replay,
     sampler_generators,
     stateful_part,
 )
-from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.rng import (
     RngState,
     capture_rng,
@@ -30,7 +31,6 @@ from torch_dpflow.epoch.rng import (
     unchanged_generators,
 )
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
-from torch_dpflow.epoch.streams import ended
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
 
@@ -222,8 +222,8 @@ class EpochProgress:
         self.passed(head.position, head.samples)
         if head.stream is not None and head.worker is not None:
             self.streams[head.worker] = head.stream
-        if head.owing is not None:
-            self.due, self.next_worker = head.owing
+        if head.workers_after is not None:
+            self.due, self.next_worker = head.workers_after
         self.head = None
 
     def finish(self) -> None:

@@ -1,91 +1,245 @@
-"""Draws the batches of one epoch, each for its worker where batches are bound to workers."""
+"""Plans the batches of one epoch: which batch is drawn next, which worker gets it, and how many are in flight.
+
+A batch is in flight from when it is drawn until it is delivered.
+"""
 
 from __future__ import annotations
 
-from torch_dpflow.epoch.planned_batch import PlannedBatch
+from collections import deque
+from typing import Any
+
+from torch_dpflow.epoch.plan import Plan, PlannedBatch
 from torch_dpflow.epoch.progress import EpochProgress
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
-from torch_dpflow.loader.in_flight import InFlight, Rotation
+from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.log import LOADER
+
+#: Bytes of batches that are always allowed beyond torch's number; more while they are below this fraction of the
+#: available memory.
+GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 
 
 def interrupted_draw() -> WorkerError:
-    """The error in place of the end of an epoch where Control-C came while the sampler was asked."""
+    """The error in place of the end of an epoch if Control-C interrupted the sampler."""
     return WorkerError(
         "this iteration was interrupted while the sampler was asked for indices, so what is left of "
         "the epoch is not known; begin another iteration"
     )
 
 
+def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
+    """Peek at the next batch that a resumed epoch has not delivered. Raises StopIteration at the epoch's end."""
+    position, index = plan.peek()
+    while progress.was_delivered(position):
+        plan.draw()
+        position, index = plan.peek()
+    return position, index
+
+
+class InFlight:
+    """The batches in flight, by position, with their outcomes.
+
+    Args:
+        in_order: deliver by position; else by arrival.
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
+        self._in_order = in_order
+        self._batches: dict[int, PlannedBatch] = {}
+        self._arrived: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, batch: PlannedBatch) -> None:
+        """Add a planned batch; positions rise."""
+        self._batches[batch.position] = batch
+
+    def arrive(self, position: int, outcome: Any) -> None:
+        """Set the outcome of a batch, if it is in flight. Idempotent."""
+        batch = self._batches.get(position)
+        if batch is not None and batch.outcome is None:
+            if not self._in_order:
+                self._arrived.append(position)
+            batch.outcome = outcome
+
+    def due(self) -> PlannedBatch | None:
+        """The batch to deliver next, the same one until it is removed; None while it has not arrived."""
+        if self._in_order:
+            batch = next(iter(self._batches.values()), None)
+            return batch if batch is not None and batch.outcome is not None else None
+        while self._arrived:
+            batch = self._batches.get(self._arrived[0])
+            if batch is not None:
+                return batch
+            self._arrived.popleft()
+        return None
+
+    def remove(self, position: int) -> None:
+        """Remove the batch at this position. Idempotent."""
+        self._batches.pop(position, None)
+
+    def waiting(self, worker: int) -> list[int]:
+        """The positions of the batches that this worker has not loaded yet."""
+        return [b.position for b in self._batches.values() if b.worker == worker and b.outcome is None]
+
+    def workers(self) -> list[int]:
+        """The workers of the batches in flight, by position."""
+        return [batch.worker for batch in self._batches.values() if batch.worker is not None]
+
+    def first_waiting(self) -> PlannedBatch | None:
+        """The oldest batch that has not arrived."""
+        return next((batch for batch in self._batches.values() if batch.outcome is None), None)
+
+
+class InFlightLimit:
+    """How many batches may be in flight.
+
+    torch's number, in general. Fewer, if those of remote workers would fill this process's memory. More, while a worker
+    is idle because the batch that is due is late.
+
+    Args:
+        usual: torch's number.
+        workers: the number of workers; each may always have one batch.
+        budget: bytes of all batches together; None: no limit.
+    """
+
+    def __init__(self, usual: int, workers: int, budget: int | None) -> None:
+        self._usual = usual
+        self._workers = workers
+        self._budget = budget
+
+    def at_start(self, largest: int) -> int:
+        """How many to plan at the start of an epoch. largest: bytes of the largest batch so far, 0 if unknown."""
+        if self._budget is None:
+            return self._usual
+        return max(self._workers, min(self._usual, self._budget // largest if largest else 0))
+
+    def next(self, largest: int, in_flight: int) -> int:
+        """How many to plan in place of the batch that is due, which is still in flight."""
+        if self._budget is None:
+            return 1
+        return max(0, min(2, self.at_start(largest) - in_flight + 1))
+
+    def may_grow(self, batches: int, largest: int, limit: int) -> bool:
+        """Whether so many may be in flight while a worker is idle, at most `limit`."""
+        if batches > limit or not largest:
+            return False
+        more = (batches - self._usual) * largest
+        if more < GROWTH_BYTES:
+            return True
+        try:
+            return more < Headroom().available() // GROWTH_FRACTION
+        except OSError:  # no descriptor is left to read it by
+            return False
+
+
+class Rotation:
+    """torch's assignment of batches to workers: in turn, skipping those whose stream has ended.
+
+    Args:
+        workers: the number of workers.
+        in_order: if False, also skip those that have more than their share in flight.
+        limit: most batches in flight.
+        first: the worker to begin with.
+    """
+
+    def __init__(self, workers: int, *, in_order: bool, limit: int, first: int = 0) -> None:
+        self._active = [True] * workers
+        self._in_order = in_order
+        self._limit = limit
+        #: The worker that is next in the rotation.
+        self.next = first % workers
+
+    def in_turn(self, in_flight: InFlight) -> int | None:
+        """The worker that gets the next batch, None if none may. Set `next` to `after` it once it has the batch."""
+        share = self._limit // max(1, sum(self._active))
+        for turn in range(len(self._active)):
+            worker = (self.next + turn) % len(self._active)
+            if self._active[worker] and (self._in_order or in_flight.workers().count(worker) < share):
+                return worker
+        return None
+
+    def after(self, worker: int) -> int:
+        """The worker after this one."""
+        return (worker + 1) % len(self._active)
+
+    def is_active(self, worker: int) -> bool:
+        """Whether the worker's stream has not ended."""
+        return self._active[worker]
+
+    def end(self, worker: int) -> None:
+        """Record that the worker's stream has ended. Idempotent."""
+        self._active[worker] = False
+
+
 class BatchPlanner:
-    """Plans the batches of one epoch.
+    """Draws the batches of one epoch, each for its worker if batches are bound to workers.
 
     Args:
         progress: of the epoch.
-        rotation: which worker gets the next batch; None where any worker may.
-        flights: the batches in flight.
+        rotation: chooses the worker of a batch; None if any worker may load any.
+        in_flight: the batches in flight.
     """
 
-    def __init__(self, progress: EpochProgress, rotation: Rotation | None, flights: InFlight) -> None:
+    def __init__(self, progress: EpochProgress, rotation: Rotation | None, in_flight: InFlight) -> None:
         self._progress = progress
         self._rotation = rotation
-        self._flights = flights
-        self._due = list(progress.due)
-        #: A batch that was drawn and is not with the workers yet.
+        self._in_flight = in_flight
+        #: The workers of the next batches, where a resumed state names them.
+        self._scheduled = list(progress.due)
+        #: The batch that was drawn and not submitted yet.
         self.drawn: PlannedBatch | None = None
-        #: Batches that are or were with the workers.
+        #: How many batches were submitted.
         self.planned = 0
         for worker, stream in enumerate(progress.streams):
             if rotation is not None and stream.ended:
                 rotation.end(worker)
 
     def draw(self) -> PlannedBatch | None:
-        """The next batch; None where there is none or no worker may have it. The same one until it is `submitted`."""
+        """Return the next batch, the same one until `submitted`; None if there is none or no worker may have it."""
         plan, rotation = self._progress.plan, self._rotation
         if self.drawn is not None or plan.is_torn:
             return self.drawn
-        due, turn, worker = self._due, 0, None
+        scheduled, turn, worker = self._scheduled, 0, None
         if rotation is not None:
-            worker = due[0] if due else rotation.in_turn(self._flights)
+            worker = scheduled[0] if scheduled else rotation.in_turn(self._in_flight)
             if worker is None:
                 return None
-            turn = rotation.next if due else rotation.after(worker)
+            turn = rotation.next if scheduled else rotation.after(worker)
         try:
-            position, index = plan.peek()
-            while self._progress.was_delivered(position):
-                plan.draw()
-                position, index = plan.peek()
+            position, index = next_undelivered(plan, self._progress)
         except StopIteration:
             return None
         batch = PlannedBatch(position, index, worker)
-        # No call until it is noted that the batch was drawn: Control-C comes before that or after it.
-        self.drawn, plan.drawn, plan.held, self._due = batch, position + 1, [], due[1:]
+        # No call before all of this is assigned: Control-C comes before it or after it.
+        self.drawn, plan.drawn, plan.held, self._scheduled = batch, position + 1, [], scheduled[1:]
         if rotation is not None:
             rotation.next = turn
         return batch
 
     def submitted(self) -> None:
-        """The drawn batch is with the workers."""
+        """Record that the drawn batch was submitted to the workers."""
         self.drawn = None
         self.planned += 1
 
     def end_stream(self, worker: int) -> None:
-        """This worker's stream has ended. Idempotent."""
+        """Record that this worker's stream has ended. Idempotent."""
         assert self._rotation is not None
         self._rotation.end(worker)
 
-    def owing(self) -> tuple[list[int], int] | None:
-        """The workers that owe the batches in flight, and whose turn it is; None where any worker may load any."""
+    def order_of_workers(self) -> tuple[list[int], int] | None:
+        """The workers of the batches in flight, and the one after them; None if any worker may load any batch."""
         if self._rotation is None:
             return None
         # A worker whose stream has ended may have a second report of its end in flight.
-        active = [worker for worker in self._flights.workers() if self._rotation.is_active(worker)]
+        active = [worker for worker in self._in_flight.workers() if self._rotation.is_active(worker)]
         return active, self._rotation.next
 
 
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:
-    """Give each worker a stream of its own, or none; streams of another number of workers cannot be continued."""
+    """Give each worker a stream of its own, or none. Streams of another number of workers cannot be continued."""
     if len(progress.streams) == workers:
         return
     if progress.streams:

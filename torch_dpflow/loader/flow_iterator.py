@@ -1,72 +1,40 @@
-"""The iterator of a shared flow: the services load samples, this process collates batches."""
+"""The iterator of a shared flow: the cluster's workers load samples, this process collates batches."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import re
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import DistributedSampler
 
-from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind
-from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions
+from torch_dpflow._core.torch_private import BaseDataLoaderIter
+from torch_dpflow.cluster.client.plan_feed import PlanFeed
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch
-from torch_dpflow.epoch.plan import Plan, generator_state, is_drawn_at_start, settled_length
-from torch_dpflow.epoch.planned_batch import TAKEN
+from torch_dpflow.epoch.plan import TAKEN, Plan, generator_state, is_drawn_at_start, settled_length
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
-from torch_dpflow.errors import OptionError, StateError, UsageError
-from torch_dpflow.loader.announced_epoch import flat_keys
-from torch_dpflow.loader.flow_plan import FlowPlanner
-from torch_dpflow.loader.iteration_start import LoaderView, begin
-from torch_dpflow.loader.pinning import Pin
+from torch_dpflow.errors import StateError
+from torch_dpflow.loader.batch_planner import interrupted_draw, next_undelivered
+from torch_dpflow.loader.flow_job import RoutedOrder, job_of, routed_order
+from torch_dpflow.loader.iteration_start import LoaderView, Pin, begin, flat_keys
 from torch_dpflow.loader.runtime import LoaderRuntime
 
 if TYPE_CHECKING:
-    from torch_dpflow.cluster.client.description import FlowDefinition
     from torch_dpflow.cluster.client.epoch_reader import EpochReader
     from torch_dpflow.cluster.client.shared_job import SharedJob
-    from torch_dpflow.loader.flow_order import RoutedOrder
-
-#: Digits of the highest version.
-MAX_VERSION_DIGITS = 9
-_FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
-
-
-def flow_version(flow: str) -> tuple[str, int]:
-    """The name and the version in "name" (version 1) or "name:v3".
-
-    Raises:
-        OptionError: it is neither.
-    """
-    parts = _FLOW.fullmatch(flow) if isinstance(flow, str) else None
-    if parts is None:
-        raise OptionError(
-            f"flow={flow!r}: give a name of 1 to 100 of the characters A-Z a-z 0-9 . _ / -, a letter or "
-            "digit first, and after it ':v' and a number where the dataset has changed, as in 'imagenet/train:v2'"
-        )
-    digits = parts["version"] or "1"
-    if len(digits) > MAX_VERSION_DIGITS:
-        raise OptionError(
-            f"flow={flow!r}: its version has {len(digits)} digits, at most {MAX_VERSION_DIGITS} are allowed; count "
-            "versions from 1"
-        )
-    return parts["name"], int(digits)
 
 
 class SharedLoaderIterator(BaseDataLoaderIter):
     """One epoch of a job that shares its flow with others.
 
-    With `shuffle=True`, and with the samplers that `routed_order` names, the flow's router decides the order,
-    together with those of the other jobs: every order is equally likely, and each sample comes once. With any other
-    sampler its order is kept, and so it is where several processes of torch.distributed may have to read the same.
+    With the samplers that `routed_order` supports, `shuffle=True` among them, the flow's router decides the order
+    together with those of other jobs: every order is equally likely, and each sample comes once. The order of any other
+    sampler is kept, and so it is if several processes of torch.distributed may have to read the same.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -83,7 +51,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._planner: FlowPlanner | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         try:
-            order = _order_of(loader)
+            order = routed_order(loader)
             self._batches = (
                 self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
             )
@@ -93,7 +61,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         except BaseException:
             self._runtime.epoch, self._runtime.pending, self._runtime.progress = epoch, pending, progress
             raise
-        # An iterator that is dropped in mid-epoch releases its samples in the shards.
+        # Releases the samples in the shards if the iterator is dropped in mid-epoch.
         weakref.finalize(self, self._batches.abandon).atexit = False
         self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
         self._runtime.meter.begin_epoch()
@@ -128,7 +96,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
     def _begin_plan(self, loader: Any) -> EpochReader:
         self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
         job = job_of(loader, int(self._base_seed))
-        # What the reader reads must not refer to this iterator: reading ends when the iterator is freed.
+        # The plan must not refer to this iterator, whose end stops the reader.
         batched = self._auto_collation
         plan: Any
         order = None
@@ -153,7 +121,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `epoch.planned_batch`.
+        # If Control-C comes before this line, the same batch is the next one again: see `PlannedBatch`.
         self._head.value = TAKEN
         return batch
 
@@ -177,9 +145,9 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
 
 def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
-    """The keys of an order that is fixed, and may be drawn in the reader's thread.
+    """Yield the keys of each batch of a fixed order, which may be drawn in the reader's thread.
 
-    positions: by number, the position in the plan of each batch is put there.
+    positions: gets the position in the plan of each batch, by its number.
     """
     for number in itertools.count():
         try:
@@ -194,12 +162,12 @@ def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batc
 
 @dataclass(frozen=True)
 class _ResumedEpoch:
-    """What a state holds of an order that the router decides; empty without a state."""
+    """The part of a state that concerns an order of the router; empty without a state."""
 
     #: Of the order.
     seed: int | None = None
     epoch: int | None = None
-    #: What the job had read of the epoch; None at its beginning.
+    #: The samples that the job had read of the epoch; None at its beginning.
     done: dict[str, Any] | None = None
 
     @classmethod
@@ -214,7 +182,7 @@ class _ResumedEpoch:
 
 @dataclass(frozen=True)
 class _PlannedProgress:
-    """The progress of an epoch, read once all delivered batches are counted in it."""
+    """The progress of an epoch whose order the sampler decides."""
 
     progress: EpochProgress
     batches: EpochReader
@@ -226,7 +194,7 @@ class _PlannedProgress:
 
 
 class RoutedProgress:
-    """The progress of an epoch whose order the router decides: the job records what it has delivered.
+    """The progress of an epoch whose order the router decides.
 
     Args:
         iteration: counts the loader's.
@@ -243,7 +211,7 @@ class RoutedProgress:
         self.finished = False
 
     def state(self) -> LoaderState:
-        """The state to resume the epoch from, or the next one if it is over: a bit for each sample of the flow."""
+        """Return the state to resume the epoch from, or the next one if it is over: one bit per sample of the flow."""
         after = {"seed": self._job.seed, "epoch": self.epoch + 1}
         return LoaderState(
             epoch=self._iteration + self.finished,
@@ -256,136 +224,8 @@ class RoutedProgress:
         )
 
 
-def job_of(
-    loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
-) -> SharedJob:
-    """An unused job of the loader, opened if there is none; closed with the loader.
-
-    So iterations may run concurrently, as torch's may. Those of one rank read the same job, so that ranks need not
-    begin equally many.
-
-    Args:
-        seed: of the order, if it is the loader's first job.
-        order: the order that the router decides; None where the sampler decides it.
-        resumed_seed: the seed of the run that is resumed; a job with another seed is opened anew.
-
-    Raises:
-        as `torch_dpflow.cluster.client.open_job.open_job`.
-    """
-    runtime: LoaderRuntime = loader._runtime
-    jobs = runtime.jobs
-    changed = _close_outdated(loader, order)
-    if resumed_seed is not None:
-        seed = resumed_seed
-    elif jobs:
-        seed = next(reversed(jobs.values())).seed
-    for number, job in list(jobs.items()):
-        if not job.is_read:
-            if job.seed == seed:
-                job.collate_with(_assembling(loader))
-                return job
-            job.close()
-            del jobs[number]
-    number = next(free for free in itertools.count(1) if free not in jobs)
-    try:
-        job = jobs[number] = _open(loader, seed, order, number)
-    except UsageError as error:
-        if not changed:
-            raise
-        raise UsageError(
-            f"the dataset, its transform, worker_init_fn or a setting has changed since the loader was iterated last: "
-            f"{error}. If the samples are the same, give JobOptions(fingerprint=...)"
-        ) from error
-    job.close_with(runtime)
-    return job
-
-
-def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
-    """Close jobs whose flow, options, order or content are not the loader's any more; returns whether there were any.
-
-    Workers have the content of when the job was opened. The cluster accepts or refuses the present one, as it would
-    from another loader.
-    """
-    runtime: LoaderRuntime = loader._runtime
-    reads = None if order is None else (order.seed, order.replica)
-    opened_for = (loader.flow, loader.address, loader.job, reads, _part_of(loader.dataset))
-    idle = {number: job for number, job in runtime.jobs.items() if not job.is_read}
-    if idle and opened_for == runtime.opened_for:
-        # About as long as pickling the dataset takes, once an epoch.
-        from torch_dpflow.cluster.client.open_job import content_of_flow
-
-        content = content_of_flow(_definition(loader), loader.job or JobOptions())
-        idle = {number: job for number, job in idle.items() if job.content != content}
-    runtime.opened_for = opened_for
-    for number, job in idle.items():
-        job.close()
-        del runtime.jobs[number]
-    return bool(idle)
-
-
-def _order_of(loader: Any) -> RoutedOrder | None:
-    # Imported here and below, so that private loaders import neither samplers nor the services' client.
-    from torch_dpflow.loader.flow_order import routed_order
-
-    return routed_order(loader)
-
-
-def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
-    from torch_dpflow.cluster.client.open_job import JobReading, open_job
-    from torch_dpflow.loader.flow_order import common_name, process_rank
-    from torch_dpflow.samplers import DynaGCSSampler
-
-    options, replica = loader.job or JobOptions(), None if order is None else order.replica
-    rank, ranks = process_rank()
-    if ranks == 1 and isinstance(loader.sampler, DistributedSampler | DynaGCSSampler):
-        rank, ranks = loader.sampler.rank, loader.sampler.num_replicas
-    if order is None and options.name is not None and ranks > 1:
-        # Every process of a job may be given its name; where the sampler decides, each of them is a job to the flow.
-        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{rank}")
-    if replica is not None and loader._runtime.jobs:
-        options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
-    elif options.name is not None and number > 1 and replica is None:
-        options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
-    elif replica is not None and options.name is None:
-        options = replace(options, name=common_name(loader.flow, seed))
-    flow = _definition(loader)
-    reading = JobReading(
-        batch_size=loader.batch_size or 1,
-        drop_last=loader.drop_last,
-        collate_fn=_assembling(loader),
-        seed=seed,
-        indices=None if order is None else order.indices,
-        replica=replica,
-        side=number,
-        independence=0.0 if order is None else order.independence,
-    )
-    return open_job(flow, reading, address=loader.address, options=options)
-
-
-def _definition(loader: Any) -> FlowDefinition:
-    from torch_dpflow.cluster.client.open_job import FlowDefinition
-
-    name, version = flow_version(loader.flow)
-    return FlowDefinition(
-        name=name,
-        dataset=loader.dataset,
-        version=version,
-        workers=max(1, int(loader.num_workers)),
-        worker_init_fn=loader.worker_init_fn,
-    )
-
-
-def _part_of(dataset: Any) -> bytes:
-    """Identifies which samples of a flow's dataset a torch `Subset` has; empty for any other dataset."""
-    from torch_dpflow.caches import ALSDCache
-    from torch_dpflow.cluster.client.flow_registration import without_subset
-
-    _, places = without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)
-    return b"" if places is None else hashlib.sha256(places.tobytes()).digest()
-
-
 def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
-    """What is left of an epoch whose order is fixed at its start; None for any other."""
+    """Return the rest of an epoch whose order is fixed at its start; None for any other."""
     settled = plan.settle(settled_length(loader._index_sampler))
     # A batch of another type may be an iterator, which can be read once.
     if not settled or not all(type(batch) in (list, tuple, int) for batch in settled):
@@ -396,17 +236,69 @@ def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
         return None
 
 
-def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
-    collate: Callable[[Any], Any] = loader.collate_fn
-    if loader._auto_collation:
-        return collate
-    return lambda samples: collate(samples[0])
+class FlowPlanner:
+    """Draws the batches of a sampler whose order may change during the epoch. Of the training thread.
 
+    As torch, it draws `prefetch_factor * num_workers` batches when an iteration begins and another one before it
+    returns each; without workers it draws a batch when that is requested.
 
-def check_shareable(loader: Any) -> None:
-    """Raise OptionError if the loader cannot read a shared flow."""
-    flow_version(loader.flow)
-    if loader._dataset_kind == DatasetKind.Iterable:
-        raise OptionError(
-            "flow= is for map-style datasets, whose samples have numbers; leave it out for an IterableDataset"
-        )
+    Args:
+        progress: of the epoch.
+        ahead: batches that are drawn beyond those that were taken.
+        batched: whether the sampler returns batches, and not single keys.
+    """
+
+    def __init__(self, progress: EpochProgress, *, ahead: int, batched: bool) -> None:
+        self._progress = progress
+        self._ahead = ahead
+        self._batched = batched
+        self._drawn = 0
+        self._has_ended = False
+        self.feed = PlanFeed()
+        #: By number, the position in the plan of each batch that was drawn and not delivered.
+        self.positions: dict[int, int] = {}
+        self.draw_beyond(0)
+
+    def draw_due(self, taken: int) -> None:
+        """Draw the batch that follows the first `taken`, unless it was drawn."""
+        self._draw_to(taken + max(1, self._ahead))
+
+    def draw_beyond(self, taken: int) -> None:
+        """Draw ahead of the first `taken` batches. Raises as the sampler."""
+        self._draw_to(taken + self._ahead)
+
+    def _draw_to(self, goal: int) -> None:
+        plan = self._progress.plan
+        while self._drawn < goal and not self._has_ended:
+            if plan.is_torn:  # what was drawn before is delivered
+                self._end()
+                return
+            try:
+                position, index = next_undelivered(plan, self._progress)
+            except StopIteration:
+                self._end()
+                return
+            number = self._drawn
+            self.positions[number] = position
+            self.feed.put(number, self._keys(index))
+            # No call before all of this is assigned: Control-C comes before it or after it.
+            self._drawn, plan.drawn, plan.held = number + 1, position + 1, []
+
+    def check_end(self) -> None:
+        """Raise WorkerError if Control-C ended the epoch early."""
+        if self._progress.plan.is_torn:
+            raise interrupted_draw()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self.feed.end()
+
+    def _keys(self, index: Any) -> list[Any]:
+        if not self._batched:
+            return [index]
+        try:
+            return list(index)
+        except KeyboardInterrupt:
+            if iter(index) is index:  # what was read of it is lost
+                self._progress.plan.is_torn = True
+            raise

@@ -10,17 +10,14 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
-from torch_dpflow.epoch.own_state import copied, has_state
-from torch_dpflow.epoch.plan import Plan, samples_in
-from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
+from torch_dpflow.epoch.own_state import Stream, at_rest, copied, has_state, return_dataset
+from torch_dpflow.epoch.plan import TAKEN, Plan, PlannedBatch, samples_in
 from torch_dpflow.epoch.progress import OPENING_ALONE
 from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
 from torch_dpflow.epoch.state import StreamState
-from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
 from torch_dpflow.errors import WorkerError
-from torch_dpflow.loader.announced_epoch import EpochAnnouncement
 from torch_dpflow.loader.batch_planner import interrupted_draw
-from torch_dpflow.loader.iteration_start import begin
+from torch_dpflow.loader.iteration_start import EpochAnnouncement, begin
 
 
 class SingleProcessIterator(BaseDataLoaderIter):
@@ -63,7 +60,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `epoch.planned_batch`.
+        # If Control-C comes before this line, the same batch is the next one again: see `PlannedBatch`.
         self._head.outcome = TAKEN
         return batch
 

@@ -1,19 +1,28 @@
-"""How an iteration begins: as torch's does, or from a loaded state."""
+"""The start of an iteration: as torch's, or from a loaded state; and what is set up with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
+from torch_dpflow._core.checks import working
+from torch_dpflow._core.torch_private import DatasetKind, pin_memory
+from torch_dpflow.announcing import announce_order, takes_orders
+from torch_dpflow.epoch.own_state import return_dataset
 from torch_dpflow.epoch.plan import (
+    Plan,
     open_order,
     repeat_draws,
     restore_sampler_generators,
     return_sampler,
     sampler_generators,
+    settled_length,
 )
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,
@@ -25,11 +34,10 @@ from torch_dpflow.epoch.progress import (
 )
 from torch_dpflow.epoch.rng import fingerprints, preserved_rng_except, restore_generator, unchanged_generators
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
-from torch_dpflow.epoch.streams import return_dataset
 
 
 class LoaderView:
-    """A loader for torch's iterator to start on without random draws: it has no sampler and a generator of its own."""
+    """View of a loader on which torch's iterator starts without random draws: no sampler, a generator of its own."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -43,23 +51,23 @@ class LoaderView:
 def begin(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
 ) -> EpochProgress:
-    """Begin an iteration from the loader's pending state, or afresh if there is none.
+    """Begin an iteration from the loader's pending state, or anew if there is none.
 
     Args:
         iterator: torch's base iterator, which is being constructed or reset; its index sampler and base seed are set.
         loader: the `DPFlowDataLoader`.
-        opening: the steps in which `start` begins an epoch afresh.
+        opening: the steps in which `start` begins an epoch anew.
         start: torch's own constructor or reset.
 
     Raises:
-        StateError: the pending state does not fit. It is dropped; the next iteration begins afresh.
+        StateError: the pending state does not fit. It is dropped; the next iteration begins anew.
     """
     runtime = loader._runtime
     epoch, pending = runtime.epoch, runtime.pending
     try:
         return _begin(iterator, loader, _with_shared_seeds(opening, loader), start)
     except BaseException as error:
-        # Control-C is no fault of the state: it stays for the next iteration.
+        # After Control-C the state stays for the next iteration.
         runtime.epoch, runtime.pending = epoch, None if isinstance(error, Exception) else pending
         raise
 
@@ -72,7 +80,7 @@ def _begin(
     if state is not None and state.fresh:
         _return_to_rest(loader, state)
     if state is None or (state.fresh and state.base_seed is None):
-        progress = _afresh(iterator, loader, opening, start)
+        progress = _anew(iterator, loader, opening, start)
     else:
         start(LoaderView(loader))
         iterator._index_sampler = loader._index_sampler
@@ -94,7 +102,7 @@ def _begin(
 def _return_to_rest(loader: Any, state: LoaderState) -> None:
     """Restore generators, sampler and dataset to their states between the epochs."""
     if state.plan_rng is not None and (names := unchanged_generators(state.plan_rng, state.began)):
-        # The script was started again with the same seed: the next epoch must not repeat the first one's order.
+        # The script was restarted with the same seed: the next epoch must not repeat the order of the first.
         with preserved_rng_except(names):
             repeat_draws(state, loader._index_sampler, loader.generator)
     if state.generator is not None and loader.generator is not None:
@@ -107,7 +115,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
         return_dataset(loader.dataset, state.dataset)
 
 
-def _afresh(
+def _anew(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
 ) -> EpochProgress:
     generators = GeneratorStates.capture(loader)
@@ -134,7 +142,7 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
 
 
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
-    """Begin an epoch after one of persistent workers, which keep their base seed."""
+    """Begin an epoch that follows one of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
     generators = GeneratorStates.capture(loader)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
@@ -177,3 +185,77 @@ def _resumed(loader: Any, state: LoaderState) -> EpochProgress:
         keeps_seed=loader.persistent_workers,
         shape=LoaderShape(loader),
     )
+
+
+#: Samples in a batch, where their number is unknown.
+_SAMPLES = 1024
+
+
+class EpochAnnouncement:
+    """Announces the order of what is left of an epoch to the loader's dataset, if the dataset accepts it.
+
+    The whole order at once where it is fixed, else each batch as it is drawn. The plan returns the same batches as
+    without.
+
+    Args:
+        batches: most batches in flight.
+    """
+
+    def __init__(self, loader: Any, plan: Plan, batches: int) -> None:
+        self._dataset = loader.dataset
+        samples = loader.batch_size or _batch_size(loader.batch_sampler)
+        if samples is None:
+            samples = _SAMPLES if loader._auto_collation else 1
+        self._spread = batches * samples
+        #: Batches before this one were announced at the beginning.
+        self._settled = 0
+        self._accepted = loader._dataset_kind == DatasetKind.Map and takes_orders(loader.dataset)
+        if self._accepted:
+            # Only then are lengths computed: a user's `__len__` may be slow, or raise.
+            announce_order(loader.dataset, lambda: self._settle(loader, plan), self._spread)
+
+    def drawn(self, position: int, index: Any) -> None:
+        """Announce a batch that was drawn, unless it was announced at the beginning."""
+        if not self._accepted or position < self._settled:
+            return
+        # Other types may be iterators, or no numbers.
+        keys = index if type(index) in (list, tuple) else [index]
+        if all(type(key) is int for key in keys):
+            announce_order(self._dataset, lambda: np.array(keys, dtype=np.int64), self._spread, extends=True)
+
+    def _settle(self, loader: Any, plan: Plan) -> npt.NDArray[np.int64]:
+        settled = plan.settle(settled_length(loader._index_sampler))
+        self._settled = plan.drawn + len(settled)
+        return flat_keys(settled)
+
+
+def flat_keys(batches: list[Any]) -> npt.NDArray[np.int64]:
+    """Return the samples of batches, in order. With `batch_size=None` batches are samples themselves."""
+    is_flat = bool(batches) and not isinstance(batches[0], Iterable)
+    return np.fromiter(batches if is_flat else chain.from_iterable(batches), dtype=np.int64)
+
+
+def _batch_size(batch_sampler: Any) -> int | None:
+    size = working(batch_sampler, "batch_size")
+    return size if type(size) is int and size > 0 else None
+
+
+class Pin:
+    """Copies a batch into pinned memory. Made in the training thread, called in the shard's.
+
+    Args:
+        device: the kind of accelerator, as torch's iterator has found it.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._index = torch.accelerator.current_device_index()
+        self._ready = False
+
+    def __call__(self, batch: Any) -> Any:
+        if not self._ready:
+            # As torch's pinning thread does first: a new thread has device 0 and uses every core.
+            torch.set_num_threads(1)
+            torch.accelerator.set_device_index(self._index)
+            self._ready = True
+        return pin_memory(batch, self._device)

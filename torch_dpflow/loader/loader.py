@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torch_dpflow.epoch.own_state import Unsaved, copied
+from torch_dpflow.epoch.own_state import Unsaved, at_rest, copied
 from torch_dpflow.epoch.plan import generator_state, sampler_before, sampler_generators
 from torch_dpflow.epoch.progress import LoaderShape
 from torch_dpflow.epoch.rng import encode_generator
 from torch_dpflow.epoch.state import LoaderState
-from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.loader.arguments import (
+    check_options,
+    check_options_type,
+    check_platform,
+    check_shareable,
+    check_types,
+    has_processes,
+    name_of,
+)
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loader_arguments import check_options_type, check_types, has_processes, name_of
 from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
-from torch_dpflow.loader.remote_start import check_options, check_platform
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
@@ -29,7 +35,7 @@ from torch_dpflow.options import LoaderOptions
 if TYPE_CHECKING:
     from torch_dpflow.cluster.client.options import JobOptions
     from torch_dpflow.loader.explanation import Explanation
-    from torch_dpflow.loader.workload import Workload
+    from torch_dpflow.loader.runtime import Workload
     from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 T = TypeVar("T", covariant=True)
@@ -279,7 +285,6 @@ class DPFlowDataLoader(DataLoader[T]):
             return
         # Imported here: a fifth of this module's import, which loaders without a flow do without.
         from torch_dpflow.cluster.client.options import JobOptions
-        from torch_dpflow.loader.flow_iterator import check_shareable
 
         if self.job is not None and not isinstance(self.job, JobOptions):
             raise OptionTypeError(

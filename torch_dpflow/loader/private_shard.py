@@ -1,8 +1,13 @@
 """A private shard: the thread in the training process that feeds one loader, and its workers.
 
-Three parties: the training thread plans, waits and starts workers; the shard's thread moves messages, opens and pins
-batches and sees workers die; the workers load. The training thread alone forks, because a fork from a second thread
-while the first is inside OpenMP or CUDA leaves the child with locks that nobody will release.
+Three parties share the work:
+
+- the training thread plans batches, waits for them and starts workers;
+- the shard's thread moves messages, opens and pins batches, and notices when workers die;
+- the workers load.
+
+Only the training thread forks. A fork from a second thread while the first is inside OpenMP or CUDA leaves the child
+with locks that nothing releases.
 """
 
 from __future__ import annotations
@@ -17,64 +22,102 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from torch_dpflow._core import descriptors
 from torch_dpflow._core.threads import AwaitedThread, SuspendAwareClock
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
-from torch_dpflow.ipc.memory.arena import ArenaReader
-from torch_dpflow.ipc.memory.running_task import RunningTaskReader
+from torch_dpflow.ipc.memory.arena import RunningTaskReader
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.codec import decode
-from torch_dpflow.ipc.transport import Listener
-from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
-from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.workers.batches import Begun, EpochSpec
 from torch_dpflow.workers.engine import Shard
 from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
+if TYPE_CHECKING:
+    from torch_dpflow.loader.remote_workers import MixedWorkers
+    from torch_dpflow.loader.worker_processes import WorkerProcesses
+    from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
 #: only make more to steal.
 WINDOW = 2
-#: How long a worker may take to finish its batch when the loader closes, seconds; torch's figure.
+#: The time for a worker to finish its batch when the loader closes, seconds; torch's figure.
 GRACE_S = 5.0
-#: How often the shard's thread looks at time limits, seconds, where there are any.
+#: The interval at which the shard's thread checks time limits, if there are any, seconds.
 TICK_S = 0.5
-#: How long the training thread waits without a look at signals, seconds.
+#: The longest wait of the training thread between two checks for signals, seconds.
 SIGNALS_S = 1.0
 
 
-class Workers(Protocol):
-    """The workers of one loader, wherever they are."""
+# Events that the shard's thread passes to the training thread. Structs are defined and created in a fraction of the
+# time of dataclasses.
 
-    @property
-    def listener(self) -> Listener:
-        """Where they connect; the shard closes it."""
 
-    @property
-    def local(self) -> WorkerProcesses | None:
-        """Those that the training thread starts and replaces, all of them or the first; None: there are none."""
+class Arrived(msgspec.Struct, frozen=True):
+    """The first result of a task has arrived, opened and pinned."""
 
-    def __len__(self) -> int:
-        """How many there are to be."""
+    task: int
+    worker: int
+    kind: int
+    value: Any
+    stream: StreamState | None
+    #: Bytes.
+    size: int
 
-    def start_all(self) -> None:
-        """Start them. Belongs to the training thread."""
 
-    def ended(self) -> Sequence[tuple[int, Handle]]:
-        """Workers whose processes have ended since the last call, with these."""
+class Poisoned(msgspec.Struct, frozen=True):
+    """These workers died over a task, one after the other."""
 
-    def refusal(self, worker: int, incarnation: int) -> str:
-        """Why a process is not the latest one of its worker; empty if it is."""
+    task: int
+    workers: tuple[int, ...]
 
-    def kill(self, worker: int, why: str) -> None:
-        """Kill a worker's process."""
 
-    def close(self) -> None:
-        """End all of them."""
+class Started(msgspec.Struct, frozen=True):
+    """A worker with a stream of its own has begun an epoch."""
+
+    worker: int
+    begun: Begun
+
+
+class WorkerIdle(msgspec.Struct, frozen=True):
+    """A worker has no task."""
+
+
+class Died(msgspec.Struct, frozen=True):
+    """A worker has ended; its tasks are queued again for its replacement or other workers."""
+
+    worker: int
+    handle: Handle
+
+
+class RemoteWorkerLost(msgspec.Struct, frozen=True):
+    """A remote worker has ended; its platform replaces it. how: its end, for messages."""
+
+    worker: int
+    how: str
+
+
+class ShardFailed(msgspec.Struct, frozen=True):
+    """The shard's thread has failed; this is the last event."""
+
+    error: BaseException
+
+
+Event = Arrived | Poisoned | Started | WorkerIdle | Died | RemoteWorkerLost | ShardFailed
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of the shard's scheduler since its start."""
+
+    duplicates: int
+    steals: int
 
 
 class PrivateShard:
@@ -84,42 +127,41 @@ class PrivateShard:
 
     Args:
         processes: the workers, not started yet; closed with the shard.
-        order: the first epoch, alike for all workers; `streams` has where each one's own stream begins.
-        streams: per worker, or empty.
+        epoch: the first epoch, alike for all workers.
+        streams: where each worker's own stream begins, or empty.
         poison_limit, task_timeout_s: see `LoaderOptions`.
         pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
     """
 
-    #: Whether there is something to look at from time to time whatever the options are.
+    #: Whether the thread ticks even if no option sets a time limit.
     ticks = False
     #: Most tasks that a worker may ever hold.
-    most_window = WINDOW
+    max_window = WINDOW
 
     def __init__(
         self,
-        processes: Workers,
+        processes: WorkerProcesses | RemoteWorkers | MixedWorkers,
         *,
-        order: EpochSpec,
+        epoch: EpochSpec,
         streams: Sequence[StreamState | None],
         poison_limit: int,
         task_timeout_s: float | None,
         pin: Callable[[Any], Any] | None,
     ) -> None:
         self._pin = pin
-        self._order = order
+        self._epoch = epoch
         self._streams: list[StreamState | None] = [*streams] or [None] * len(processes)
         #: The latest task of all.
         self._latest = -1
         self._events: deque[Event] = deque()
-        #: One for each event, to wait for.
-        self._signs: queue.SimpleQueue[None] = queue.SimpleQueue()
+        #: One entry for each event, to wait for.
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._commands: deque[Callable[[], None]] = deque()
         self._readers: dict[int, ArenaReader] = {}
         self._running: dict[int, RunningTaskReader | None] = {}
         self._closing = False
         self._grace_s = GRACE_S
         self._owner = os.getpid()
-        #: Of the workers; the training thread starts and replaces those of this host.
         self.processes = processes
         self._listener = processes.listener
         self._task_timeout_s = task_timeout_s
@@ -127,7 +169,7 @@ class PrivateShard:
         self._clock = SuspendAwareClock()
         self._scheduler = Scheduler(
             window=WINDOW,
-            most_window=self.most_window,
+            max_window=self.max_window,
             poison_limit=poison_limit,
             task_timeout_s=task_timeout_s,
         )
@@ -135,7 +177,7 @@ class PrivateShard:
             self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
         )
         self._receive = self._receiver()
-        #: How often to look at time limits, seconds, and when next; None: there are none.
+        #: The interval at which time limits are checked, seconds, and when next; None: there are none.
         self._tick_s = TICK_S if self.ticks else None
         if task_timeout_s is not None:
             self._tick_s = min(task_timeout_s / 4, TICK_S)
@@ -151,7 +193,7 @@ class PrivateShard:
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, tasks: Sequence[tuple[int, Any]], *, pinned_to: int | None = None) -> None:
-        """Have the batches of these indices loaded, in this order; tasks rise. Known ones are ignored."""
+        """Submit the batches of these indices, in this order. Task numbers rise; repeated ones are ignored."""
         payloads = [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL)) for task, index in tasks]
 
         def submit() -> None:
@@ -163,17 +205,16 @@ class PrivateShard:
         self._command(submit)
 
     def cancel(self, tasks: Sequence[int]) -> None:
-        """Drop these tasks: their results are not needed any more."""
+        """Cancel these tasks: their results are not needed any more."""
         self._command(lambda: self._shard.cancel(tasks))
 
     def wait(self, timeout_s: float | None) -> Event | None:
-        """The next event, in the order in which they happened; None when none comes in time.
+        """Return the next event, in the order in which they happened; None on timeout.
 
-        It stays the next one until `acknowledge`: Control-C may come between any two steps of the training thread,
-        and an event lost with it would be waited for in vain.
+        It stays the next event until `acknowledge`, as Control-C may come between any two steps of the training thread.
 
         Raises:
-            LifetimeError: this process was forked from the one that made the shard; nothing would ever come.
+            LifetimeError: this process was forked from the one that made the shard.
             DescriptorLimitError: this process has too many files open for a worker to connect.
         """
         self._check_owner()
@@ -184,28 +225,28 @@ class PrivateShard:
             # Python handles a signal that arrived in another thread only when this thread runs Python code.
             slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
             with suppress(queue.Empty):
-                self._signs.get(timeout=slice_s)
+                self._wakeups.get(timeout=slice_s)
             if time.monotonic() >= deadline and not self._events:
                 return None
             if not self._events and len(self._shard.connected) < len(self.processes):
                 descriptors.require(descriptors.SPARE, "a worker's connection")
 
     def poll(self) -> Event | None:
-        """The next event if it has happened already. As `wait`, and raises as it does."""
+        """Return the next event if it has happened already. Raises as `wait`."""
         self._check_owner()
         return self._events[0] if self._events else None
 
     def acknowledge(self) -> None:
-        """The next event was handled."""
+        """Remove the next event, which was handled."""
         self._events.popleft()
-        if self._signs.qsize():
-            self._signs.get()
+        if self._wakeups.qsize():
+            self._wakeups.get()
 
-    def begin_epoch(self, order: EpochSpec, streams: Sequence[StreamState | None]) -> None:
-        """Drop what is left of the running epoch and begin another with the same workers."""
+    def begin_epoch(self, epoch: EpochSpec, streams: Sequence[StreamState | None]) -> None:
+        """Cancel the rest of the running epoch and begin another with the same workers."""
 
         def begin() -> None:
-            self._order = order
+            self._epoch = epoch
             self._streams = [*streams] or [None] * len(self.processes)
             self._shard.begin_epoch()
 
@@ -213,20 +254,20 @@ class PrivateShard:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it; a forked child has inherited the object, not what it owns."""
+        """Whether this process made the shard; a forked child has inherited the object, not its workers."""
         return self._owner == os.getpid()
 
     def totals(self) -> Totals:
-        """Counts since the start."""
+        """Return the counts since the start."""
         counters = self._scheduler.counters
         return Totals(duplicates=counters.duplicates, steals=counters.steals)
 
     def elsewhere(self) -> tuple[int, str]:
-        """How many workers of a platform beyond this host work, and why there are no more."""
+        """Return how many remote workers work, and why there are no more."""
         return 0, ""
 
     def close(self, *, grace_s: float = GRACE_S) -> None:
-        """End the workers and the thread and leave nothing behind. Any thread may call, again too."""
+        """End the workers and the thread. Idempotent; any thread may call."""
         if not self.is_own:
             return
         if threading.current_thread() is self._thread:
@@ -237,13 +278,13 @@ class PrivateShard:
         self._closing = True
         if self._thread.is_alive():
             self._listener.wake()
-            # Not for ever: a finalizer that closes may have interrupted one who holds what the thread needs, a lock of
-            # `logging` or an import's.
+            # With a timeout: a finalizer that closes may have interrupted code that holds a lock of `logging` or of an
+            # import, which the thread needs.
             self._thread.wait(grace_s + GRACE_S)
         elif self._thread.ident is None:  # a worker could not be started, so it never was
             self._shut_down()
         self.processes.close()
-        # The shard and this object refer to each other: free at once what only the garbage collector would free later.
+        # The shard and this object refer to each other: free now what only the garbage collector would free later.
         self._readers.clear()
         self._running.clear()
         self._events.clear()
@@ -254,8 +295,6 @@ class PrivateShard:
                 f"this iterator was made in process {self._owner} before the fork and belongs to it; iterate the "
                 "loader anew in this process"
             )
-
-    # -- for both ----------------------------------------------------------------------------------------
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -268,7 +307,7 @@ class PrivateShard:
             while not self._closing:
                 self._poll_once()
         except BaseException as error:
-            self._notify(Broken(error))
+            self._notify(ShardFailed(error))
         finally:
             self._shut_down()
 
@@ -288,7 +327,6 @@ class PrivateShard:
             self._tick_at = time.monotonic() + self._tick_s
 
     def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
-        """What handles a message."""
         return self._shard.on_message
 
     def _look_after_workers(self) -> None:
@@ -297,10 +335,10 @@ class PrivateShard:
 
     def _notify(self, event: Event) -> None:
         self._events.append(event)
-        self._signs.put(None)
+        self._wakeups.put(None)
 
     def _shut_down(self) -> None:
-        """Stop the workers and wait for those that are connected; the others have nothing to finish."""
+        """Stop the workers and wait for those that are connected."""
         self._shard.stop_workers()
         leaving = set(self._shard.connected)
         deadline = time.monotonic() + self._grace_s
@@ -311,17 +349,17 @@ class PrivateShard:
 
     def _on_end(self, worker: int, handle: Handle) -> None:
         if self.processes.refusal(worker, handle.incarnation):
-            return  # launched by an interrupted `start`, which was repeated since
+            return  # launched by a `start` that was interrupted, and repeated since
         self._drain()
         self._lose(worker, Died(worker, handle))
 
     def _drain(self) -> None:
-        """Handle what has come: results that a worker sent before its end count; only then its tasks go to others."""
+        """Handle the messages that have arrived: results that a worker sent before its end count."""
         while (message := self._listener.receive(0)) is not None:
             self._receive(*message)
 
     def _lose(self, worker: int, event: Event, *, may_blame: bool = True) -> None:
-        # The death is notified first, so that its exit report is known when a task is reported as poisoned.
+        # The death first, so that its exit report is known when a task is reported as poisoned.
         self._notify(event)
         running = self._running.pop(worker, None)
         unknown = running is None and may_blame
@@ -341,11 +379,11 @@ class PrivateShard:
         return shares
 
     def epoch_for(self, worker: int) -> bytes:
-        return pickle.dumps(replace(self._order, stream=self._streams[worker]))
+        return pickle.dumps(replace(self._epoch, stream=self._streams[worker]))
 
     def begun(self, worker: int, frame: memoryview) -> None:
         begun: Begun = pickle.loads(frame)
-        if begun.generation == self._order.generation:
+        if begun.generation == self._epoch.generation:
             self._streams[worker] = begun.stream or self._streams[worker]
             self._notify(Started(worker, begun))
 
@@ -354,7 +392,7 @@ class PrivateShard:
         try:
             return decode(finished.payload, frames, reader=self._readers[worker]), stream
         except MessageError as error:
-            # It came from a worker of ours as it was sent: a class of the batch fails to unpickle here.
+            # The message is intact, as it is from a worker of ours: a class of the batch fails to unpickle here.
             cause = error.__cause__ or error
             where = f"while opening a batch of DataLoader worker process {worker}"
             return ExceptionWrapper((type(cause), cause, cause.__traceback__), where), stream
@@ -376,10 +414,10 @@ class PrivateShard:
         self._notify(Poisoned(task, workers))
 
     def starved(self) -> None:
-        self._notify(Starved())
+        self._notify(WorkerIdle())
 
     def failed(self, worker: int) -> None:
-        self.processes.kill(worker, "it could not be understood, or its shared memory not be read")
+        self.processes.kill(worker, "it sent an invalid message, or its shared memory cannot be read")
 
     def overdue(self, worker: int) -> None:
         limit = f"task_timeout_s={self._task_timeout_s:g} s"

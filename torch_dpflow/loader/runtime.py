@@ -2,50 +2,113 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_dpflow.epoch.state import LoaderState
-from torch_dpflow.loader.workload import Workload
 from torch_dpflow.metrics import LoaderMeter
 
 if TYPE_CHECKING:
     from torch_dpflow.cluster.client.shared_job import SharedJob
+    from torch_dpflow.loader.private_shard import PrivateShard
+
+_TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Workload:
+    """The processor time of a loader's workers on this host, over all iterations. Of the training thread.
+
+    It is read on request, and before the workers end.
+    """
+
+    def __init__(self, meter: LoaderMeter) -> None:
+        self._meter = meter
+        self._shard: weakref.ref[PrivateShard] | None = None
+        #: By process, its processor time at the latest look; and how long the loader had iterated then.
+        self._seen: dict[int, tuple[float, float]] = {}
+        self._seen_at = 0.0
+        #: Seconds that this host's workers were watched, ran on a processor, and waited for one.
+        self.watched_s = self.cpu_s = self.queued_s = 0.0
+        #: How many remote workers worked at the latest look, and why there were no more.
+        self.working, self.refused = 0, ""
+
+    def begin(self, shard: PrivateShard) -> None:
+        """Watch these workers, which have just been started."""
+        self._shard = weakref.ref(shard)
+        self._seen, self._seen_at = {}, self._meter.iterating_s
+
+    def look(self) -> None:
+        """Add the workers' processor time since the latest look."""
+        shard = None if self._shard is None else self._shard()
+        if shard is None or not shard.is_own:
+            return
+        local, now_s = shard.processes.local, self._meter.iterating_s
+        self.working, self.refused = shard.elsewhere()
+        if local is not None:
+            for handle in local.handles:
+                cpu_s, queued_s = taken = taken_by(handle.pid)
+                cpu_before_s, queued_before_s = self._seen.get(handle.pid, (0.0, 0.0))
+                self._seen[handle.pid] = taken
+                self.cpu_s += max(0.0, cpu_s - cpu_before_s)
+                self.queued_s += max(0.0, queued_s - queued_before_s)
+            self.watched_s += now_s - self._seen_at
+        self._seen_at = now_s
+
+    def end(self) -> None:
+        """Look, and watch the workers no longer: they are about to end."""
+        self.look()
+        self._shard = None
+
+
+def taken_by(pid: int) -> tuple[float, float]:
+    """Return the seconds that a process has run, and its present threads have waited for a processor; 0 if it ended."""
+    cpu_s = queued_s = 0.0
+    with suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        cpu_s = (int(fields[11]) + int(fields[12])) * _TICKS_S
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                queued_s += int(file.read().split()[1]) / 1e9
+    return cpu_s, queued_s
 
 
 class IterationProgress(Protocol):
-    """What a loader reads of its latest iteration."""
+    """The progress of an iteration, as its loader reads it."""
 
     def state(self) -> LoaderState:
-        """The state to resume the iteration from, or the next one if it is over. No side effect."""
+        """Return the state to resume the iteration from, or the next one if it is over. No side effect."""
 
 
 class LoaderRuntime:
-    """What a loader keeps between its iterations. A copied or pickled one keeps only the epoch."""
+    """The state of a loader between its iterations. A copied or pickled one keeps only the epoch."""
 
     def __init__(self, epoch: int = 0) -> None:
         #: The number of the next iteration.
         self.epoch = epoch
         #: A state that the next iteration begins with.
         self.pending: LoaderState | None = None
-        #: Fingerprints of the process's generators where the first iteration of all began.
+        #: Fingerprints of the process's generators at the beginning of the first iteration.
         self.began: dict[str, str] = {}
         #: The latest iteration.
         self.progress: IterationProgress | None = None
-        #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
+        #: The jobs of a loader with a flow, by number: one for each of its concurrent iterations.
         self.jobs: dict[int, SharedJob] = {}
-        #: What the jobs were opened for, to be compared with what the loader has at its next iteration.
+        #: The arguments that the jobs were opened with, compared at the next iteration.
         self.opened_for: Any = None
         self.meter = LoaderMeter()
         self.workload = Workload(self.meter)
-        #: Returns the latest iteration with workers of its own, while it lives; for who watches.
+        #: Returns the latest iteration with workers, while it lives; for the live page.
         self.iterator: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderRuntime, (self.epoch,)
 
     def take_pending(self) -> LoaderState | None:
-        """Return the loaded state and drop it: it is for one iteration."""
+        """Return the loaded state and drop it, as it applies to one iteration."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self.epoch, self.began = pending.epoch, pending.began

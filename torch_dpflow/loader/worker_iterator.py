@@ -7,53 +7,51 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
-
 from torch_dpflow._core.torch_private import BaseDataLoaderIter, ExceptionWrapper
-from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
-from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
+from torch_dpflow.epoch.plan import TAKEN, PlannedBatch, is_drawn_at_start, samples_in
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
 from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.messages.headers import END, FAILURE
-from torch_dpflow.loader.announced_epoch import EpochAnnouncement
-from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
-from torch_dpflow.loader.flight_growth import FlightGrowth
-from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom, InFlight, Rotation
-from torch_dpflow.loader.iteration_start import begin
-from torch_dpflow.loader.load_spec import has_own_streams, load_spec
-from torch_dpflow.loader.pinning import Pin
-from torch_dpflow.loader.private_shard import PrivateShard
-from torch_dpflow.loader.remote_start import workers_of
-from torch_dpflow.loader.restarts import Restarts, named
-from torch_dpflow.loader.shard_events import (
+from torch_dpflow.loader.batch_planner import (
+    BatchPlanner,
+    InFlight,
+    InFlightLimit,
+    Rotation,
+    fit_streams,
+    interrupted_draw,
+)
+from torch_dpflow.loader.iteration_start import EpochAnnouncement, Pin, begin
+from torch_dpflow.loader.private_shard import (
     Arrived,
-    Broken,
     Died,
     Event,
-    MemberLost,
     Poisoned,
+    PrivateShard,
+    RemoteWorkerLost,
+    ShardFailed,
     Started,
-    Starved,
     Totals,
+    WorkerIdle,
 )
-from torch_dpflow.loader.worker_processes import WorkerProcesses
+from torch_dpflow.loader.worker_processes import (
+    Restarts,
+    described,
+    has_own_streams,
+    load_spec,
+    local_workers,
+)
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers.batch_worker import POSITION_BITS, POSITION_MASK
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
-from torch_dpflow.workers.fork_server import local_platform
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
 
 
 class WorkerIterator(BaseDataLoaderIter):
-    """Delivers what a private shard's workers load.
+    """Iterator of a `DPFlowDataLoader` over the batches that a private shard's workers load.
 
-    Belongs to one thread, the one that calls `next()`: it plans, waits, and starts replacements for workers that
-    died. Made and reset by `DPFlowDataLoader.__iter__`.
-
-    Args:
-        loader: the `DPFlowDataLoader`.
+    Belongs to the thread that calls `next()`, which plans, waits, and starts replacements for workers that died.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -61,14 +59,13 @@ class WorkerIterator(BaseDataLoaderIter):
         self._options: LoaderOptions = loader.options or LoaderOptions()
         self._own_stream = has_own_streams(loader, self._options)
         self._in_order = loader.in_order
-        self._most = loader.prefetch_factor * loader.num_workers
-        if self._most <= 0:  # torch's constructor accepts 0, and its iterator raises this
+        self._usual = loader.prefetch_factor * loader.num_workers
+        if self._usual <= 0:  # torch's constructor accepts 0, and its iterator raises this
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        #: Bytes of the largest batch that has come.
+        #: Bytes of the largest batch that has arrived.
         self._largest = 0
-        self._room = FlightRoom(self._most)
-        if loader.platform is not None:
-            self._room = BoundedRoom(self._most, loader.num_workers, machine_total() // SHARED_FRACTION)
+        budget = None if loader.platform is None else machine_total() // SHARED_FRACTION
+        self._limit = InFlightLimit(self._usual, loader.num_workers, budget)
         self._generation = 0
         self._restarts = Restarts(self._options.restart_limit, loader.num_workers, self._runtime.meter)
         self._ended_workers: list[Any] = []
@@ -81,7 +78,7 @@ class WorkerIterator(BaseDataLoaderIter):
             shard, workers = self._make_workers(loader)
             self._shard = shard(
                 workers,
-                order=self._order(),
+                epoch=self._epoch_spec(),
                 streams=self._progress.streams,
                 poison_limit=self._options.poison_limit,
                 task_timeout_s=self._options.task_timeout_s,
@@ -97,12 +94,13 @@ class WorkerIterator(BaseDataLoaderIter):
         self._start_loading(epoch, pending, progress)
 
     def _make_workers(self, loader: Any) -> tuple[Callable[..., PrivateShard], Any]:
-        """The workers, not started yet, and what makes the shard that they need."""
+        """Return the workers, not started yet, and the constructor of their shard."""
         spec = load_spec(self, loader, self._options, own_stream=self._own_stream)
         if loader.platform is not None:
+            from torch_dpflow.loader.remote_workers import workers_of
+
             return workers_of(loader, self._options, spec)
-        platform = local_platform(loader.multiprocessing_context or torch.multiprocessing)
-        return PrivateShard, WorkerProcesses(platform, spec, self._num_workers)
+        return PrivateShard, local_workers(loader, spec, self._num_workers)
 
     @property
     def closed(self) -> bool:
@@ -111,7 +109,7 @@ class WorkerIterator(BaseDataLoaderIter):
 
     @property
     def _workers(self) -> list[Any]:
-        # torch's name: code of others looks into torch's iterator for the processes.
+        # torch's name: other libraries look there for the processes.
         if self._shard is None:
             return self._ended_workers
         local = self._shard.processes.local
@@ -122,13 +120,13 @@ class WorkerIterator(BaseDataLoaderIter):
 
     def _start_as_torch(self, loader: Any) -> None:
         super().__init__(loader)
-        # torch asks the sampler and draws a data pipe's seed a second time, but its workers get the first seed.
+        # torch calls the sampler and draws a data pipe's seed a second time, but its workers get the first seed.
         first = self._dataset, self._shared_seed
         super()._reset(loader, first_iter=True)
         self._dataset, self._shared_seed = first
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin another epoch with the workers that are there (torch's name and arguments)."""
+        """Begin another epoch with the running workers (torch's name and arguments)."""
         assert self._shard is not None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._progress
         again = progress.streams_of_next()
@@ -137,7 +135,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._progress.streams = again
         self._generation += 1
         self._begin_epoch(loader, resumes=pending is not None)
-        self._shard.begin_epoch(self._order(), self._progress.streams)
+        self._shard.begin_epoch(self._epoch_spec(), self._progress.streams)
         self._start_loading(epoch, pending, progress)
 
     def _begin_epoch(self, loader: Any, *, resumes: bool) -> None:
@@ -151,13 +149,13 @@ class WorkerIterator(BaseDataLoaderIter):
             # Weak: the workers end when the last reference to this iterator is dropped.
             progress.await_streams = weakref.WeakMethod(self._await_beginnings)
         fit_streams(progress, self._num_workers, own_stream=self._own_stream)
-        self._flights = InFlight(in_order=self._in_order)
+        self._in_flight = InFlight(in_order=self._in_order)
         rotation = None
         if self._own_stream:
             rotation = Rotation(
-                self._num_workers, in_order=self._in_order, most=self._most, first=progress.next_worker
+                self._num_workers, in_order=self._in_order, limit=self._usual, first=progress.next_worker
             )
-        self._planner = BatchPlanner(progress, rotation, self._flights)
+        self._planner = BatchPlanner(progress, rotation, self._in_flight)
         #: The batch that is due, and how many are planned once another one is in its place.
         self._head: PlannedBatch
         self._goal = 0
@@ -165,18 +163,18 @@ class WorkerIterator(BaseDataLoaderIter):
         self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
-        limit = int(self._most * self._options.prefetch_growth) if grows else self._most
-        self._growth = FlightGrowth(self._most, limit)
+        #: Most batches in flight.
+        self._most = int(self._usual * self._options.prefetch_growth) if grows else self._usual
         # Before new workers copy the dataset.
-        self._announcement = EpochAnnouncement(loader, progress.plan, limit)
+        self._announcement = EpochAnnouncement(loader, progress.plan, self._most)
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
-        """Submit the first batches, and check that all workers' datasets took the states that they were given.
+        """Submit the first batches, and check that all workers' datasets have restored their states.
 
         Raises:
-            StateError, or what a dataset raised instead: one did not. The loader is unchanged, without the state.
-            What the sampler raises, or Control-C: the loader is unchanged; the state stays for the next iteration.
+            StateError, or the error of a dataset: one has not. The loader is unchanged, without the state.
+            The error of the sampler, or KeyboardInterrupt: the loader is unchanged; the state stays.
         """
         if not self._resumes:
             self._submit_ahead()
@@ -200,19 +198,19 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._handle(event)
 
     def _submit_ahead(self) -> None:
-        for _ in range(max(self._room.at_start(self._largest), len(self._progress.due))):
+        for _ in range(max(self._limit.at_start(self._largest), len(self._progress.due))):
             self._plan_one()
 
     def _plan_one(self) -> bool:
         """Draw the next batch and submit it; False where there is none."""
         assert self._shard is not None
-        flight = self._planner.draw()
-        if flight is None:
+        batch = self._planner.draw()
+        if batch is None:
             return False
-        # Both may be repeated: if Control-C interrupts them, the flight is still drawn the next time.
-        self._announcement.drawn(flight.position, flight.index)
-        self._flights.add(flight)
-        self._shard.submit([(self._task(flight.position), flight.index)], pinned_to=flight.worker)
+        # Each may be repeated: if Control-C interrupts them, the batch is drawn again the next time.
+        self._announcement.drawn(batch.position, batch.index)
+        self._in_flight.add(batch)
+        self._shard.submit([(self._task(batch.position), batch.index)], pinned_to=batch.worker)
         self._planner.submitted()
         self._has_idle_worker = False
         return True
@@ -224,7 +222,7 @@ class WorkerIterator(BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `epoch.planned_batch`.
+        # If Control-C comes before this line, the same batch is the next one again: see `PlannedBatch`.
         self._head.outcome = TAKEN
         return batch
 
@@ -240,12 +238,10 @@ class WorkerIterator(BaseDataLoaderIter):
             while True:
                 progress.note_taken()
                 if progress.head is None:
-                    flight, goal = (
-                        self._due(),
-                        self._planner.planned + self._room.next(self._largest, len(self._flights)),
-                    )
-                    # It stays the head until it is taken. All that is done to it before that may be repeated.
-                    self._head, self._goal, progress.head = flight, goal, flight
+                    due = self._due()
+                    goal = self._planner.planned + self._limit.next(self._largest, len(self._in_flight))
+                    # It stays the head until it is taken. Everything before that may be repeated.
+                    self._head, self._goal, progress.head = due, goal, due
                 head = self._head
                 if head.outcome.__class__ is Arrived and head.outcome.kind == END:
                     self._end_stream(head)
@@ -256,10 +252,10 @@ class WorkerIterator(BaseDataLoaderIter):
         """Wait for the batch that is due. Raises StopIteration at the end of the epoch."""
         self._handle_pending()
         while True:
-            flight = self._flights.due()
-            if flight is not None:
-                return flight
-            if not len(self._flights):
+            batch = self._in_flight.due()
+            if batch is not None:
+                return batch
+            if not len(self._in_flight):
                 if self._progress.plan.is_torn:
                     raise interrupted_draw()
                 self._finish()
@@ -285,22 +281,23 @@ class WorkerIterator(BaseDataLoaderIter):
         return outcome.value
 
     def _refill(self, head: PlannedBatch) -> None:
-        """Submit another batch in place of this one, which stays due if that fails, as the sampler may."""
-        self._flights.remove(head.position)
+        """Submit another batch in place of this one, which stays the head if that fails, as the sampler may."""
+        self._in_flight.remove(head.position)
         while self._planner.planned < self._goal and self._plan_one():
             pass
         if head.worker is not None:
-            head.stream, head.owing = getattr(head.outcome, "stream", None), self._planner.owing()
+            head.stream = getattr(head.outcome, "stream", None)
+            head.workers_after = self._planner.order_of_workers()
 
     def _end_stream(self, head: PlannedBatch) -> None:
-        """A worker's iterable dataset has ended: drop the batches that it still owes."""
+        """Drop the batches of a worker whose iterable dataset has ended."""
         assert self._shard is not None
         assert head.worker is not None
         self._planner.end_stream(head.worker)
-        head.dropped = head.dropped or self._flights.waiting(head.worker)
+        head.dropped = head.dropped or self._in_flight.waiting(head.worker)
         self._shard.cancel([self._task(position) for position in head.dropped])
         for position in head.dropped:
-            self._flights.remove(position)
+            self._in_flight.remove(position)
         self._refill(head)
         head.outcome = TAKEN
 
@@ -316,7 +313,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._ended_workers = self._workers
             self._runtime.workload.end()
             self._count()
-            # Not by the finalizer: it would do nothing the second time, after Control-C.
+            # Not by the finalizer, which would do nothing the second time, after Control-C.
             self._shard.close()
             self._close.cancel()
             self._shard = None
@@ -330,14 +327,18 @@ class WorkerIterator(BaseDataLoaderIter):
     def _await_event(self) -> None:
         """Wait for an event, and handle it."""
         assert self._shard is not None
-        if self._has_idle_worker and self._growth.allows(len(self._flights) + 1, self._largest):
-            # A worker is idle because the due batch is late: the others need not wait for it.
+        if self._has_idle_worker and self._limit.may_grow(
+            len(self._in_flight) + 1, self._largest, self._most
+        ):
+            # A worker is idle because the due batch is late: load more batches meanwhile.
             self._plan_one()
         event = self._shard.wait(self._timeout or None)
         if event is None:
-            waiting = self._flights.first_waiting()
+            waiting = self._in_flight.first_waiting()
             late = (
-                "" if waiting is None or waiting.index is None else f"; it waits for {named(waiting.index)}"
+                ""
+                if waiting is None or waiting.index is None
+                else f"; it waits for {described(waiting.index)}"
             )
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
         self._handle(event)
@@ -349,16 +350,16 @@ class WorkerIterator(BaseDataLoaderIter):
                 if isinstance(event, Arrived):
                     self._largest = max(self._largest, event.size)
                 if event.task >> POSITION_BITS == self._generation:
-                    self._flights.arrive(event.task & POSITION_MASK, event)
+                    self._in_flight.arrive(event.task & POSITION_MASK, event)
             case Started(worker, begun):
                 self._on_begun(worker, begun)
-            case Starved():
+            case WorkerIdle():
                 self._has_idle_worker = True
             case Died(worker, handle):
                 self._replace(worker, handle)
-            case MemberLost(worker, how):
+            case RemoteWorkerLost(worker, how):
                 self._or_shut_down(self._restarts.note_lost, worker, how)
-            case Broken(error):
+            case ShardFailed(error):
                 self._shutdown_workers()
                 raise error
         assert self._shard is not None
@@ -390,9 +391,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._counted.duplicates - before.duplicates, self._counted.steals - before.steals
         )
 
-    # -- the specification of an epoch for workers ----------------------------------------------------------
-
-    def _order(self) -> EpochSpec:
+    def _epoch_spec(self) -> EpochSpec:
         return EpochSpec(
             epoch=self._progress.epoch,
             base_seed=int(self._base_seed),

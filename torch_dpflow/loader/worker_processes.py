@@ -1,27 +1,81 @@
-"""The worker processes of one loader: started, replaced and ended."""
+"""The worker processes of one loader: what they load, how they start, when they are replaced, how they end."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+
 from torch_dpflow._core import descriptors
 from torch_dpflow._core.processes import PrivateDirectory
-from torch_dpflow.errors import NotPicklableError
+from torch_dpflow._core.torch_private import DatasetKind, sharding_worker_init_fn
+from torch_dpflow.epoch.own_state import has_state
+from torch_dpflow.errors import NotPicklableError, PoisonTaskError, WorkerStartError
+from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.transport import listen
+from torch_dpflow.log import LOADER
+from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers import batch_worker
-from torch_dpflow.workers.batch_worker import WorkerSpec
-from torch_dpflow.workers.batches import LoadSpec
-from torch_dpflow.workers.deferred_pickle import DeferredPickle
+from torch_dpflow.workers.batch_worker import DeferredPickle, WorkerSpec
+from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.local_platform import local_platform
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.workers.script_settings import ScriptSettings
 
-#: How long a worker that is asked to end at once may take before it is killed, seconds.
+#: The time between SIGTERM and SIGKILL for a worker that did not stop by itself, seconds.
 TERMINATE_S = 1.0
-#: Descriptors that a worker takes here: two pipes, one for its process and one for its connection; and what is needed
-#: beside: a directory's lock, sockets, mappings, and a worker's own where it inherits all of these.
+#: Descriptors per worker here: two pipes, one for its process and one for its connection. And those needed once: a
+#: directory's lock, sockets, mappings, and the worker's own where it inherits all of these.
 WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
+#: The default of `restart_limit`: deaths in a row; and how many more than there are workers while no batch was ever
+#: loaded.
+RESTART_LIMIT, FALSE_STARTS = 8, 2
 
 
-def require_descriptors(workers: int) -> None:
-    """Raise DescriptorLimitError if this process may not have as many files open as a loader's workers take."""
-    descriptors.require(workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers")
+def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:
+    """Return the specification for all workers of this iterator, which derives from torch's."""
+    worker_init_fn = loader.worker_init_fn
+    if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
+        worker_init_fn = functools.partial(
+            sharding_worker_init_fn, worker_init_fn, iterator._world_size, iterator._rank
+        )
+    shared_memory = options.shared_memory
+    if shared_memory is None and loader.platform is None:
+        shared_memory = machine_total() // SHARED_FRACTION // iterator._num_workers
+    return LoadSpec(
+        dataset=iterator._dataset,
+        dataset_kind=iterator._dataset_kind,
+        auto_collation=iterator._auto_collation,
+        collate_fn=iterator._collate_fn,
+        drop_last=iterator._drop_last,
+        batch_size=loader.batch_size,
+        worker_init_fn=worker_init_fn,
+        num_workers=int(iterator._num_workers),
+        base_seed=int(iterator._base_seed),
+        own_stream=own_stream,
+        read_threads=options.read_threads,
+        shared_memory=shared_memory,
+        settings=None if loader.platform is None else ScriptSettings.capture(),
+    )
+
+
+def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
+    """Whether batches are bound to workers, each of which has a random stream of its own."""
+    if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
+        return True
+    if has_state(loader.dataset):  # its state depends on what the worker loaded before
+        return True
+    return options.seeding == "auto" and loader.worker_init_fn is not None
+
+
+def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
+    """Return workers of this host, by the loader's multiprocessing context."""
+    return WorkerProcesses(
+        local_platform(loader.multiprocessing_context or torch.multiprocessing), spec, workers
+    )
 
 
 class WorkerProcesses:
@@ -32,35 +86,33 @@ class WorkerProcesses:
     Args:
         platform: runs the processes; closed with this.
         spec: what all of them load.
-        workers: how many.
+        workers: the number of workers.
 
     Raises:
         OptionError: the platform's processes cannot reach this one.
-        DescriptorLimitError: this process may not have as many files open as the workers take.
+        DescriptorLimitError: the limit of open files is too low for so many workers.
     """
 
     def __init__(self, platform: Platform, spec: LoadSpec, workers: int) -> None:
         require_same_host(platform, "a loader")
-        require_descriptors(workers)
+        descriptors.require(
+            workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers"
+        )
         self._platform = platform
         self._load_spec = DeferredPickle(spec)
         #: For the socket and exit reports.
         self.directory = PrivateDirectory()
-        #: Where they connect.
         self.listener = listen(f"ipc://{self.directory.path}/shard")
         self.listener.watch(platform.wakeup_fd)
         #: By the names under which they are launched.
         self._numbers = {f"worker-{worker}": worker for worker in range(workers)}
         self._handles: dict[int, Handle] = {}
         self._incarnations = [0] * workers
+        #: The workers of this host, as of all kinds of workers.
+        self.local = self
 
     def __len__(self) -> int:
         return len(self._incarnations)
-
-    @property
-    def local(self) -> WorkerProcesses:
-        """All of them."""
-        return self
 
     @property
     def handles(self) -> list[Handle]:
@@ -102,10 +154,9 @@ class WorkerProcesses:
             ) from error
 
     def replace(self, worker: int, dead: Handle) -> str:
-        """Start another process in place of one that died, unless that was done; returns how it ended.
+        """Start another process in place of `dead`, unless that was done; return how it ended.
 
-        Raises:
-            DescriptorLimitError: this process has too many files open; it can be called again.
+        Raises DescriptorLimitError: too many files are open; the call can be repeated.
         """
         end = "has ended"
         handle = self._handles.get(worker)
@@ -117,7 +168,7 @@ class WorkerProcesses:
         return end
 
     def reap(self, worker: int) -> str:
-        """Release the process of a worker that died; returns how it ended."""
+        """Release the process of a worker that died; return how it ended."""
         handle = self._handles.get(worker)
         if handle is None:  # an earlier call was interrupted
             return "has ended"
@@ -126,15 +177,15 @@ class WorkerProcesses:
         return str(end)
 
     def ended(self) -> list[tuple[int, Handle]]:
-        """Workers whose processes have ended since the last call, with these; also processes that were replaced."""
+        """Return the processes that have ended since the last call, with their workers; also replaced ones."""
         return [(self._numbers[handle.name], handle) for handle in self._platform.take_ended()]
 
     def refusal(self, worker: int, incarnation: int) -> str:
-        """Why a process is not the latest one of its worker; empty if it is."""
+        """Return why a process is not the latest one of its worker; empty if it is."""
         if worker >= len(self):
             return f"there are {len(self)} workers"
         latest = self._incarnations[worker]
-        return "" if incarnation == latest else f"incarnation {latest} is the one that counts"
+        return "" if incarnation == latest else f"its present incarnation is {latest}"
 
     def kill(self, worker: int, why: str) -> None:
         """Kill a worker's process; the reason is logged with its replacement."""
@@ -146,6 +197,88 @@ class WorkerProcesses:
         """End all processes."""
         self._platform.close(grace_s=TERMINATE_S)
         for handle in [*self._handles.values()]:  # another thread may close as well
-            handle.describe()  # also those whose end nobody has taken
+            handle.describe()  # reaps those not returned by `ended`
         self._handles.clear()
         self.directory.remove()
+
+
+class Restarts:
+    """Replaces the workers of one iterator that died, until too many die in a row.
+
+    Args:
+        limit: deaths in a row, with no batch in between, that are tolerated; None: as `LoaderOptions` says.
+        workers: the number of workers.
+        meter: counts the replacements.
+    """
+
+    def __init__(self, limit: int | None, workers: int, meter: LoaderMeter) -> None:
+        self._limit = limit
+        self._workers = workers
+        self._meter = meter
+        self._deaths = 0
+        self._has_loaded = False
+        self._exit_report = ""
+        #: How the process of each worker before the present one ended.
+        self.ends: dict[int, str] = {}
+
+    def note_result(self) -> None:
+        """Record that a worker has loaded a batch, or died over one."""
+        self._deaths = 0
+        self._has_loaded = True
+
+    def replace(self, processes: WorkerProcesses, worker: int, dead: Handle) -> None:
+        """Start another process in place of `dead`.
+
+        Raises:
+            WorkerStartError: too many have died in a row.
+            DescriptorLimitError: too many files are open; the call can be repeated.
+        """
+        self._deaths += 1
+        if self._are_too_many():
+            raise self._too_many(worker, processes.reap(worker))
+        self._note_replaced(worker, processes.replace(worker, dead))
+
+    def note_lost(self, worker: int, how: str) -> None:
+        """Record the end of a remote worker, which its platform replaces; `how` is empty if it was told to end.
+
+        Raises WorkerStartError: too many have died in a row.
+        """
+        if not how:
+            return
+        self._deaths += 1
+        if self._are_too_many():
+            raise self._too_many(worker, how)
+        self._note_replaced(worker, how)
+
+    def _are_too_many(self) -> bool:
+        default = RESTART_LIMIT if self._has_loaded else min(RESTART_LIMIT, self._workers + FALSE_STARTS)
+        return self._deaths > (default if self._limit is None else self._limit)
+
+    def _too_many(self, worker: int, how: str) -> WorkerStartError:
+        self._exit_report = how
+        return WorkerStartError(
+            f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
+            f"worker {worker}, {how}\nRun with num_workers=0 to see where it happens. Raise "
+            "LoaderOptions(restart_limit=...) if they are killed from outside"
+        )
+
+    def _note_replaced(self, worker: int, how: str) -> None:
+        self._exit_report = self.ends[worker] = how
+        self._meter.restarts += 1
+        LOADER.warning("worker %d is replaced: %s", worker, how)
+
+    def poison_error(self, index: Any, deaths: int) -> PoisonTaskError:
+        """Return the error for the batch of these indices, over which so many workers died."""
+        return PoisonTaskError(
+            f"the batch of {described(index)} took down {deaths} workers one after the other and is skipped; the last "
+            f"one, {self._exit_report}\nLoad these samples with num_workers=0 to see why; the loader can go on with "
+            "the batches after it"
+        )
+
+
+def described(index: Any) -> str:
+    """The indices of a batch, for messages."""
+    if index is None or (isinstance(index, list) and all(i is None for i in index)):
+        return "the next samples of the stream"
+    text = repr(index)
+    return f"index {text}" if len(text) <= 400 else f"indices {text[:400]}… ({len(index)} of them)"

@@ -28,7 +28,7 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import WorkerHandshake, decode
 from torch_dpflow.remote.launchers.contract import RemotePlatform
 from torch_dpflow.testing.processes import (

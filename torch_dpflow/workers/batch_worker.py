@@ -1,6 +1,6 @@
-"""The body of the private loader's workers: connects to its shard, loads the tasks of its window, sends the results.
+"""The body of the private loader's workers: connects to its shard, loads its tasks, sends the results.
 
-One message delivers a result and asks for more tasks.
+One message delivers a result and requests more tasks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import pickle
 import signal
 from collections import deque
 from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch_dpflow._core.torch_private import ExceptionWrapper, set_worker_signal_handlers
 from torch_dpflow.errors import NotPicklableError, WorkerError
-from torch_dpflow.ipc.memory.arena import Arena
-from torch_dpflow.ipc.memory.running_task import RunningTask
+from torch_dpflow.ipc.memory.arena import Arena, RunningTask
 from torch_dpflow.ipc.messages.headers import (
     FAILURE,
     EpochBegin,
@@ -35,10 +35,34 @@ from torch_dpflow.ipc.messages.headers import (
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.workers import collate
-from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec
-from torch_dpflow.workers.deferred_pickle import DeferredPickle
-from torch_dpflow.workers.fetching import unpicklable_failure
-from torch_dpflow.workers.sched_batch import use_sched_batch
+from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec, unpicklable_failure
+from torch_dpflow.workers.process_control import use_sched_batch
+
+
+class DeferredPickle:
+    """Carries `value` to a process that multiprocessing starts, where `open` unpickles it.
+
+    A forked process gets the object itself. For any other start method multiprocessing unpickles the target's arguments
+    before any code of ours runs, where a failing import would end the process with a traceback that nothing catches.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._pickled: bytes | None = None
+
+    def open(self) -> Any:
+        """Return the value. Raises as its unpickling."""
+        if self._pickled is not None:
+            self._value, self._pickled = pickle.loads(self._pickled), None
+        return self._value
+
+    def __getstate__(self) -> bytes:
+        # ForkingPickler, while a process is being started: locks and file descriptors can be pickled only then.
+        return bytes(ForkingPickler.dumps(self._value))
+
+    def __setstate__(self, pickled: bytes) -> None:
+        self._value, self._pickled = None, pickled
+
 
 #: A task's number is its epoch's generation above these bits and its batch's position below them.
 POSITION_BITS = 40
@@ -47,7 +71,7 @@ POSITION_MASK = (1 << POSITION_BITS) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """Which worker a process is, and where its shard listens."""
+    """The identity of a worker process, and the address of its shard."""
 
     worker: int
     #: Counts the processes that have had this number.
@@ -58,12 +82,12 @@ class WorkerSpec:
 
 
 def exit_report_path(spec: WorkerSpec) -> str:
-    """Where this worker writes its exit report: faulthandler's stacks, or a traceback."""
+    """Return the path of this worker's exit report: faulthandler's stacks, or a traceback."""
     return os.path.join(spec.directory, f"exit-report-{spec.worker}-{spec.incarnation}")
 
 
 def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
-    """Work until the owner sends `Stop` or ends. The target of a worker process.
+    """Load until the shard sends `Stop` or its process ends. The target of a worker process.
 
     Args:
         load_spec: holds a `LoadSpec`.
@@ -94,11 +118,11 @@ def _exit_report(error: BaseException) -> str:
 
 
 class RefusedError(WorkerError):
-    """The shard does not want this worker (any more)."""
+    """The shard refuses this worker."""
 
 
 class BatchWorker:
-    """Holds its window, the tasks that the shard's scheduler has assigned, and loads the oldest.
+    """Holds the tasks that the shard's scheduler has assigned, and loads the oldest.
 
     Args:
         connection: to the shard; its identity begins with the worker's number. Closed at the end.
@@ -116,11 +140,11 @@ class BatchWorker:
         self._stopped = False
 
     def work(self) -> None:
-        """Load until the shard says `Stop`. Raises RefusedError if it does not want this worker."""
+        """Load until the shard sends `Stop`. Raises RefusedError if it refuses this worker."""
         probe = self._arena.probe_ref() if self._arena is not None else None
         hello = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
-        # After the hello: the answer comes while torch is set up.
+        # After the handshake: the answer arrives while torch is set up.
         self._source = BatchSource(self._load_spec, self._number)
         while not self._stopped:
             self._receive(wait=not self._tasks)
@@ -146,7 +170,7 @@ class BatchWorker:
             case WorkerWelcome(shared_memory=shared_memory):
                 self._share_memory(shared_memory)
                 self._begin(frames[0])
-                # Not before `worker_init_fn`, which may have wrapped what it lends to.
+                # After `worker_init_fn`, which may have wrapped the dataset.
                 collate.let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
                 self._connection.send([encode(WorkerReady())])
             case WorkerRefused(reason=reason):
@@ -171,7 +195,7 @@ class BatchWorker:
         self._connection.send([encode(WorkerBegun()), pickled])
 
     def _ask_if_emptied(self, held: int) -> None:
-        # The scheduler cannot know whether a task had begun when it was revoked.
+        # The scheduler cannot tell whether a task had begun when it was revoked.
         if held and not self._tasks:
             self._connection.send([encode(Exchange([], None))])
 
@@ -191,7 +215,7 @@ class BatchWorker:
             frames = [*frames, pickle.dumps(loaded.stream)]
         finished = Finished(task, loaded.kind, table, loaded.stream is not None)
         started = self._tasks[0][0] if self._tasks else None
-        # Still the task that runs: what it did to this process, as closing its descriptors, may show only now.
+        # The running task still: its effects on this process, as closed descriptors, may show only now.
         self._deliver(finished, started, frames)
 
     def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:

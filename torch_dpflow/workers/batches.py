@@ -1,10 +1,12 @@
-"""Loads batches in a worker: seeds, fetchers and streams, as torch's worker has them."""
+"""Loads batches in a worker, with the seeds, fetchers, streams and errors of torch's worker."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,24 +14,22 @@ import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow._core.checks import working
-from torch_dpflow._core.torch_private import DatasetKind, generate_state, set_worker_info
-from torch_dpflow.epoch.own_state import Unsaved, opened, sealed
+from torch_dpflow._core.torch_private import DatasetKind, ExceptionWrapper, generate_state, set_worker_info
+from torch_dpflow.epoch.own_state import Stream, Unsaved, at_rest, ended, opened, return_dataset, sealed
 from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
 from torch_dpflow.epoch.state import StreamState
-from torch_dpflow.epoch.streams import Stream, at_rest, ended, return_dataset
-from torch_dpflow.errors import MessageError
+from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.ipc.messages.headers import BATCH, END, FAILURE
-from torch_dpflow.workers.fetching import ThreadedFetcher, failure
-from torch_dpflow.workers.kept_memory import keep_freed_memory
+from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 
-#: All workers of a loader together may share this part of a machine's memory: a quarter.
+#: All workers of a loader together share at most 1 / SHARED_FRACTION of a machine's memory.
 SHARED_FRACTION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """What a worker loads and how; the same for all workers of a loader and for their replacements."""
+    """What a worker loads and how; the same for all workers of a loader and their replacements."""
 
     dataset: Any
     dataset_kind: int
@@ -40,18 +40,18 @@ class LoadSpec:
     worker_init_fn: Callable[[int], Any] | None
     num_workers: int
     base_seed: int
-    #: Whether random numbers are this worker's own stream, as torch's are, and not keyed by batch.
+    #: Whether random numbers are the worker's own stream, as torch's, and not keyed by batch.
     own_stream: bool
     read_threads: int
-    #: Bytes; None: as much as a worker may fill on the host where it runs.
+    #: Bytes; None: the share of a worker on its host.
     shared_memory: int | None
-    #: Of the script, where workers are not started from its process; None: workers have them anyway.
+    #: Of the script; None: workers are started from its process and have them anyway.
     settings: ScriptSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochSpec:
-    """An epoch, as its workers need to know it; travels pickled."""
+    """The parameters of an epoch for its workers; sent pickled."""
 
     epoch: int
     base_seed: int
@@ -67,10 +67,10 @@ class EpochSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """How a worker began an epoch whose stream is its own."""
+    """Report of a worker that has begun an epoch with a stream of its own."""
 
     generation: int
-    #: Where it begins, if its dataset has a state.
+    #: Its beginning, if the dataset has a state.
     stream: StreamState | None
     #: The error in place of it, an ExceptionWrapper.
     failure: Any
@@ -98,46 +98,46 @@ class BatchSource:
         self._worker = worker
         self._iterable = spec.dataset_kind == DatasetKind.Iterable
         self._dataset = spec.dataset
-        self._order: EpochSpec | None = None
+        self._epoch: EpochSpec | None = None
         self._fetcher: Any = None
         self._broken: Any = None
         self._delivered = 0
         _become_worker(spec, worker)
 
-    def begin(self, order: EpochSpec) -> Begun | None:
-        """Start an epoch; returns how it began where this worker has a stream of its own.
+    def begin(self, epoch: EpochSpec) -> Begun | None:
+        """Begin an epoch; return the report if this worker has a stream of its own.
 
-        An error here, also in `worker_init_fn`, is the result of every task.
+        An error here, also in `worker_init_fn`, becomes the result of every task.
         """
-        first = self._order is None
-        self._order = order
-        begin_epoch_of_worker(order.epoch)
-        self._delivered = order.stream.delivered if order.stream is not None else 0
+        first = self._epoch is None
+        self._epoch = epoch
+        begin_epoch_of_worker(epoch.epoch)
+        self._delivered = epoch.stream.delivered if epoch.stream is not None else 0
         self._broken = None
         try:
-            order = self._order = _opened(order, lives_on=not first and not order.resumes)
+            epoch = self._epoch = _opened(epoch, lives_on=not first and not epoch.resumes)
             if isinstance(self._dataset, IterDataPipe):
                 shared = torch.Generator()
-                shared.manual_seed(order.shared_seed or 0)
+                shared.manual_seed(epoch.shared_seed or 0)
                 self._dataset = graph_settings.apply_random_seed(self._dataset, shared)
             if first and self._load_spec.worker_init_fn is not None:
                 self._load_spec.worker_init_fn(self._worker)
-            self._begin_stream(order.stream)
+            self._begin_stream(epoch.stream)
         except Exception:
             self._broken = failure(self._worker)
         if not self._load_spec.own_stream:
             return None
-        return Begun(generation=order.generation, stream=self._beginning(), failure=self._broken)
+        return Begun(generation=epoch.generation, stream=self._beginning(), failure=self._broken)
 
     def load(self, position: int, index: Any) -> LoadedBatch:
-        """Load the batch of these indices, which has this position in the plan. Never raises an Exception."""
+        """Load the batch of these indices, at this position in the plan. Raises no Exception."""
         if self._broken is not None:
             return LoadedBatch(FAILURE, self._broken, None)
-        if self._order is None:
+        if self._epoch is None:
             raise MessageError("a task came before its epoch")
         if not self._load_spec.own_stream:
             # By batch and not by sample: `__getitems__` and `collate_fn` draw too.
-            seed_batch(self._order.base_seed, self._order.epoch, position)
+            seed_batch(self._epoch.base_seed, self._epoch.epoch, position)
         try:
             value = self._fetcher.fetch(index)
         except StopIteration:
@@ -156,8 +156,8 @@ class BatchSource:
     def _begin_stream(self, stream: StreamState | None) -> None:
         """Make the fetcher at the stream's position, with the generators as they were there.
 
-        Where the stream gets there by drawing and dropping its beginning, that draws from the generators, so they are
-        restored first; otherwise afterwards, as making the fetcher must not draw from them.
+        Restores the generators before the stream skips its beginning, which draws from them; else after the fetcher is
+        made, which must not draw from them.
         """
         passes_over = self._iterable and (stream is None or stream.dataset is None)
         if stream is None or stream.rng is None:
@@ -181,7 +181,7 @@ class BatchSource:
             kept = None
         if not self._iterable:
             return self._torch_fetcher()
-        if stream is not None and stream.ended:  # and is asked for nothing until the next epoch
+        if stream is not None and stream.ended:  # nothing is requested until the next epoch
             return None
         return Stream(
             self._dataset,
@@ -205,9 +205,9 @@ class BatchSource:
         return sealed(self._dataset, self._fetcher.state() if self._iterable else at_rest(self._dataset))
 
     def _beginning(self) -> StreamState | None:
-        """Where the stream is before its first batch; None where that is known without the dataset's state."""
-        assert self._order is not None
-        over = self._order.stream is not None and self._order.stream.ended
+        """Return the stream's state before its first batch; None if that follows without the dataset's state."""
+        assert self._epoch is not None
+        over = self._epoch.stream is not None and self._epoch.stream.ended
         kept = None if over or self._broken is not None else self._kept()
         if kept is None or isinstance(kept, Unsaved):  # it starts from its beginning again
             return None
@@ -222,19 +222,19 @@ class BatchSource:
             return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
         if kept is not None and not isinstance(kept, Unsaved):
             return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
-        # Resuming draws and drops the stream's beginning, which takes the same numbers from the generators again.
-        assert self._order is not None
-        start = self._order.stream.rng if self._order.stream is not None else None
+        # Resuming skips the stream's beginning, which draws the same numbers from the generators again.
+        assert self._epoch is not None
+        start = self._epoch.stream.rng if self._epoch.stream is not None else None
         return StreamState(delivered=self._delivered, dataset=kept, rng=start)
 
 
-def _opened(order: EpochSpec, *, lives_on: bool) -> EpochSpec:
-    """Open the dataset's state in it; drop that where the dataset has it already, or it could not be saved."""
-    if order.stream is None:
-        return order
-    kept = order.stream.dataset
+def _opened(epoch: EpochSpec, *, lives_on: bool) -> EpochSpec:
+    """Open the dataset's state in it; drop it if the dataset has it already, or it could not be saved."""
+    if epoch.stream is None:
+        return epoch
+    kept = epoch.stream.dataset
     nothing = lives_on or isinstance(kept, Unsaved)
-    return replace(order, stream=replace(order.stream, dataset=None if nothing else opened(kept)))
+    return replace(epoch, stream=replace(epoch.stream, dataset=None if nothing else opened(kept)))
 
 
 def _become_worker(spec: LoadSpec, worker: int) -> None:
@@ -247,3 +247,63 @@ def _become_worker(spec: LoadSpec, worker: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(generate_state(spec.base_seed, worker))
     set_worker_info(worker=worker, workers=spec.num_workers, seed=seed, dataset=spec.dataset)
+
+
+class ThreadedFetcher:
+    """Reads the samples of a batch with several threads, so that their waits overlap. Their order stays."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        # numpy's error settings belong to a thread; these threads take over those of the worker.
+        settings = partial(np.seterr, **np.geterr())
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
+
+    def fetch(self, index: Any) -> Any:
+        """The batch of these indices."""
+        return self._collate_fn(list(self._pool.map(self._dataset.__getitem__, index)))
+
+
+def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
+    """Wrap the exception that is being handled, with this worker's traceback, for the loader to raise.
+
+    Its text mentions an index beyond the dataset's length.
+    """
+    wrapper = ExceptionWrapper(where=f"in DataLoader worker process {worker}")
+    if not _can_be_raised(wrapper.exc_type):
+        wrapper.exc_type = RuntimeError
+    if dataset is not None and issubclass(wrapper.exc_type, IndexError | KeyError):
+        wrapper.exc_msg += _length_hint(dataset, index)
+    return wrapper
+
+
+def _can_be_raised(kind: Any) -> bool:
+    """Whether `ExceptionWrapper.reraise` can make it: it calls a type with a `message` with that keyword."""
+    if getattr(kind, "message", None):
+        try:
+            kind(message="")
+        except Exception:
+            return False
+    return True
+
+
+def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
+    """Wrap the error of a batch that was loaded but cannot be pickled, as `failure`."""
+    return ExceptionWrapper(
+        (type(error), error, error.__traceback__), f"in DataLoader worker process {worker}"
+    )
+
+
+def _length_hint(dataset: Any, index: Any) -> str:
+    try:
+        length = len(dataset)
+        beyond = [i for i in (index if isinstance(index, list) else [index]) if not -length <= i < length]
+    except Exception:
+        return ""
+    if not beyond:
+        return ""
+    return (
+        f"\nThe batch asks for index {beyond[0]}, but the dataset's length is {length} in this worker. The sampler "
+        "was made for another length: make the sampler and the loader anew after a change of the dataset, and let "
+        "__len__ give the same number in every process.\n"
+    )

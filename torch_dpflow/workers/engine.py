@@ -1,4 +1,4 @@
-"""A shard: the queue of tasks and the workers that pull from it. A thin shell around the scheduler.
+"""A shard: the queue of tasks and the workers that pull from it. The I/O around the pure scheduler.
 
 It forwards payloads without decoding them; its `Requester` decodes.
 """
@@ -52,50 +52,50 @@ from torch_dpflow.workers.scheduler.events import (
 )
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
-#: Most malformed messages that are logged, since a peer can send any number; all are counted.
-MALFORMED_LOGGED = 10
+#: Most malformed messages that are logged, as a peer can send any number.
+MAX_MALFORMED_LOGGED = 10
 
-#: Most bytes of a message's frames once they are uncompressed: no batch is so large.
+#: Most bytes of a message's frames after decompression.
 MAX_UNPACKED_BYTES = 1 << 32
 
 _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 
 
 class Requester(Protocol):
-    """On whose behalf a shard loads. Called in the shard's thread."""
+    """The owner of a shard, which gets its results. Called in the shard's thread."""
 
     def refusal(self, hello: WorkerHandshake) -> str:
-        """Why this process is not a worker of this shard, or no longer; empty if it is one."""
+        """Return why this process is not a worker of this shard (any more); empty if it is."""
 
     def shares_memory(self, hello: WorkerHandshake) -> bool:
         """Whether this worker's shared memory can be read here.
 
-        Raises DescriptorLimitError: the worker is not admitted and repeats its greeting.
+        Raises DescriptorLimitError: the worker is not admitted and repeats its handshake.
         """
 
     def epoch_for(self, worker: int) -> bytes:
-        """What this worker needs to know about the running epoch; opaque to the shard."""
+        """Return the running epoch's parameters for this worker; opaque to the shard."""
 
     def begun(self, worker: int, frame: memoryview) -> None:
-        """Where this worker's stream begins. Raises MessageError if workers of this kind have none."""
+        """Handle the beginning of a worker's stream. Raises MessageError if workers of this kind have none."""
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
         """Decode or copy a result's frames. Raises SegmentLostError if they were lost with the worker."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
-        """The first result of this task has arrived."""
+        """Handle the first result of this task."""
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
-        """The task has killed these workers, `late` of them by its time limit, and is given up."""
+        """Fail a task over which these workers died, `late` of them by its time limit."""
 
     def starved(self) -> None:
-        """A worker is idle."""
+        """Handle that a worker is idle."""
 
     def failed(self, worker: int) -> None:
-        """This worker violates the protocol, or its memory cannot be read: replace it."""
+        """Replace a worker that violates the protocol, or whose memory cannot be read."""
 
     def overdue(self, worker: int) -> None:
-        """This worker has exceeded the time limit for a task or for its start: replace it."""
+        """Replace a worker that has exceeded the time limit for a task or for its start."""
 
 
 class Shard:
@@ -106,7 +106,7 @@ class Shard:
         scheduler: decides who loads what.
         requester: receives the results.
         clock: seconds, for the scheduler.
-        start_timeout_s: how long a worker may take from its greeting until it is ready, seconds; None: no limit.
+        start_timeout_s: the time from a worker's handshake until it is ready, seconds; None: no limit.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Shard:
         self._requester = requester
         self._clock = clock
         self._malformed = 0
-        #: What each unfinished task needs, by task.
+        #: The payload of each unfinished task.
         self._payloads: dict[int, Frame] = {}
         #: The connection of each worker number.
         self._peers: dict[int, bytes] = {}
@@ -150,7 +150,7 @@ class Shard:
             self.listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
     def check_timeouts(self) -> None:
-        """Apply time limits; for shards that have some, or whose scheduler overtakes slow workers."""
+        """Apply time limits, and let the scheduler overtake slow workers."""
         now = self._clock()
         if self._start_timeout_s is not None:
             for worker, since in list(self._starting.items()):
@@ -160,7 +160,7 @@ class Shard:
         self._apply(self._scheduler.handle(Tick(now)))
 
     def on_worker_lost(self, worker: int, at: tuple[int, ...] | None = None) -> None:
-        """This worker has ended. at: the task that it was running, or none; None if that is unknown."""
+        """Handle the end of a worker. at: the task that it was running, or empty; None if unknown."""
         self._peers.pop(worker, None)
         self._starting.pop(worker, None)
         self._apply(self._scheduler.handle(Lose(worker, self._clock(), at)))
@@ -172,20 +172,20 @@ class Shard:
         return tasks
 
     def set_window(self, worker: int, window: int) -> None:
-        """Have this worker hold at most so many tasks from now on."""
+        """Set how many tasks this worker holds at most."""
         self._apply(self._scheduler.handle(SetWindow(worker, window, self._clock())))
 
     def is_starting(self, worker: int) -> bool:
-        """Whether it has been admitted and is not ready."""
+        """Whether the worker is admitted and not ready."""
         return worker in self._starting
 
     @property
     def connected(self) -> list[int]:
-        """Workers that have been admitted and not lost."""
+        """The workers that are admitted and not lost."""
         return list(self._peers)
 
     def stop_workers(self) -> None:
-        """Tell every worker to stop."""
+        """Send every worker the request to stop."""
         for peer in self._peers.values():
             self.listener.send(peer, [encode(Stop())])
 
@@ -208,18 +208,18 @@ class Shard:
                     raise MessageError(f"a worker may not send a {type(header).__name__}")
         except MessageError as error:
             self._malformed += 1
-            if self._malformed <= MALFORMED_LOGGED:
+            if self._malformed <= MAX_MALFORMED_LOGGED:
                 TRANSPORT.warning("message from connection %r dropped: %s", _shown(peer), error)
             self._reject(peer, _other_release(frames[0]) or str(error))
         except DescriptorLimitError as error:
             TRANSPORT.error("message from connection %r dropped: %s", _shown(peer), error)
 
     def _reject(self, peer: bytes, reason: str) -> None:
-        """Have the sender of a malformed message replaced if it is a worker, or else refuse it with the reason."""
+        """Replace the sender of a malformed message if it is a worker, else refuse it with the reason."""
         workers = [worker for worker, known in self._peers.items() if known == peer]
         for worker in workers:
-            self._requester.failed(worker)  # the task that it runs would never be answered
-        if not workers:  # a worker of another release would wait for ever
+            self._requester.failed(worker)  # the result of its task would never come
+        if not workers:  # a worker of another release would wait without end
             self.listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
     def _on_hello(self, peer: bytes, hello: WorkerHandshake) -> None:
@@ -231,15 +231,15 @@ class Shard:
             raise MessageError(
                 f"{who}, is none of this shard: {reason or 'its connection has another number'}"
             )
-        # First: it may replace a worker whose end has not been seen, which the requester then reports as lost.
+        # First: it may replace a worker whose end was not noticed, which the requester then reports as lost.
         shared = self._requester.shares_memory(hello)
-        if self._peers.get(hello.worker) != peer:  # else it repeats its greeting
+        if self._peers.get(hello.worker) != peer:  # else it repeats its handshake
             self._starting[hello.worker] = self._clock()
         self._peers[hello.worker] = peer
         self.listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
 
     def _on_ready(self, peer: bytes) -> None:
-        # Not at the greeting: a worker that dies over worker_init_fn has no task yet, so no task is suspected of it.
+        # Not at the handshake: a worker that dies in worker_init_fn has no task yet, so no task is suspected.
         worker = _worker_of(peer)
         if self._peers.get(worker) == peer:
             self._starting.pop(worker, None)
@@ -255,7 +255,7 @@ class Shard:
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
         worker = _worker_of(peer)
         if self._peers.get(worker) != peer:
-            # It was reported as lost and its window requeued: other workers repeat what it has done.
+            # It was reported as lost and its tasks are requeued.
             return
         if worker in self._starting:  # it is fetching the dataset, and lives
             self._starting[worker] = self._clock()
@@ -301,23 +301,23 @@ class Shard:
     def _send_window(self, worker: int, window: Window) -> None:
         peer = self._peers.get(worker)
         if peer is not None:
-            # If the peer is unreachable it will be reported as lost, and its window requeued.
+            # If the peer is unreachable it will be reported as lost, and its tasks requeued.
             self.listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
 
 
 def _other_release(frame: memoryview) -> str:
-    """Why a message is refused if it is the hello of another release, which may have other fields than ours."""
+    """Return why the handshake of another release, which may have other fields, is refused; empty for this release."""
     version = version_of(frame)
     if version == PROTOCOL_VERSION:
         return ""
     return (
-        f"the worker speaks version {version} of the protocol, its shard version {PROTOCOL_VERSION}: install "
+        f"the worker uses version {version} of the protocol, its shard version {PROTOCOL_VERSION}: install "
         f"torch_dpflow {__version__}, the shard's release, where the worker runs"
     )
 
 
 def _shown(peer: bytes) -> bytes:
-    """What logs may say of a connection: a worker's number and incarnation, without its node's token."""
+    """Return a connection's identity for logs: a worker's number and incarnation, without its node's token."""
     return b"/".join(peer.split(b"/")[:2])[:20]
 
 
@@ -329,8 +329,8 @@ def _worker_of(peer: bytes) -> int:
 
 
 def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
-    """Frames of which some are compressed, as they were."""
-    # Here, because a loader whose workers are of this host does without it.
+    """Decompress the frames that have a size."""
+    # Imported here, as a loader whose workers are of this host does without it.
     from torch_dpflow.ipc.rpc.carrier import decompress
 
     if len(sizes) != len(frames) or sum(sizes) > MAX_UNPACKED_BYTES:
@@ -342,7 +342,7 @@ def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
 
 
 def _split(exchange: Exchange, frames: list[memoryview]) -> list[tuple[Finished, list[memoryview]]]:
-    """Each result with its own frames."""
+    """Return each result with its own frames."""
     parts = []
     begin = 0
     for finished in exchange.finished:

@@ -1,8 +1,8 @@
-"""Imported first by a fork server, and by nothing else.
+"""Imported first by a fork server, and by nothing else; importing it has effects.
 
-The fork server drops a connection that does not speak its protocol, and would end otherwise: to begin again takes
-seconds with much imported, in which nothing is started. It ignores SIGINT from here on. Python's own does so only after
-all imports, and Control-C, which reaches every process of a terminal, would print a traceback until then.
+With it the fork server drops a connection that does not speak its protocol. Python's own would end, and start again for
+seconds, in which no process starts. It also ignores SIGINT from here on. Python's own does so only after all imports,
+and Control-C, which reaches every process of a terminal, would print a traceback until then.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from socket import socket
 from types import SimpleNamespace
 from typing import Any
 
-#: How long whoever connects may take to ask for a process, seconds; nobody else is served meanwhile.
+#: The timeout of a request, seconds; requests are served one at a time.
 REQUEST_S = 5.0
 
 
 def receive(connection: socket, most: int) -> list[int]:
-    """The descriptors of a request. Raises what the fork server's loop takes for a connection that was lost."""
+    """Return the descriptors of a request. Raises the error that the fork server's loop treats as a lost connection."""
     connection.settimeout(REQUEST_S)
     try:
         found: list[int] = reduction.recvfds(connection, most)

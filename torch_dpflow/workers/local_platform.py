@@ -1,35 +1,38 @@
-"""Processes of this machine: forked from this one, started afresh, or forked by a fork server."""
+"""Processes of this machine: forked from this one, started anew, or forked by a fork server."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import select
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.log import SERVICE
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits, ProcessSpec
+from torch_dpflow.workers.process_control import exit_with
 
-#: How long to wait for the exit code of an ended process, seconds; a fork server has to send it.
+#: The timeout for the exit code of an ended process, which a fork server has to send, seconds.
 REAP_S = 1.0
-#: How long killed processes may take to end, seconds.
+#: The time for killed processes to end, seconds.
 END_S = 5.0
 #: Descriptors that the starting process holds for each one: two pipes and a pidfd.
 DESCRIPTORS = 3
 
 
 class LocalPlatform:
-    """Starts processes through a multiprocessing context, or a module used as one (torch.multiprocessing).
+    """Starts processes by a multiprocessing context, or a module used as one (torch.multiprocessing).
 
-    Under fork, the thread that launches is the one that is copied.
+    With fork, the child has a copy of the thread that launches.
     """
 
     #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
@@ -93,7 +96,7 @@ class LocalPlatform:
         self._poller.close()
 
     def _start(self, process: BaseProcess) -> None:
-        """Start a process with SIGINT blocked; it unblocks it when Control-C no longer prints a traceback."""
+        """Start a process with SIGINT blocked, which it unblocks once Control-C prints no traceback of its start."""
         if self._context.get_start_method() == "spawn":
             resource_tracker.ensure_running()  # which the start would do, and unblocks SIGINT
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -110,7 +113,7 @@ class LocalPlatform:
 
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool) -> None:
-    """The body of a process: runs no line of the target before the process is bound to end with its owner."""
+    """The body of a process. Binds it to end with its owner before the target runs."""
     exit_with(owner, spec.directory, by_kernel=by_kernel)
     spec.target(*spec.arguments)
 
@@ -125,13 +128,12 @@ class LocalHandle:
     def __init__(self, process: BaseProcess, spec: ProcessSpec) -> None:
         self.name, self.incarnation = spec.name, spec.incarnation
         self.pid = process.pid or 0
-        #: The process as multiprocessing knows it. Never closed: users of torch's loader take it from there and may
-        #: ask for its exit code later.
+        #: multiprocessing's object. Never closed: users of torch's loader may read its exit code later.
         self.process = process
         self._report_file = spec.report_file
         self._killed_for = ""
         self._end: End | None = None
-        #: Prevents a signal through a descriptor that another thread is closing.
+        #: Prevents a signal by a descriptor that another thread is closing.
         self._lock = threading.Lock()
         self._released = False
         self.descriptor, self._is_pidfd = _descriptor_of(process)
@@ -146,7 +148,7 @@ class LocalHandle:
 
     def describe(self) -> End | None:
         if self._end is None and (self._released or self._has_ended(0.0)):
-            # Asked for its code first: a join alone waits for the pipe, and gives up what a grandchild holds open.
+            # The code first: a join alone waits for the pipe, which a grandchild may hold open.
             _ = self.process.exitcode
             self.process.join(REAP_S)
             code = self.process.exitcode
@@ -164,7 +166,7 @@ class LocalHandle:
         self._has_ended(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
-        """Close its descriptor: it has ended, or nobody waits for it any more."""
+        """Close its descriptor."""
         with self._lock:
             self._released = True
             os.close(self.descriptor)
@@ -192,7 +194,7 @@ class LocalHandle:
 
 
 def _descriptor_of(process: BaseProcess) -> tuple[int, bool]:
-    """A descriptor that becomes readable when the process ends, to be closed by the caller; whether it is a pidfd."""
+    """Return a descriptor that becomes readable when the process ends, and whether it is a pidfd."""
     assert process.pid is not None
     try:
         return os.pidfd_open(process.pid), True
@@ -202,3 +204,134 @@ def _descriptor_of(process: BaseProcess) -> tuple[int, bool]:
         process.kill()
         process.join()
         raise
+
+
+#: Lets a fork server survive invalid requests.
+GUARD = "torch_dpflow.workers.fork_server_guard"
+
+
+class ForkServerPlatform(LocalPlatform):
+    """Starts processes by this process's fork server, which has imported what they need: they start at once.
+
+    Args:
+        context: a multiprocessing context of this kind; None: Python's own.
+        preload: modules that the fork server imports, read at its first start only. With them it survives connections
+            that do not speak its protocol.
+        timeouts_s: seconds for the fork server to fork a process, and to start. A slower one is killed, and another is
+            started. None: no limit, as other code may use the fork server.
+        outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
+            including those that never release the interpreter's lock.
+    """
+
+    def __init__(
+        self,
+        context: Any = None,
+        *,
+        preload: Sequence[str] = (),
+        timeouts_s: tuple[float, float] | None = None,
+        outlived: bool = False,
+    ) -> None:
+        super().__init__(context or multiprocessing.get_context("forkserver"))
+        self._has_guard = bool(preload)
+        if preload:
+            self._context.set_forkserver_preload([GUARD, *preload])
+        self._timeouts_s = timeouts_s
+        self._may_be_killed_by_kernel = not outlived
+        #: The pid of the fork server that forked the latest process.
+        self._known: int | None = None
+
+    def begin(self) -> None:
+        """Wait until the fork server has imported its modules, for which the first launch would wait."""
+        process = self._context.Process(target=_nothing, daemon=True)
+        self._start(process)
+        process.join()
+
+    def take_ended(self) -> list[LocalHandle]:
+        pid = _fork_server()
+        if pid is not None and pid == self._known:
+            # If it has died, another starts now: importing takes seconds, for which the next launch would wait. Once
+            # only: one that dies before it has forked anything is replaced at that launch.
+            self._ensure_running()
+            if _fork_server() != pid:
+                SERVICE.warning("the fork server (pid %d) has ended; another takes its place", pid)
+        return super().take_ended()
+
+    def _start(self, process: BaseProcess) -> None:
+        try:
+            self._fork(process)
+            return
+        except EOFError:  # it hung and was killed
+            end_fork_server()
+        except ConnectionError as error:
+            # Without a guard any data that its user sends to its socket ends it, which takes seconds with many imports.
+            _kill_fork_server(f"has closed its socket ({error})")
+        self._fork(process)
+
+    def _fork(self, process: BaseProcess) -> None:
+        self._ensure_running()
+        # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
+        if self._timeouts_s is None:
+            process.start()
+            return
+        (fork_s, begin_s), known, made = self._timeouts_s, self._known, threading.Event()
+
+        def watch() -> None:
+            if not made.wait(fork_s) and (known == _fork_server() or not made.wait(begin_s)):
+                _kill_fork_server("does not fork a process")
+
+        threading.Thread(target=watch, name="dpflow-fork", daemon=True).start()
+        try:
+            process.start()
+        finally:
+            made.set()
+        self._known = _fork_server()
+
+    def _ensure_running(self) -> None:
+        """Start the fork server, unless it runs. SIGINT is blocked in it until its guard ignores and unblocks it."""
+        if not self._has_guard:
+            forkserver.ensure_running()
+            return
+        resource_tracker.ensure_running()  # which the fork server's start would do, and unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _nothing() -> None:
+    """The body of a process that only shows that it can be forked."""
+
+
+def local_platform(context: Any) -> LocalPlatform:
+    """Return the platform for a multiprocessing context, or a module used as one."""
+    if context.get_start_method() == "forkserver":
+        return ForkServerPlatform(context)
+    return LocalPlatform(context)
+
+
+def end_fork_server() -> None:
+    """End this process's fork server, which would take seconds to end by itself."""
+    pid = _fork_server()
+    if pid is not None:
+        _kill(pid)
+
+
+def _fork_server() -> int | None:
+    server: Any = forkserver._forkserver
+    pid: int | None = server._forkserver_pid
+    return pid
+
+
+def _kill_fork_server(why: str) -> None:
+    pid = _fork_server()
+    if pid is not None:
+        SERVICE.warning("fork server (pid %d) %s; killed, it will be restarted", pid, why)
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    """Kill a fork server and wait until it is a zombie, so that multiprocessing notices its end."""
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

@@ -17,7 +17,8 @@ from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.cluster.client.collate import collate_payloads, collate_samples
 from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.cluster.shard.detached_payload import detach
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample

@@ -10,7 +10,8 @@ import torch
 from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.cluster.shard.detached_payload import detach, text_payload
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization.codec import decode, encode
 
 

@@ -23,7 +23,8 @@ from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment, TwoStageDataset
 from torch_dpflow.errors import MessageError, PoisonTaskError
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
     NoSession,

@@ -15,7 +15,7 @@ from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, DynaGCSSampler, JobOptions
 from torch_dpflow.errors import UsageError
 from torch_dpflow.flows import DataLoadFlow, RemoteDataLoadFlowReader, random_split
-from torch_dpflow.loader.flow_order import routed_order
+from torch_dpflow.loader.flow_job import routed_order
 
 SIZE = 60
 MEMORY = 1 << 26

@@ -144,7 +144,7 @@ NAMING = """
 import json, os, sys
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # ranks that have a store and no connections
-from torch_dpflow.loader.flow_order import common_name
+from torch_dpflow.loader.flow_job import common_name
 read, write = os.pipe()
 other = os.fork()
 rank, names = int(other == 0), []

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader, Block
+from torch_dpflow.ipc.memory.arena import Arena, Block
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import BlockRef
 
 BUDGET = 2_000_000

@@ -9,8 +9,8 @@ import sys
 import msgspec
 import pytest
 
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
-from torch_dpflow.ipc.memory.running_task import RunningTask, RunningTaskReader
+from torch_dpflow.ipc.memory.arena import Arena, RunningTask, RunningTaskReader
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import BlockRef
 
 
@@ -36,7 +36,7 @@ def test_what_is_noted_is_read(task: int) -> None:
 WORKER = """
 import signal, sys, msgspec
 from torch_dpflow.ipc.memory.arena import Arena
-from torch_dpflow.ipc.memory.running_task import RunningTask
+from torch_dpflow.ipc.memory.arena import RunningTask
 
 arena = Arena(budget_bytes=1 << 20)
 running = RunningTask(arena)

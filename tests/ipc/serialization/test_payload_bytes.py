@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, MAX_LARGE_FRAMES, decode, encode
 
 Carry = Callable[[Any], Any]

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization.codec import decode, encode
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, discard, encode
 
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+from torch_dpflow.ipc.memory.arena import Arena
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization import fast_path as sample_payload
 from torch_dpflow.ipc.serialization.codec import decode, discard, encode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample

@@ -25,8 +25,7 @@ from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.testing.platforms import PlatformContract, wakes
 from torch_dpflow.testing.processes import sleep
-from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, local_platform
-from torch_dpflow.workers.local_platform import LocalPlatform
+from torch_dpflow.workers.local_platform import GUARD, ForkServerPlatform, LocalPlatform, local_platform
 from torch_dpflow.workers.platform import Limits, Platform, ProcessSpec
 
 
@@ -84,7 +83,7 @@ def test_a_platform_that_cannot_serve_is_refused(user: Any, kind: type[LocalPlat
 
 @pytest.fixture
 def fork_server() -> Iterator[ForkServerPlatform]:
-    platform = ForkServerPlatform(patience_s=(60.0, 60.0), outlived=True)
+    platform = ForkServerPlatform(timeouts_s=(60.0, 60.0), outlived=True)
     yield platform
     platform.close()
 
@@ -143,7 +142,7 @@ def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(
     first = fork_server.launch(ProcessSpec(name="first", incarnation=0, target=sleep, arguments=(60.0,)))
     server = fork_server_of(first.pid)
     os.kill(server, signal.SIGSTOP)
-    monkeypatch.setattr(fork_server, "_patience_s", (0.5, 60.0))
+    monkeypatch.setattr(fork_server, "_timeouts_s", (0.5, 60.0))
     spec = ProcessSpec(name="second", incarnation=0, target=sleep, arguments=(60.0,))
     second = fork_server.launch(spec)
     assert fork_server_of(second.pid) != server

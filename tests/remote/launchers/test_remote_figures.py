@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
+from torch_dpflow.loader.batch_planner import InFlightLimit
 from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LOST_S, RemoteWorker, parts_of
 
 
@@ -75,18 +75,18 @@ def test_batches_in_flight_keep_within_their_bytes_and_never_run_out(
     most: int, workers: int, budget: int, sizes: list[int]
 ) -> None:
     most = max(most, workers)
-    room = BoundedRoom(most, workers, budget)
-    largest, flights = 0, room.at_start(0)
-    assert flights == workers
+    limit = InFlightLimit(most, workers, budget)
+    largest, in_flight = 0, limit.at_start(0)
+    assert in_flight == workers
     for size in sizes:
         largest = max(largest, size)
-        before = flights
-        flights += room.next(largest, flights) - 1
+        before = in_flight
+        in_flight += limit.next(largest, in_flight) - 1
         allowed = max(workers, min(most, budget // largest))
-        assert flights <= max(allowed, before - 1)
-        assert flights >= 1
-    assert FlightRoom(most).at_start(largest) == most
-    assert FlightRoom(most).next(largest, 7) == 1
+        assert in_flight <= max(allowed, before - 1)
+        assert in_flight >= 1
+    assert InFlightLimit(most, workers, None).at_start(largest) == most
+    assert InFlightLimit(most, workers, None).next(largest, 7) == 1
 
 
 @pytest.mark.parametrize("identity", [b"", b"1/2/3", b"1/2//line", b"1/2/3/other", b"1/2/3/4/line"])

@@ -82,7 +82,7 @@ class Interleavings(RuleBasedStateMachine):
         self.poison_limit = poison_limit
         self.scheduler = Scheduler(
             window=window,
-            most_window=window + more,
+            max_window=window + more,
             poison_limit=poison_limit,
             overtake_after_s=overtake,
             task_timeout_s=limit,
@@ -230,7 +230,7 @@ class Interleavings(RuleBasedStateMachine):
     def books_balance(self):
         counters = self.scheduler.counters
         assert self.scheduler._tasks.keys() == self.open_tasks()
-        assert self.scheduler._windows.mirrors.keys() == self.members.keys()
+        assert self.scheduler._views.views.keys() == self.members.keys()
         assert counters.submitted == len(self.pins)
         assert counters.delivered == len(self.delivered)
         assert counters.poisoned == len(self.poisoned)

@@ -17,7 +17,7 @@ from torch_dpflow.cluster.client.plan_feed import LATER
 from torch_dpflow.cluster.client.ready_batches import ReadyBatch, ReadyBatches
 from torch_dpflow.cluster.client.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
 from torch_dpflow.cluster.client.stop_signal import StopSignal
-from torch_dpflow.epoch.planned_batch import TAKEN
+from torch_dpflow.epoch.plan import TAKEN
 from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,

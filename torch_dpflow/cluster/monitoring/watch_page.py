@@ -14,7 +14,7 @@ import msgspec
 from torch_dpflow.cluster.monitoring.page_access import PagePlace
 from torch_dpflow.cluster.monitoring.page_figures import Observation
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
-from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.workers.process_control import exit_with
 
 
 def main() -> None:

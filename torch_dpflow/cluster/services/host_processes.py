@@ -15,7 +15,7 @@ from torch_dpflow.cluster.control.supervision import START_S
 from torch_dpflow.cluster.services.node import LEASE_S
 from torch_dpflow.cluster.services.roles import PRELOAD
 from torch_dpflow.errors import OptionError
-from torch_dpflow.workers.fork_server import ForkServerPlatform
+from torch_dpflow.workers.local_platform import ForkServerPlatform
 
 
 def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
@@ -23,7 +23,7 @@ def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
     # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node
     # waits for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `patience_s`.
     # Only the operator chooses what it imports (`preload`), never a client.
-    return ForkServerPlatform(preload=[*PRELOAD, *preload], patience_s=(LEASE_S, START_S), outlived=True)
+    return ForkServerPlatform(preload=[*PRELOAD, *preload], timeouts_s=(LEASE_S, START_S), outlived=True)
 
 
 def keep_fork_server_in(directory: str) -> None:

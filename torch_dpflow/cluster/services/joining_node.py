@@ -26,7 +26,7 @@ from torch_dpflow.cluster.services.spec import ClusterPlace
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.ipc.transport import TransportOptions, is_loopback
 from torch_dpflow.log import LogOptions, write_lines
-from torch_dpflow.workers.fork_server import end_fork_server
+from torch_dpflow.workers.local_platform import end_fork_server
 
 #: What a joined node may be told to run: all else is the cluster's own host's.
 JOINED_ROLES = ("shard", "worker")

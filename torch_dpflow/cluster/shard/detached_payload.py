@@ -8,7 +8,7 @@ import msgspec
 
 from torch_dpflow.cluster.messages.shard import SAMPLE, ServedSample
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.memory.arena import ArenaReader
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import BufferSpan, PayloadTable
 from torch_dpflow.ipc.transport import Frame
 

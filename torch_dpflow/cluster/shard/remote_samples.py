@@ -8,8 +8,8 @@ from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.shard.sample_worker import SampleWorker
 from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.transport import Connection
+from torch_dpflow.workers.process_control import use_sched_batch
 from torch_dpflow.workers.result_outbox import ResultOutbox
-from torch_dpflow.workers.sched_batch import use_sched_batch
 
 
 class MemberSampleWorker(SampleWorker):

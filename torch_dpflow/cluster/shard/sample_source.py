@@ -21,8 +21,8 @@ from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.serialization.pickling import explain_loading
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
-from torch_dpflow.workers.fetching import failure
-from torch_dpflow.workers.kept_memory import keep_freed_memory
+from torch_dpflow.workers.batches import failure
+from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
 
 #: Samples that another worker has taken over are given up so many samples later: by then it has announced them, so they

@@ -21,8 +21,7 @@ from torch_dpflow.cluster.services.roles import COORDINATOR
 from torch_dpflow.cluster.services.spec import ServiceSpec
 from torch_dpflow.cluster.shard.sample_source import SampleSource
 from torch_dpflow.errors import MessageError, NotPicklableError
-from torch_dpflow.ipc.memory.arena import Arena
-from torch_dpflow.ipc.memory.running_task import RunningTask
+from torch_dpflow.ipc.memory.arena import Arena, RunningTask
 from torch_dpflow.ipc.messages.headers import (
     Exchange,
     Finished,
@@ -39,10 +38,9 @@ from torch_dpflow.ipc.messages.headers import (
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Connection, connect
 from torch_dpflow.log import SERVICE
-from torch_dpflow.workers.fetching import unpicklable_failure
-from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.workers.batches import unpicklable_failure
+from torch_dpflow.workers.process_control import exit_with, use_sched_batch
 from torch_dpflow.workers.result_outbox import ResultOutbox
-from torch_dpflow.workers.sched_batch import use_sched_batch
 
 #: Most shared memory that a worker takes to hand over its samples, bytes.
 SHARED_MEMORY_BYTES = 64 << 20

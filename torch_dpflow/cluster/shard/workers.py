@@ -15,9 +15,8 @@ from torch_dpflow.cluster.messages.shard import FAILED, POISON_LIMIT, POISONED, 
 from torch_dpflow.cluster.messages.worker import GREETING, SHARD_ID_BYTES
 from torch_dpflow.cluster.shard.detached_payload import DetachedPayload, detach, text_payload
 from torch_dpflow.errors import DescriptorLimitError, MessageError
-from torch_dpflow.ipc.memory.arena import ArenaReader
-from torch_dpflow.ipc.memory.arena_peers import ArenaPeers
-from torch_dpflow.ipc.memory.running_task import RunningTaskReader
+from torch_dpflow.ipc.memory.arena import RunningTaskReader
+from torch_dpflow.ipc.memory.arena_reader import ArenaPeers, ArenaReader
 from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError, RecoverableError
 from torch_dpflow.ipc.messages.headers import Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
@@ -102,7 +101,7 @@ class ShardWorkers:
     ) -> None:
         self._scheduler = Scheduler(
             window=WINDOW,
-            most_window=SAMPLE_WORKERS.most_window,
+            max_window=SAMPLE_WORKERS.most_window,
             poison_limit=POISON_LIMIT,
             overtake_after_s=OVERTAKE_S,
             task_timeout_s=task_timeout_s,

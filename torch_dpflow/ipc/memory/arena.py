@@ -14,25 +14,22 @@ from __future__ import annotations
 
 import os
 import secrets
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
 from weakref import ref as weakref
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import DescriptorLimitError, OptionError, TransportError
 from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.memory.conversions import Memory
-from torch_dpflow.ipc.memory.forks import FORKS
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.ipc.memory.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
+from torch_dpflow.ipc.memory.segment import FORKS, HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
 from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 
-__all__ = ["MAX_SEGMENTS", "Arena", "ArenaReader", "Block", "BlockRef", "ProbeRef"]
-
-#: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% is wasted, and similar sizes share a
-#: class.
+#: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% is wasted.
 _CLASS_BITS = 5
 _SMALLEST_SEGMENT = 1 << 16
 #: A free segment may be this many times as large as a request. More would waste memory; less would create segments all
@@ -52,7 +49,7 @@ _NONE: deque[Segment] = deque()
 
 
 class Block:
-    """Memory of an arena, lent to the caller. The arena reuses it once nothing refers to `memory`."""
+    """Memory lent by an arena, which reuses it once nothing refers to `memory`."""
 
     __slots__ = ("memory", "segment")
 
@@ -68,7 +65,7 @@ class Block:
 
 
 class Arena:
-    """The writer's side: lends blocks, publishes them, and reuses them.
+    """Lends blocks, publishes them, and reuses them. The writer's side.
 
     Any thread may call `allocate`; the other methods belong to one thread. After a fork the arena belongs to the
     parent: in the child it lends nothing.
@@ -99,10 +96,7 @@ class Arena:
         return len(self._by_address)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Lend memory of `nbytes`; None where the budget or the system's memory is exhausted.
-
-        Any thread may call. The memory is not cleared.
-        """
+        """Lend `nbytes` of memory, not cleared; None if the budget or the system's memory is exhausted."""
         if nbytes <= 0 or not self._usable or os.getpid() != self._pid:
             return None
         with self._lock:
@@ -117,7 +111,7 @@ class Arena:
             return None if segment is None else self._lend(segment, nbytes)
 
     def publish(self, block: Block) -> BlockRef:
-        """Make `block` readable; returns a reference for the reader. Once for each loan, as the release is one byte."""
+        """Make `block` readable; return a reference for the reader. Once for each loan, as the release is one byte."""
         segment = block.segment
         if segment.published:
             raise OptionError(f"block of segment {segment.number} was published before; publish a copy")
@@ -128,7 +122,7 @@ class Arena:
         )
 
     def block_at(self, address: int, nbytes: int) -> Block | None:
-        """The lent, not yet published block whose memory begins at `address` and holds `nbytes`, if any."""
+        """Return the lent, not yet published block that begins at `address` and holds `nbytes`, if any."""
         segment = self._by_address.get(address)
         if segment is None or segment.published or segment.nbytes < nbytes or os.getpid() != self._pid:
             return None
@@ -136,7 +130,7 @@ class Arena:
         return None if memory is None else Block(memory, segment)
 
     def probe_ref(self) -> ProbeRef | None:
-        """Publish a token for `ArenaReader.probe`; None where nothing can be lent."""
+        """Publish a token for `ArenaReader.probe`; None if nothing can be lent."""
         block = self.allocate(segments.TOKEN_BYTES)
         if block is None:
             return None
@@ -230,7 +224,56 @@ class Arena:
 
 
 def _size_class(nbytes: int) -> int:
-    """Size of the segment for a payload of `nbytes`, header included."""
+    """Return the size of the segment for a payload of `nbytes`, header included."""
     size = max(nbytes + HEADER_BYTES, _SMALLEST_SEGMENT)
     step = 1 << max(size.bit_length() - _CLASS_BITS, 0)
     return -(-size // step) * step
+
+
+#: The task's number plus one; 0: none.
+_WORD = struct.Struct("<Q")
+
+
+class RunningTask:
+    """The task that a worker runs or has run last, in a word of shared memory, which outlives the worker.
+
+    A worker's last message may be old when it dies: results that wait to be sent, or are in libzmq's thread, are lost
+    with it. This word identifies the task that killed the worker, so that none of its neighbours is suspected.
+
+    Args:
+        arena: lends the word, in a block that is never released; None: nothing is recorded.
+    """
+
+    def __init__(self, arena: Arena | None) -> None:
+        block = None if arena is None else arena.allocate(_WORD.size)
+        self._memory = None if block is None else block.memory.data
+        self.note(None)
+        #: For the reader; None if the arena lends nothing.
+        self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
+
+    def note(self, task: int | None) -> None:
+        """Record that the worker runs this task from now on, or none, and that earlier ones cannot harm it any more."""
+        if self._memory is not None:
+            _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)
+
+
+class RunningTaskReader:
+    """Reads the word of a `RunningTask`, in the shard."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    @classmethod
+    def open(cls, reader: ArenaReader, ref: BlockRef | None) -> RunningTaskReader | None:
+        """Open the word in a worker's arena; None if the worker has none, or it cannot be read."""
+        if ref is None or ref.nbytes != _WORD.size:
+            return None
+        try:
+            return cls(reader.view(ref).data)
+        except (TransportError, DescriptorLimitError):
+            return None
+
+    def tasks(self) -> tuple[int, ...]:
+        """Return the task that the worker recorded last: one or none."""
+        (word,) = _WORD.unpack_from(self._memory)
+        return (word - 1,) if word else ()

@@ -1,28 +1,29 @@
-"""The reader's side of an arena: opens the writer's published blocks, and releases them when they are not used."""
+"""The reader's side of an arena: opens published blocks, releases unused ones, watches the writers' processes."""
 
 from __future__ import annotations
 
 import gc
 import os
+import select
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 from weakref import ref as weakref
 
+from torch_dpflow._core.descriptors import exhausted, is_exhausted
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.conversions import Memory
-from torch_dpflow.ipc.memory.forks import FORKS, Forks
-from torch_dpflow.ipc.memory.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
+from torch_dpflow.ipc.memory.segment import FORKS, FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Forks, Segment
 from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 
-#: Most segments that are mapped for one writer, which is not trusted to keep to its own limit.
+#: Most segments that are mapped for one writer, which may ignore its own limit.
 _MAX_MAPPED = 1024
 
 
 class ArenaReader:
-    """The reader's side: maps the segments of one writer and marks them as free, by a byte in each.
+    """Maps the segments of one writer and marks them as free.
 
     Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while the
     interpreter exits. In a forked child views stay as they are, also when the parent drops its own, and dropping them
@@ -41,9 +42,9 @@ class ArenaReader:
         _READERS.add(self)
 
     def view(self, ref: BlockRef) -> Memory:
-        """The block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
+        """Return the block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
 
-        When nothing refers to the array's memory any more, the writer may use it again.
+        The writer may reuse the memory when nothing refers to the array any more.
 
         Raises:
             SegmentLostError: the writer is dead and the segment was never mapped.
@@ -60,8 +61,8 @@ class ArenaReader:
         self._take(ref).memory[0] = FREE
 
     def probe(self, ref: ProbeRef) -> bool:
-        """Whether this process can read what the writer shares, and each knows the other by its pid."""
-        if ref.block.nbytes != TOKEN_BYTES:  # before it is copied: it may be as large as its writer likes
+        """Whether this process can read what the writer shares, and both have the same pid namespace."""
+        if ref.block.nbytes != TOKEN_BYTES:  # before it is copied, as the writer chooses its size
             return False
         # In a pid namespace that has no /proc of its own the numbers there are not those of the system's calls.
         if os.path.realpath("/proc/self") != f"/proc/{os.getpid()}":
@@ -85,7 +86,9 @@ class ArenaReader:
                 f"{ref}: segment {segment.number} has {segment.capacity} bytes; a reference must fit into it"
             )
         if segment.memory[0] != PUBLISHED or ref.generation <= segment.generation:
-            raise MessageError(f"{ref}: is not published, or was opened before; a reference is good for once")
+            raise MessageError(
+                f"{ref}: is not published, or was opened before; a reference can be opened once"
+            )
         segment.generation = ref.generation
         return segment
 
@@ -118,7 +121,7 @@ _READERS: WeakSet[ArenaReader] = WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    # The child can open no more blocks. It keeps those that it sees, and would keep the memory of all others.
+    # The child cannot open blocks any more. It keeps its views, and would keep the memory of all other blocks.
     for reader in list(_READERS):
         reader.close()
     _READERS.clear()
@@ -160,3 +163,42 @@ def _release(
     held.discard(hold)
     if getpid() == hold.pid:
         hold.segment[0] = 3 if forks.since(hold.stamp) else 0  # INHERITED, FREE
+
+
+class ArenaPeers:
+    """Watches the writers' processes by pidfds. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._poller = select.poll()
+        #: By the caller's number for each process.
+        self._descriptors: dict[int, int] = {}
+
+    def watch(self, number: int, pid: int) -> bool:
+        """Watch a process; return False where the kernel or a sandbox has no pidfds. Raises DescriptorLimitError.
+
+        pid: as the process reported it, which is valid on this host only: its arena must have been read.
+        """
+        try:
+            descriptor = self._descriptors[number] = os.pidfd_open(pid)
+        except (OSError, AttributeError) as error:
+            if is_exhausted(error):
+                raise exhausted(f"process {pid} cannot be watched") from error
+            return False
+        self._poller.register(descriptor, select.POLLIN)
+        return True
+
+    def ended(self) -> list[int]:
+        """Return the watched processes that have ended, until `forget`."""
+        ended = {descriptor for descriptor, _ in self._poller.poll(0)}
+        return (
+            [number for number, descriptor in self._descriptors.items() if descriptor in ended]
+            if ended
+            else []
+        )
+
+    def forget(self, number: int) -> None:
+        """Stop watching this process, if it is watched."""
+        descriptor = self._descriptors.pop(number, None)
+        if descriptor is not None:
+            self._poller.unregister(descriptor)
+            os.close(descriptor)

@@ -1,8 +1,8 @@
-"""How much memory can be allocated before the kernel kills processes.
+"""The memory that can be allocated before the kernel kills processes.
 
-Shared memory is reserved page by page. Where the machine's or the container's memory is exhausted meanwhile, Linux
-returns no error but kills a process, so the available memory is checked first. These figures only tune: where the
-system does not have one, another takes its place.
+Shared memory is reserved page by page. When the memory of the machine or container is exhausted meanwhile, Linux
+returns no error but kills a process, so the available memory is checked first. These figures only tune, so where the
+system lacks one, another takes its place.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch_dpflow._core.descriptors import is_exhausted
 from torch_dpflow.errors import OptionError
 
 _MEMINFO = Path("/proc/meminfo")
-#: Bytes of a machine of which nothing says how much memory it has: shares of it are still useful, and do no harm.
+#: Assumed bytes of a machine whose memory is unknown.
 _UNKNOWN_BYTES = 4 << 30
 
 
 def machine_total() -> int:
-    """Bytes of the machine's memory; a moderate number where the system does not say."""
+    """Return the bytes of the machine's memory; a moderate number if unknown."""
     return _known_total() or _UNKNOWN_BYTES
 
 
 def _known_total() -> int:
-    """Bytes of the machine's memory; 0 where the system does not say."""
+    """Return the bytes of the machine's memory; 0 if unknown."""
     return _meminfo().get("MemTotal", 0) or _pages("SC_PHYS_PAGES")
 
 
 def _machine_available() -> int:
-    """Bytes that can be allocated; half of all memory where the system does not say.
+    """Return the bytes that can be allocated; half of all memory if unknown.
 
     Sandboxes and containers (gVisor, lxcfs, OpenVZ) may have a file without MemAvailable, an empty one, or none.
     """
@@ -41,7 +41,7 @@ def _machine_available() -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """Bytes by name; without what cannot be read."""
+    """Return bytes by name, without unreadable entries."""
     found: dict[str, int] = {}
     for line in _text(_MEMINFO).splitlines():
         name, _, rest = line.partition(":")
@@ -59,7 +59,7 @@ def _pages(name: str) -> int:
 
 
 def _text(file: Path) -> str:
-    """The file, empty where it cannot be read. Raises OSError where no descriptor is left for it."""
+    """Return the file's text, empty if it cannot be read. Raises OSError if no descriptor is left for it."""
     try:
         return file.read_text(errors="replace")
     except OSError as error:
@@ -105,26 +105,26 @@ class Headroom:
         return bool(self._groups)
 
     def total(self) -> int:
-        """Bytes that this process could ever have: of the machine, or what its control groups allow."""
+        """Return the bytes that this process can ever have, by the machine and its control groups."""
         limits = (_number(folder / files.limit, self._machine) for folder, files in self._groups)
         return min([self._machine, *limits])
 
     def available(self) -> int:
-        """Available bytes. Raises OSError where the process has no descriptor left to read them."""
+        """Return the available bytes. Raises OSError if no descriptor is left to read them."""
         left = (_left_in(folder, files) for folder, files in self._groups)
         return min([_machine_available(), *(one for one in left if one is not None)])
 
 
 def check_memory(name: str, size: int) -> None:
-    """Raise OptionError if this process can never have so many bytes."""
+    """Raise OptionError if this process can never allocate so many bytes."""
     headroom = Headroom()
     total = headroom.total()
     if size > total and (_known_total() or headroom.is_limited):
-        raise OptionError(f"{name}={size:,} bytes: {total:,} are all that this process can have; give fewer")
+        raise OptionError(f"{name}={size:,} bytes: this process can have at most {total:,}; give fewer")
 
 
 def _groups(memberships: Path, mount: Path) -> Iterator[tuple[Path, _Files]]:
-    """The memory control groups that the process is in, from the innermost outwards."""
+    """Yield the memory control groups of the process, from the innermost outwards."""
     for line in _text(memberships).splitlines():  # none: not Linux
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not path:
@@ -150,7 +150,7 @@ def _number(file: Path, otherwise: int) -> int:
 
 
 def _left_in(folder: Path, files: _Files) -> int | None:
-    """Bytes that a group may still take; None where it does not say."""
+    """Return the bytes that a group may still allocate; None if unknown."""
     most, used = (_number(folder / name, -1) for name in (files.limit, files.usage))
     if most < 0 or used < 0:
         return None

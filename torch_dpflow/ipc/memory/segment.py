@@ -1,13 +1,15 @@
 """One shared-memory segment: 64 bytes of header, then a payload, mapped by a writer and a reader.
 
-The header's first byte is the segment's state. The writer sets it to PUBLISHED before it sends the reader a reference,
-the reader sets it to FREE when nothing refers to the payload any more, and the writer sets it to RETIRED before it
-frees the segment. A reader that has forked meanwhile sets it to INHERITED instead, as the child may read on: the writer
-frees such a segment and does not lend it again. None of that needs a message.
+The header's first byte is the segment's state, which needs no message:
 
-A segment is a memfd: it has no name that could outlive its processes, it does not count against a container's small
-/dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its pages are reserved when it is created, so
-that no later access can fail with SIGBUS. A platform without memfds has no segments.
+- the writer sets PUBLISHED before it sends the reader a reference;
+- the reader sets FREE when nothing refers to the payload any more, or INHERITED if it has forked meanwhile, as the
+  child may read on: the writer frees such a segment and does not lend it again;
+- the writer sets RETIRED before it frees the segment.
+
+A segment is a memfd: it has no name that could outlive its processes, does not count against a container's small
+/dev/shm, and is sealed against shrinking under a mapping. Its pages are reserved when it is created, so that no later
+access can fail with SIGBUS. A system without memfds has no segments.
 """
 
 from __future__ import annotations
@@ -28,7 +30,42 @@ import torch
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import MessageError, SegmentLostError
 from torch_dpflow.ipc.memory.conversions import Memory, memory_of
-from torch_dpflow.ipc.memory.forks import FORKS
+
+
+class Forks:
+    """Counts the forks of this process, by which loans are stamped.
+
+    A child may read memory for as long as it lives, and no reference here counts it. So memory that is lent while a
+    process forks is never lent again; its pages are freed with the last mapping.
+
+    Takes no lock and reads no global: a release runs in any thread, and while the interpreter exits.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        #: One entry for each thread that forks now.
+        self._running: list[None] = []
+        os.register_at_fork(
+            before=self._begin, after_in_parent=self._running.pop, after_in_child=self._running.clear
+        )
+
+    def stamp(self) -> int:
+        """Return the stamp of a new loan."""
+        # Another thread may be between its hook and its fork: such a loan counts as forked.
+        return -1 if self._running else self._count
+
+    def since(self, stamp: int) -> bool:
+        """Whether this process may have forked since a loan with this stamp."""
+        return stamp != self._count
+
+    def _begin(self) -> None:
+        self._running.append(None)
+        self._count += 1
+
+
+#: Of this process; a child goes on counting from where its parent was.
+FORKS = Forks()
+
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64
@@ -41,7 +78,7 @@ _NAME = "torch_dpflow"
 _MAGIC = b"dpflow1\n"
 #: State, magic, number of the segment, capacity in bytes, token of the arena.
 _HEADER = struct.Struct(f"<B7x8sQQ{TOKEN_BYTES}s")
-#: Nobody may shrink the file under a mapping (SIGBUS), grow it, or lift these two rules.
+#: Forbid shrinking the file under a mapping (SIGBUS), growing it, and lifting these two rules.
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 HAS_MEMFD = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os.path.isdir("/proc/self/fd")
@@ -49,7 +86,7 @@ HAS_MEMFD = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os
 
 @dataclass(slots=True)
 class Segment:
-    """A segment as one of its two processes sees it. Its memory stays mapped while anything refers to it."""
+    """A segment in one of its two processes. Its memory stays mapped while anything refers to it."""
 
     number: int
     #: Bytes of payload.
@@ -89,7 +126,7 @@ class Segment:
         return self.memory[0] == INHERITED or (self.owner is not None and FORKS.since(self.stamp))
 
     def payload(self, nbytes: int) -> Memory:
-        """A new array over the first `nbytes` of the payload; all views of it keep this very array alive."""
+        """Return a new array over the first `nbytes` of the payload, which all of its views keep alive."""
         # Not a view of an array: numpy makes views of views refer to the innermost array.
         return np.frombuffer(self.memory, np.uint8, nbytes, HEADER_BYTES)
 
@@ -105,7 +142,7 @@ class Segment:
 
 
 def _check_kind(path: str, claim: str) -> None:
-    """Check the kind of a descriptor before it is opened: a peer may name a process that is not its own."""
+    """Check the kind of a descriptor before it is opened: a peer may name the process of another."""
     with contextlib.suppress(OSError):  # it cannot be reached, as opening it will report
         kind = os.readlink(path)
         if not kind.startswith(f"/memfd:{_NAME}"):
@@ -128,7 +165,7 @@ def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
 
 
 def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | None) -> tuple[Segment, bytes]:
-    """Map another process's memfd; returns it with the token of its arena.
+    """Map another process's memfd; return it with the token of its arena.
 
     Raises:
         SegmentLostError: the process, or its descriptor, does not exist or cannot be accessed.

@@ -19,7 +19,8 @@ from torch_dpflow.ipc.messages.headers import Packing, PayloadOffer, body_decode
 from torch_dpflow.ipc.messages.payload_table import SHARED_BYTES, BlockRef, Frame, ProbeRef, aligned
 
 if TYPE_CHECKING:
-    from torch_dpflow.ipc.memory.arena import Arena, ArenaReader
+    from torch_dpflow.ipc.memory.arena import Arena
+    from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 
 
 #: Shorter frames are not compressed, bytes: they fit into a few packets anyhow.
@@ -221,7 +222,7 @@ def _arena(budget_bytes: int) -> Arena:
 
 
 def _reader(pid: int) -> ArenaReader:
-    from torch_dpflow.ipc.memory.arena import ArenaReader
+    from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 
     return ArenaReader(pid)
 

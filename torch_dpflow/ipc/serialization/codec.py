@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
-from torch_dpflow.ipc.memory.arena import Arena, ArenaReader, Block
+from torch_dpflow.ipc.memory.arena import Arena, Block
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.memory.conversions import (
     address_of,
     aligned_copy,

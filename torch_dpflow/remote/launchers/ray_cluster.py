@@ -27,8 +27,8 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers.processes import take_launch_spec
-from torch_dpflow.workers.orphan import exit_with
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS
+from torch_dpflow.workers.process_control import exit_with
 
 _CLIENT = "ray://"
 _NO_CLIENT = (

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from torch_dpflow.workers.orphan import exit_with
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
+from torch_dpflow.workers.process_control import exit_with
 
 #: How often to look where the kernel tells of no end, seconds.
 POLL_S = 0.1

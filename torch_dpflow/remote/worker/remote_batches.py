@@ -14,7 +14,7 @@ from torch_dpflow.ipc.transport import Connection, Frame
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
 from torch_dpflow.workers.batch_worker import BatchWorker, RefusedError
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.workers.sched_batch import use_sched_batch
+from torch_dpflow.workers.process_control import use_sched_batch
 
 __all__ = ["RefusedError", "open_spec", "work"]
 

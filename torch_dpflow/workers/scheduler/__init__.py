@@ -1,4 +1,4 @@
-"""QMOWS: which worker loads which task (thesis 3.4.1: queue mirrors, over-allocation, work stealing).
+"""QMOWS: which worker loads which task (thesis 3.4.1: queue views, over-allocation, work stealing).
 
 A pure state machine: `handle(event)` returns instructions, in order; there is no socket, thread or clock inside. The
 life of a task::
@@ -9,12 +9,12 @@ life of a task::
                                               └─ Lose: back to where it came from, in its old place
 
 **Windows.** A worker holds up to `window` tasks, one running and the others waiting, so that it never idles for a round
-trip. The scheduler keeps a mirror of each worker's local queue and refills windows whenever one has room, on
+trip. The scheduler keeps a view of each worker's local queue and refills windows whenever one has room, on
 any event: first with tasks pinned to that worker, then from the global queue, oldest task to emptiest window.
 
 **Stealing.** Only an idle worker steals, when nothing is queued: a busy one would gain nothing yet, and two half-full
-workers would pass the same task to and fro. The thief takes one task: the last of the longest mirror; of several such
-mirrors, the one whose running task is oldest. In-order consumers need the oldest waiting task first, but that is the
+workers would pass the same task to and fro. The thief takes one task: the last of the longest view; of several such
+views, the one whose running task is oldest. In-order consumers need the oldest waiting task first, but that is the
 one that its holder starts next: moving it gains little, and too often the holder has started it by then. In simulation
 (skewed costs, bounded lookahead, in-order delivery) the total time is the same to about 1 %, but several times as many
 tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.

@@ -1,4 +1,4 @@
-"""The scheduler: one method for each event; after each of them it fills the windows."""
+"""The scheduler: one method for each event; after each of them it assigns tasks to workers with room."""
 
 from __future__ import annotations
 
@@ -29,9 +29,33 @@ from torch_dpflow.workers.scheduler.events import (
     Tick,
     WorkerId,
 )
-from torch_dpflow.workers.scheduler.pace import Pace
-from torch_dpflow.workers.scheduler.tasks import Backlog, Task
-from torch_dpflow.workers.scheduler.windows import Mirror, Windows
+from torch_dpflow.workers.scheduler.views import Backlog, Task, WorkerView, WorkerViews
+
+#: Weight of the latest task in the moving average.
+_WEIGHT = 0.1
+#: A worker counts as stuck at a task that takes so many times the average.
+_STUCK_FACTOR = 4.0
+
+
+class Pace:
+    """A moving average of the time of a task.
+
+    Args:
+        min_s: a worker that has run a task for less never counts as stuck, seconds.
+    """
+
+    def __init__(self, min_s: float) -> None:
+        self._min_s = min_s
+        self._usual_s = 0.0
+
+    @property
+    def stuck_after_s(self) -> float:
+        """The time at one task after which a worker counts as stuck, seconds."""
+        return max(self._min_s, _STUCK_FACTOR * self._usual_s)
+
+    def took(self, seconds: float) -> None:
+        """Add the time of one task. At most `stuck_after_s` of it counts, or one stuck task would raise that limit."""
+        self._usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self._usual_s)
 
 
 class Counters(msgspec.Struct):
@@ -59,12 +83,14 @@ class Scheduler:
     Not thread-safe. An event costs O(tasks that it names), amortised; stealing adds a look at each worker. Input is
     checked before anything changes, so a rejected event has no effect.
 
-    window: most tasks that a worker holds (K of the thesis), at least 1, until `SetWindow`.
-    most_window: most that `SetWindow` can give; None: `window`.
-    poison_limit: how many workers a task may cost before it is given up, at least 1.
-    overtake_after_s: least seconds after which others, busy or not, take over the tasks of a worker that has run one
-        task for much longer than usual; None: never.
-    task_timeout_s: seconds after which a worker that still runs one task is killed; None: never.
+    Args:
+        window: most tasks that a worker holds (K of the thesis), at least 1, until `SetWindow`.
+        max_window: the upper limit of `SetWindow`; None: `window`.
+        poison_limit: lost workers after which a task is poisoned, at least 1.
+        overtake_after_s: seconds after which other workers, busy or not, may take over the tasks of a worker that has
+            run one task for much longer than usual; None: never.
+        task_timeout_s: seconds after which a worker that still runs one task is killed; None: never.
+
     Raises OptionError or OptionTypeError.
     """
 
@@ -72,13 +98,13 @@ class Scheduler:
         self,
         *,
         window: int,
-        most_window: int | None = None,
+        max_window: int | None = None,
         poison_limit: int = 3,
         overtake_after_s: float | None = None,
         task_timeout_s: float | None = None,
     ) -> None:
         check_int("window", window, minimum=1)
-        self._windows = Windows(max(window, check_int("most_window", most_window or window, minimum=1)))
+        self._views = WorkerViews(max(window, check_int("max_window", max_window or window, minimum=1)))
         self._first_window = window
         self._poison_limit = check_int("poison_limit", poison_limit, minimum=1)
         for name, seconds in (("overtake_after_s", overtake_after_s), ("task_timeout_s", task_timeout_s)):
@@ -107,11 +133,11 @@ class Scheduler:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """How many workers there are, and how many of them have tasks."""
-        return len(self._windows.mirrors), len(self._windows.mirrors) - len(self._windows.levels[0])
+        """Return the number of workers, and of those that have tasks."""
+        return len(self._views.views), len(self._views.views) - len(self._views.levels[0])
 
     def handle(self, event: SchedulerEvent) -> list[SchedulerInstruction]:
-        """Handle one event; returns the instructions, in order. Raises OptionError, OptionTypeError."""
+        """Handle one event and return the instructions, in order. Raises OptionError, OptionTypeError."""
         handler = self._handlers.get(type(event))
         if handler is None:
             allowed = ", ".join(kind.__name__ for kind in self._handlers)
@@ -143,8 +169,8 @@ class Scheduler:
             task = tasks[task_id] = Task(task_id, order, event.pinned_to)
             backlog.append(task)
         self.counters.submitted += len(event.tasks)
-        if event.pinned_to is not None and event.pinned_to in self._windows.mirrors:
-            self._windows.freed.append(self._windows.mirrors[event.pinned_to])
+        if event.pinned_to is not None and event.pinned_to in self._views.views:
+            self._views.freed.append(self._views.views[event.pinned_to])
 
     def _cancel(self, event: CancelTasks, out: list[SchedulerInstruction]) -> None:
         for task_id in event.tasks:
@@ -153,19 +179,19 @@ class Scheduler:
                 self._forget(task, None)
 
     def _add_worker(self, event: AddWorker, out: list[SchedulerInstruction]) -> None:
-        if event.worker in self._windows.mirrors:
+        if event.worker in self._views.views:
             self._lose(Lose(event.worker, event.now), out)
         reserved = self._reserved_for(event.worker)
-        self._windows.add(Mirror(event.worker, reserved, event.now, self._first_window))
+        self._views.add(WorkerView(event.worker, reserved, event.now, self._first_window))
 
     def _set_window(self, event: SetWindow, out: list[SchedulerInstruction]) -> None:
-        mirror = self._windows.mirrors.get(event.worker)
-        if mirror is not None:
-            mirror.window = min(check_int("window", event.window, minimum=1), self._windows.window)
-            self._windows.place(mirror)
+        view = self._views.views.get(event.worker)
+        if view is not None:
+            view.window = min(check_int("window", event.window, minimum=1), self._views.window)
+            self._views.place(view)
 
     def _exchange(self, event: Exchanged, out: list[SchedulerInstruction]) -> None:
-        mirror = self._windows.mirrors.get(event.worker)
+        view = self._views.views.get(event.worker)
         for task_id in event.finished:
             task = self._tasks.get(task_id)
             if task is None:
@@ -174,60 +200,60 @@ class Scheduler:
             else:
                 self.counters.delivered += 1
                 out.append(Deliver(task_id, event.worker))
-                self._forget(task, mirror)
-        if mirror is None:
+                self._forget(task, view)
+        if view is None:
             return
         if self._pace is not None and event.finished:
-            self._pace.took((event.now - mirror.since) / len(event.finished))
-        mirror.overtaken = mirror.condemned = False
+            self._pace.took((event.now - view.since) / len(event.finished))
+        view.overtaken = view.condemned = False
         running = event.started
         if running is None or running in event.finished:
-            running = next(iter(mirror.held), None)
-        mirror.note_running(running, event.now)
-        self._windows.place(mirror)
-        self._windows.offer(mirror)
+            running = next(iter(view.held), None)
+        view.note_running(running, event.now)
+        self._views.place(view)
+        self._views.offer(view)
 
     def _lose(self, event: Lose, out: list[SchedulerInstruction]) -> None:
-        mirror = self._windows.mirrors.get(event.worker)
-        if mirror is None:
+        view = self._views.views.get(event.worker)
+        if view is None:
             return
-        self._windows.remove(mirror)
-        for task in mirror.held.values():
-            task.holders = tuple(holder for holder in task.holders if holder is not mirror)
-        for task_id in (mirror.running,) if event.at is None else event.at:
+        self._views.remove(view)
+        for task in view.held.values():
+            task.holders = tuple(holder for holder in task.holders if holder is not view)
+        for task_id in (view.running,) if event.at is None else event.at:
             running = None if task_id is None else self._tasks.get(task_id)
             if running is not None and running.pinned_to in (None, event.worker):
-                running.late += mirror.condemned
+                running.late += view.condemned
                 self._suspect(running, event.worker, out)
-        for task in mirror.held.values():
+        for task in view.held.values():
             if not task.holders and task.id in self._tasks:
-                origin = self._queue if task.pinned_to is None else mirror.reserved
+                origin = self._queue if task.pinned_to is None else view.reserved
                 origin.give_back(task)
             for holder in task.holders:
-                self._windows.offer(holder)
+                self._views.offer(holder)
 
     def _tick(self, event: Tick, out: list[SchedulerInstruction]) -> None:
         if self._pace is not None:
-            for mirror in self._windows.stuck(event.now - self._pace.patience_s):
-                self._overtake(mirror, event.now)
+            for view in self._views.stuck(event.now - self._pace.stuck_after_s):
+                self._overtake(view, event.now)
         if self._task_timeout_s is not None:
-            for mirror in self._windows.stuck(event.now - self._task_timeout_s):
-                if not mirror.condemned:
-                    mirror.condemned = True
+            for view in self._views.stuck(event.now - self._task_timeout_s):
+                if not view.condemned:
+                    view.condemned = True
                     self.counters.timeouts += 1
-                    out.append(KillWorker(mirror.worker))
+                    out.append(KillWorker(view.worker))
 
-    def _overtake(self, mirror: Mirror, now: float) -> None:
-        """Let others take over the tasks of a worker that seems to be stuck; may be called again."""
-        mirror.overtaken = True
-        while (waiting := mirror.last_movable()) is not None:
-            del mirror.held[waiting.id]
+    def _overtake(self, view: WorkerView, now: float) -> None:
+        """Let other workers take over the tasks of one that seems stuck. Idempotent."""
+        view.overtaken = True
+        while (waiting := view.last_movable()) is not None:
+            del view.held[waiting.id]
             waiting.holders = ()
-            self._revoke(waiting, mirror)
+            self._revoke(waiting, view)
             self._queue.give_back(waiting)
-        self._windows.place(mirror)
-        running = mirror.running_task()
-        other = self._windows.emptiest()
+        self._views.place(view)
+        running = view.running_task()
+        other = self._views.emptiest()
         if running is not None and running.is_movable() and not running.losses and other is not None:
             self.counters.copies += 1
             self._give(other, running, now)
@@ -242,7 +268,7 @@ class Scheduler:
 
     def _suspect(self, task: Task, worker: WorkerId, out: list[SchedulerInstruction]) -> None:
         """Count a lost worker against the task that it ran."""
-        self._windows.suspects += not task.losses
+        self._views.suspects += not task.losses
         task.losses += (worker,)
         if len(task.losses) >= self._poison_limit:
             self.counters.poisoned += 1
@@ -250,67 +276,67 @@ class Scheduler:
             self._forget(task, None)
             return
         for holder in task.holders:
-            self._windows.place(holder)
+            self._views.place(holder)
 
-    def _forget(self, task: Task, finisher: Mirror | None) -> None:
+    def _forget(self, task: Task, finisher: WorkerView | None) -> None:
         """Forget a task that is over, and revoke it from its holders, except the one that finished it."""
         del self._tasks[task.id]
-        self._windows.suspects -= bool(task.losses)
+        self._views.suspects -= bool(task.losses)
         if task.backlog is not None:
             task.backlog.discard(task)
-            if task.pinned_to is not None and task.pinned_to in self._windows.mirrors:
-                self._windows.place(self._windows.mirrors[task.pinned_to])
+            if task.pinned_to is not None and task.pinned_to in self._views.views:
+                self._views.place(self._views.views[task.pinned_to])
         for holder in task.holders:
             del holder.held[task.id]
             if holder is not finisher:
                 self._revoke(task, holder)
-                self._windows.offer(holder)
+                self._views.offer(holder)
 
-    def _give(self, mirror: Mirror, task: Task, now: float) -> None:
-        mirror.held[task.id] = task
-        task.holders += (mirror,)
-        if mirror.running is None:
-            mirror.note_running(task.id, now)
-        mirror.starved = False
-        self._assigned.setdefault(mirror.worker, []).append(task.id)
-        self._windows.place(mirror)
+    def _give(self, view: WorkerView, task: Task, now: float) -> None:
+        view.held[task.id] = task
+        task.holders += (view,)
+        if view.running is None:
+            view.note_running(task.id, now)
+        view.starved = False
+        self._assigned.setdefault(view.worker, []).append(task.id)
+        self._views.place(view)
 
-    def _revoke(self, task: Task, mirror: Mirror) -> None:
-        self._revoked.setdefault(mirror.worker, []).append(task.id)
-        self._windows.place(mirror)
+    def _revoke(self, task: Task, view: WorkerView) -> None:
+        self._revoked.setdefault(view.worker, []).append(task.id)
+        self._views.place(view)
 
     # -- windows -----------------------------------------------------------------------------------------
 
     def _fill_windows(self, now: float) -> list[WorkerId]:
-        """Fill every window that has room; returns the workers that have become idle."""
-        freed = self._windows.freed
-        for mirror in freed:
-            self._fill_from_reserved(mirror, now)
+        """Fill every window that has room; return the workers that have become idle."""
+        freed = self._views.freed
+        for view in freed:
+            self._fill_from_reserved(view, now)
         self._fill_from_queue(now)
         starved = []
         found = True
-        for mirror in freed:
-            if mirror.level == 0:
-                found = found and self._steal(mirror, now)
-                if not found and not mirror.starved:
-                    mirror.starved = True
-                    starved.append(mirror.worker)
+        for view in freed:
+            if view.level == 0:
+                found = found and self._steal(view, now)
+                if not found and not view.starved:
+                    view.starved = True
+                    starved.append(view.worker)
         freed.clear()
         return starved
 
-    def _fill_from_reserved(self, mirror: Mirror, now: float) -> None:
-        while mirror.reserved and self._windows.has_room(mirror):
-            self._give(mirror, mirror.reserved.take(), now)
+    def _fill_from_reserved(self, view: WorkerView, now: float) -> None:
+        while view.reserved and self._views.has_room(view):
+            self._give(view, view.reserved.take(), now)
 
     def _fill_from_queue(self, now: float) -> None:
         while self._queue:
-            mirror = self._windows.emptiest()
-            if mirror is None or (mirror.level and self._queue.oldest().losses):
+            view = self._views.emptiest()
+            if view is None or (view.level and self._queue.oldest().losses):
                 return
-            self._give(mirror, self._queue.take(), now)
+            self._give(view, self._queue.take(), now)
 
-    def _steal(self, thief: Mirror, now: float) -> bool:
-        task = self._windows.steal_candidate()
+    def _steal(self, thief: WorkerView, now: float) -> bool:
+        task = self._views.steal_candidate()
         if task is None:
             return False
         self.counters.steals += 1
@@ -326,7 +352,7 @@ class Scheduler:
 
     def validate(self) -> None:
         """Check every invariant; O(everything), for tests. Raises AssertionError."""
-        self._windows.validate()
+        self._views.validate()
         assert not self._assigned
         assert not self._revoked
         queued = list(self._queue)
@@ -340,8 +366,8 @@ class Scheduler:
             assert all(task_id in holder.held for holder in task.holders)
             assert len(task.losses) < self._poison_limit
         waiting = {task.id for tasks in backlogs for task in tasks}
-        held = {task_id for mirror in self._windows.mirrors.values() for task_id in mirror.held}
+        held = {task_id for view in self._views.views.values() for task_id in view.held}
         assert waiting | held == self._tasks.keys()
-        assert self._windows.suspects == sum(bool(task.losses) for task in self._tasks.values())
-        emptiest = self._windows.emptiest() if queued else None
+        assert self._views.suspects == sum(bool(task.losses) for task in self._tasks.values())
+        emptiest = self._views.emptiest() if queued else None
         assert emptiest is None or (emptiest.level and queued[0].losses), "a task waits beside room"

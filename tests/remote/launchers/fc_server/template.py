@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 from torch_dpflow.remote.worker import fc
-from torch_dpflow.workers.orphan import exit_with
+from torch_dpflow.workers.process_control import exit_with
 
 
 def main(name: str) -> None:

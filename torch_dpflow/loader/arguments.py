@@ -1,0 +1,170 @@
+"""Checks of the arguments of `DPFlowDataLoader`, done in its constructor."""
+
+from __future__ import annotations
+
+import operator
+import re
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_dpflow._core.checks import check_path
+from torch_dpflow._core.torch_private import DatasetKind
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.options import LoaderOptions
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.launchers.contract import PlatformSpec
+
+#: The fields of `LoaderOptions` that apply to remote workers only.
+_REMOTE_OPTIONS = ("listen", "min_workers", "code", "local_workers")
+#: Digits of the highest version of a flow.
+MAX_VERSION_DIGITS = 9
+_FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
+
+
+def check_types(loader: Any, address: object) -> None:
+    """Raise OptionTypeError or OptionError for an argument that torch accepts and no iteration could use."""
+    try:
+        operator.index(loader.num_workers)
+    except TypeError:
+        raise _wrong("num_workers", loader.num_workers, "an int >= 0") from None
+    if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
+        raise _wrong("generator", loader.generator, "a torch.Generator or None")
+    for name in ("collate_fn", "worker_init_fn"):
+        function = getattr(loader, name)
+        if function is not None and not callable(function):
+            raise _wrong(name, function, "a callable or None")
+    if address is None:
+        return
+    if not isinstance(address, str):
+        raise _wrong("address", address, "'auto', an address, a connection file's path as text, or None")
+    check_path("address", address)
+
+
+def check_options_type(options: object) -> None:
+    """Raise OptionTypeError for options of another type than LoaderOptions."""
+    if options is None or isinstance(options, LoaderOptions):
+        return
+    hint = "; JobOptions are given as job=" if type(options).__name__ == "JobOptions" else ""
+    raise _wrong("options", options, f"a torch_dpflow.LoaderOptions or None{hint}")
+
+
+def has_processes(context: Any) -> bool:
+    """Whether a multiprocessing context starts processes; None is torch's own context.
+
+    Some contexts, such as MONAI's for `use_thread_workers=True`, start threads instead.
+    """
+    return context is None or (isinstance(context.Process, type) and issubclass(context.Process, BaseProcess))
+
+
+def name_of(context: Any) -> str:
+    """The name of a multiprocessing context in messages."""
+    kind = type(context)
+    is_pythons = kind.__module__.startswith("multiprocessing.")  # only these have a start method
+    return repr((context.get_start_method(allow_none=True) if is_pythons else "") or kind.__name__)
+
+
+def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:
+    return OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give {allowed}")
+
+
+# -- platform= -------------------------------------------------------------------------------------------
+
+
+def check_options(options: LoaderOptions) -> None:
+    """Raise OptionError for options that a loader without a platform would ignore."""
+    usual = LoaderOptions()
+    given = [
+        f"{name}={getattr(options, name)!r}"
+        for name in _REMOTE_OPTIONS
+        if getattr(options, name) != getattr(usual, name)
+    ]
+    if given:
+        raise OptionError(
+            f"{', '.join(given)} without a platform: these options apply to remote workers; give platform='ray' or "
+            "'processes', or leave them out"
+        )
+
+
+def check_platform(loader: Any) -> None:
+    """Check `platform=` and the arguments that depend on it.
+
+    Raises:
+        OptionError, OptionTypeError: there is no such platform, or an argument does not go with it.
+        MissingExtraError: the platform's library is not installed.
+    """
+    from torch_dpflow.remote.launchers.registry import resolve
+
+    options, workers = loader.options or LoaderOptions(), loader.num_workers
+    platform, given = resolve(loader.platform), f"platform={loader.platform!r}"
+    if loader.flow is not None:
+        raise OptionError(
+            f"{given} with flow={loader.flow!r}: the workers of a flow run where its cluster starts them; leave out "
+            "one of the two"
+        )
+    if workers < 1:
+        raise OptionError(f"{given} with num_workers={workers}: give the number of workers to start")
+    for name in ("min_workers", "local_workers"):
+        if getattr(options, name) > workers:
+            raise OptionError(
+                f"{name}={getattr(options, name)} with num_workers={workers}, which is the number of all workers; "
+                f"give at most {workers}"
+            )
+    if loader.multiprocessing_context is not None and not options.local_workers:
+        raise OptionError(
+            f"{given} with multiprocessing_context={name_of(loader.multiprocessing_context)}: a context applies to "
+            "workers of this host; leave it out, or give their number by LoaderOptions(local_workers=...)"
+        )
+    platform.check_workers(workers - options.local_workers)
+    platform.check_installed()
+    listen_address(platform, options)
+
+
+def listen_address(platform: PlatformSpec, options: LoaderOptions) -> str:
+    """The address to listen at by the options or the settings; empty: the platform chooses.
+
+    Raises OptionError as `PlatformSpec.check_listen`.
+    """
+    from torch_dpflow.remote.launchers.registry import network
+
+    listen, place = options.listen or "", ""
+    if not listen:
+        settings, place = network()
+        listen = settings.listen
+    if listen:
+        try:
+            platform.check_listen(listen)
+        except OptionError as error:
+            raise OptionError(f"{place}: network.{error}" if place else str(error)) from error
+    return listen
+
+
+# -- flow= -----------------------------------------------------------------------------------------------
+
+
+def check_shareable(loader: Any) -> None:
+    """Raise OptionError if the loader cannot read a shared flow."""
+    flow_version(loader.flow)
+    if loader._dataset_kind == DatasetKind.Iterable:
+        raise OptionError(
+            "flow= is for map-style datasets, whose samples have numbers; leave it out for an IterableDataset"
+        )
+
+
+def flow_version(flow: str) -> tuple[str, int]:
+    """Return the name and the version in "name" (version 1) or "name:v3". Raises OptionError for anything else."""
+    parts = _FLOW.fullmatch(flow) if isinstance(flow, str) else None
+    if parts is None:
+        raise OptionError(
+            f"flow={flow!r}: give a name of 1 to 100 of the characters A-Z a-z 0-9 . _ / -, a letter or "
+            "digit first, and after it ':v' and a number where the dataset has changed, as in 'imagenet/train:v2'"
+        )
+    digits = parts["version"] or "1"
+    if len(digits) > MAX_VERSION_DIGITS:
+        raise OptionError(
+            f"flow={flow!r}: its version has {len(digits)} digits, at most {MAX_VERSION_DIGITS} are allowed; count "
+            "versions from 1"
+        )
+    return parts["name"], int(digits)

@@ -1,0 +1,283 @@
+"""The jobs of a loader that reads a shared flow, and the samplers whose order the flow's router can decide.
+
+Jobs whose order the router decides read samples that other jobs have just loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
+
+from torch_dpflow._core.torch_private import default_store
+from torch_dpflow.caches import ALSDCache
+from torch_dpflow.cluster.client.flow_registration import without_subset
+from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, content_of_flow, open_job
+from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions, Replica, draw_name
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.loader.arguments import flow_version
+from torch_dpflow.samplers import DynaGCSSampler
+from torch_dpflow.samplers.indices import IndexArray, check_indices
+
+if TYPE_CHECKING:
+    from torch_dpflow.cluster.client.shared_job import SharedJob
+    from torch_dpflow.loader.runtime import LoaderRuntime
+
+#: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
+_opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+#: The store that carries the names of those jobs: another process group counts anew.
+_counted_by: Any = None
+
+
+@dataclass(frozen=True)
+class RoutedOrder:
+    """An order that the router decides: each sample of the sampler once, every order equally likely.
+
+    A job that is alone in its flow reads the order of its sampler.
+    """
+
+    sampler: Any
+    #: Seeds the order, with the epoch; None: the loader's base seed.
+    seed: int | None = None
+    #: The samples; None: all.
+    indices: IndexArray | None = None
+    #: The part of them that this process reads; None: all.
+    replica: Replica | None = None
+    #: Whether the sampler has an epoch; else the loader counts its iterations.
+    counts: bool = False
+    #: Whether each iteration is a new epoch to the sampler, without `set_epoch`.
+    advances: bool = False
+    #: As of `DynaGCSSampler`.
+    independence: float = 0.0
+
+    def next_epoch(self, iterations: int, resumed: int | None, *, resumes: bool) -> int:
+        """Return the epoch that the next iteration reads.
+
+        Args:
+            iterations: of the loader so far.
+            resumed: the next epoch by a loaded state.
+            resumes: whether the state was taken in the middle of that epoch.
+        """
+        if not self.counts:
+            return iterations if resumed is None else resumed
+        if resumed is not None and (resumes or (self.advances and not self.sampler.epoch)):
+            self.sampler.set_epoch(resumed)
+        epoch = int(self.sampler.epoch)
+        if self.advances:
+            self.sampler.set_epoch(epoch + 1)
+        return epoch
+
+
+def routed_order(loader: Any) -> RoutedOrder | None:
+    """Return how the router may replace the loader's sampler; None: the sampler's own order is kept.
+
+    It may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a generator of its own,
+    DistributedSampler and DynaGCSSampler, but no subclass of them. For one rank of several, the ranks must have a name
+    in common: that of `JobOptions`, or one by torch.distributed.
+
+    It may not if torch.distributed has more processes than the sampler has replicas: some processes then read the same
+    batches by the sampler's seed, as tensor-parallel and context-parallel peers do. Nor if the user has fixed the order
+    by a generator in the sampler.
+    """
+    size, sampler, batches = len(loader.dataset), loader.sampler, loader.batch_sampler
+    kind: Any = type(sampler)
+    if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
+        return None
+    if process_rank()[1] > getattr(sampler, "num_replicas", 1):
+        return None
+    if kind is RandomSampler:
+        is_plain = (
+            not sampler.replacement and sampler.num_samples == size and sampler.generator is loader.generator
+        )
+        return RoutedOrder(sampler) if is_plain and sampler.data_source is loader.dataset else None
+    if kind is DistributedSampler:
+        if not sampler.shuffle or len(sampler.dataset) != size:
+            return None
+        order = RoutedOrder(sampler, sampler.seed, None, _replica_of(sampler), counts=True)
+    elif kind is SubsetRandomSampler:
+        if sampler.generator is not None and sampler.generator is not loader.generator:
+            return None
+        try:
+            return RoutedOrder(sampler, indices=check_indices(sampler.indices, size))
+        except (OptionError, TypeError):
+            return None
+    elif kind is DynaGCSSampler:
+        if (
+            not sampler.shuffle
+            or sampler.group is not None
+            or (sampler.indices is None and sampler.size != size)
+        ):
+            return None
+        advances = not sampler.is_distributed
+        order = RoutedOrder(
+            sampler,
+            sampler.seed,
+            sampler.indices,
+            _replica_of(sampler),
+            counts=True,
+            advances=advances,
+            independence=sampler.independence,
+        )
+    else:
+        return None
+    return order if has_common_name(loader.job, order.replica) else None
+
+
+def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool:
+    """Whether all ranks have a name for their job, or can agree on one."""
+    if replica is None or (options is not None and options.name is not None):
+        return True
+    return process_rank() == (replica.rank, replica.num_replicas)
+
+
+def process_rank() -> tuple[int, int]:
+    """Return this process's rank in torch.distributed, and the number of ranks; 0 and 1 without it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def common_name(flow: str, seed: int) -> str:
+    """Return a name for this process's next job of a flow, the same in all ranks of torch.distributed.
+
+    The first rank draws it and sets it in the store by which the ranks found each other. So no rank waits and no
+    collective is called. A store may outlive the ranks, as after a restart by torchrun, so the key holds the attempt.
+    """
+    global _counted_by
+    store = default_store()
+    if store is not _counted_by:
+        _counted_by = store
+        _opened.clear()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"torch_dpflow/{attempt}/{dist.get_world_size()}/{flow}/{seed}/{next(_opened[flow])}"
+    return store.compare_set(key, "", draw_name()).decode()
+
+
+def _replica_of(sampler: Any) -> Replica | None:
+    if sampler.num_replicas == 1:
+        return None
+    return Replica(rank=sampler.rank, num_replicas=sampler.num_replicas, drop_last=sampler.drop_last)
+
+
+def job_of(
+    loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
+) -> SharedJob:
+    """Return an unused job of the loader, opened if there is none; it is closed with the loader.
+
+    So iterations may run concurrently, as torch's may. Those of one rank belong to one job, so ranks need not begin
+    equally many.
+
+    Args:
+        seed: of the order, if it is the loader's first job.
+        order: the order that the router decides; None where the sampler decides it.
+        resumed_seed: the seed of the run that is resumed; a job with another seed is opened anew.
+
+    Raises:
+        as `open_job`.
+    """
+    runtime: LoaderRuntime = loader._runtime
+    jobs = runtime.jobs
+    changed = _close_outdated(loader, order)
+    if resumed_seed is not None:
+        seed = resumed_seed
+    elif jobs:
+        seed = next(reversed(jobs.values())).seed
+    for number, job in list(jobs.items()):
+        if not job.is_read:
+            if job.seed == seed:
+                job.collate_with(_assembling(loader))
+                return job
+            job.close()
+            del jobs[number]
+    number = next(free for free in itertools.count(1) if free not in jobs)
+    try:
+        job = jobs[number] = _open(loader, seed, order, number)
+    except UsageError as error:
+        if not changed:
+            raise
+        raise UsageError(
+            f"the dataset, its transform, worker_init_fn or a setting has changed since the loader was iterated last: "
+            f"{error}. If the samples are the same, give JobOptions(fingerprint=...)"
+        ) from error
+    job.close_with(runtime)
+    return job
+
+
+def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
+    """Close jobs that differ from the loader in flow, options, order or content; return whether there were any.
+
+    Workers have the content of when the job was opened. The cluster accepts or refuses the present one, as that of
+    another loader.
+    """
+    runtime: LoaderRuntime = loader._runtime
+    reads = None if order is None else (order.seed, order.replica)
+    opened_for = (loader.flow, loader.address, loader.job, reads, _part_of(loader.dataset))
+    idle = {number: job for number, job in runtime.jobs.items() if not job.is_read}
+    if idle and opened_for == runtime.opened_for:
+        # About as long as pickling the dataset takes, once an epoch.
+        content = content_of_flow(_definition(loader), loader.job or JobOptions())
+        idle = {number: job for number, job in idle.items() if job.content != content}
+    runtime.opened_for = opened_for
+    for number, job in idle.items():
+        job.close()
+        del runtime.jobs[number]
+    return bool(idle)
+
+
+def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
+    options, replica = loader.job or JobOptions(), None if order is None else order.replica
+    rank, ranks = process_rank()
+    if ranks == 1 and isinstance(loader.sampler, DistributedSampler | DynaGCSSampler):
+        rank, ranks = loader.sampler.rank, loader.sampler.num_replicas
+    if order is None and options.name is not None and ranks > 1:
+        # All processes of a job may have its name; where the sampler decides, each of them is a job to the flow.
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{rank}")
+    if replica is not None and loader._runtime.jobs:
+        options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
+    elif options.name is not None and number > 1 and replica is None:
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
+    elif replica is not None and options.name is None:
+        options = replace(options, name=common_name(loader.flow, seed))
+    flow = _definition(loader)
+    reading = JobReading(
+        batch_size=loader.batch_size or 1,
+        drop_last=loader.drop_last,
+        collate_fn=_assembling(loader),
+        seed=seed,
+        indices=None if order is None else order.indices,
+        replica=replica,
+        side=number,
+        independence=0.0 if order is None else order.independence,
+    )
+    return open_job(flow, reading, address=loader.address, options=options)
+
+
+def _definition(loader: Any) -> FlowDefinition:
+    name, version = flow_version(loader.flow)
+    return FlowDefinition(
+        name=name,
+        dataset=loader.dataset,
+        version=version,
+        workers=max(1, int(loader.num_workers)),
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def _part_of(dataset: Any) -> bytes:
+    """Return a digest of the samples of a torch `Subset`; empty for any other dataset."""
+    _, places = without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)
+    return b"" if places is None else hashlib.sha256(places.tobytes()).digest()
+
+
+def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
+    collate: Callable[[Any], Any] = loader.collate_fn
+    if loader._auto_collation:
+        return collate
+    return lambda samples: collate(samples[0])

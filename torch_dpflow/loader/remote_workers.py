@@ -1,0 +1,271 @@
+"""Remote workers of a private loader (`platform=`), alone or beside workers of this host.
+
+Imported only when such a loader is iterated.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
+from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.ipc.memory.headroom import machine_total
+from torch_dpflow.ipc.transport import Listener
+from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
+from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQListener
+from torch_dpflow.loader.arguments import listen_address
+from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard, RemoteWorkerLost, ShardFailed
+from torch_dpflow.loader.worker_processes import WorkerProcesses, local_workers
+from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.options import LoaderOptions
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LINE, WORK, RemoteContent, Shell
+from torch_dpflow.remote.launchers.registry import resolve
+from torch_dpflow.remote.shipping.code_bundle import make_bundle
+from torch_dpflow.remote.shipping.content_pack import pack_load_spec
+from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.workers.platform import Handle
+from torch_dpflow.workers.scheduler.machine import Scheduler
+
+#: The interval at which the autoscaler's rule is evaluated, seconds.
+STEP_S = 1.0
+
+
+def workers_of(
+    loader: Any, options: LoaderOptions, spec: LoadSpec
+) -> tuple[Callable[..., PrivateShard], WorkerProcesses | RemoteWorkers | MixedWorkers]:
+    """Return the workers of a loader with a platform, not started yet, and the constructor of their shard.
+
+    Raises as `RemoteWorkers` and `WorkerProcesses`.
+    """
+    if options.local_workers == spec.num_workers:
+        return PrivateShard, _local_workers(loader, options, spec)
+    remote = _remote_workers(loader, options, spec)
+    shard = partial(RemoteShard, limit=LoaderLimit(loader._runtime.meter, remote, spec.num_workers))
+    if not options.local_workers:
+        return shard, remote
+    try:
+        return shard, MixedWorkers(_local_workers(loader, options, spec), remote)
+    except BaseException:
+        remote.listener.close()
+        remote.close()
+        raise
+
+
+def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> WorkerProcesses:
+    if spec.shared_memory is None:
+        spec = replace(spec, shared_memory=machine_total() // SHARED_FRACTION // options.local_workers)
+    return local_workers(loader, spec, options.local_workers)
+
+
+def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> RemoteWorkers:
+    platform = resolve(loader.platform)
+    packed = pack_load_spec(spec)
+    bundle = make_bundle(packed, options.code if platform.sends_code or options.code != "auto" else None)
+    workers = RemoteWorkers(
+        platform,
+        RemoteContent(packed, b"" if bundle is None else bundle.data),
+        spec.num_workers - options.local_workers,
+        first=options.local_workers,
+        listen_at=listen_address(platform, options),
+        least=max(0, options.min_workers - options.local_workers),
+    )
+    loader._runtime.meter.add_fleet(workers.time)
+    return workers
+
+
+class RemoteShard(PrivateShard):
+    """A private shard with remote workers, which its thread starts and replaces."""
+
+    ticks = True
+    max_window = BATCH_WORKERS.most_window
+
+    def __init__(
+        self, processes: RemoteWorkers | MixedWorkers, *, limit: LoaderLimit, **arguments: Any
+    ) -> None:
+        self._remote, self._limit = processes, limit
+        processes.shell = self
+        super().__init__(processes, **arguments)
+        # Runs before the exit hook of the platform's library, which was imported earlier and would end the workers.
+        atexit.register(self.close)
+
+    def close(self, *, grace_s: float = GRACE_S) -> None:
+        super().close(grace_s=grace_s)
+        if threading.current_thread() is not self._thread:
+            atexit.unregister(self.close)
+
+    def elsewhere(self) -> tuple[int, str]:
+        return self._remote.working, self._remote.limited_by
+
+    # -- callbacks of the remote workers (`Shell`) -------------------------------------------------------
+
+    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
+        self._shard.on_message(peer, hello)
+
+    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
+        self._shard.on_message(peer, frames)
+
+    def drain(self) -> None:
+        self._drain()
+
+    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
+        if had_tasks:
+            self._lose(worker, RemoteWorkerLost(worker, how), may_blame=may_blame)
+        else:
+            self._notify(RemoteWorkerLost(worker, how))
+
+    def set_window(self, worker: int, window: int) -> None:
+        self._shard.set_window(worker, window)
+
+    def fail(self, error: Exception) -> None:
+        self._notify(ShardFailed(error))
+
+    # -- the shard's thread ------------------------------------------------------------------------------
+
+    def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
+        return self._remote.on_message
+
+    def _poll_once(self) -> None:
+        super()._poll_once()
+        self._remote.look()  # a message may have made another worker ready
+        self._limit.look(self._scheduler, self._clock())
+
+    def _shut_down(self) -> None:
+        """Stop the workers and wait for those that work; the platform ends the others."""
+        self._shard.stop_workers()
+        self._remote.dismiss()
+        local = 0 if self._remote.local is None else len(self._remote.local)
+        leaving = {number for number in self._shard.connected if number < local}
+        deadline = time.monotonic() + self._grace_s
+        while (leaving or self._remote.working) and (left_s := deadline - time.monotonic()) > 0:
+            message = self._listener.receive(left_s)
+            if message is not None:
+                self._receive(*message)
+            leaving.difference_update(worker for worker, _ in self._remote.ended())
+        self._listener.close()
+
+
+class LoaderLimit:
+    """Determines what limits a loader with remote workers, by the autoscaler's rule. Of the shard's thread.
+
+    Args:
+        meter: of the loader; gets the result.
+        remote: the remote workers.
+        workers: the number of all workers.
+    """
+
+    def __init__(self, meter: LoaderMeter, remote: RemoteWorkers, workers: int) -> None:
+        self._meter, self._remote = meter, remote
+        self._rule = Autoscaler(Bounds(least=workers, most=workers), workers)
+        #: Worker seconds since the start, and those in which workers had tasks.
+        self._worker_s = self._busy_s = 0.0
+        self._counted_at: float | None = None
+        self._next_at = self._reading_s = 0.0
+
+    def look(self, scheduler: Scheduler, now: float) -> None:
+        """Count, and update the meter once per `STEP_S`."""
+        passed_s = 0.0 if self._counted_at is None else now - self._counted_at
+        self._counted_at = now
+        workers, busy = scheduler.workers
+        self._worker_s += workers * passed_s
+        self._busy_s += busy * passed_s
+        meter, waiting_s = self._meter, self._meter.waiting_s()
+        reading_s = meter.iterating_s + waiting_s
+        if now < self._next_at or reading_s == self._reading_s:  # nothing was read since
+            return
+        self._next_at, self._reading_s = now + STEP_S, reading_s
+        # All loads are for this one job.
+        stall_s, loads = meter.stall_s + waiting_s, scheduler.counters.delivered
+        counts = FlowCounts(
+            jobs=1,
+            readings={"": JobCounts(meter.batches, stall_s, reading_s)},
+            asked=meter.batches,
+            due=loads,
+            loads=loads,
+            busy_s=self._busy_s,
+            worker_s=self._worker_s,
+            away_s=self._remote.time.away_s,
+            late_s=stall_s,
+            working=workers,
+            refused=self._remote.limited_by,
+        )
+        limited_by = self._rule.step(counts, now).limited_by
+        meter.limited_by = "workers" if limited_by == "budget" else limited_by
+
+
+def _is_remote(peer: bytes) -> bool:
+    return peer.endswith((b"/" + LINE, b"/" + WORK))
+
+
+class MixedWorkers:
+    """Workers of this host, which have the lowest numbers, and remote workers. Closing this closes both."""
+
+    def __init__(self, local: WorkerProcesses, remote: RemoteWorkers) -> None:
+        self.local, self._remote = local, remote
+        assert isinstance(local.listener, ZeroMQListener)
+        assert isinstance(remote.listener, ZeroMQListener)
+        self.listener: Listener = JoinedListener(local.listener, remote.listener, _is_remote)
+        #: Handshakes of local workers, held back until the minimum of remote workers is connected.
+        self._greetings: list[tuple[bytes, list[memoryview]]] = []
+
+    def __len__(self) -> int:
+        return len(self.local) + len(self._remote)
+
+    @property
+    def shell(self) -> Shell:
+        """The shard."""
+        return self._remote.shell
+
+    @shell.setter
+    def shell(self, shell: Shell) -> None:
+        self._remote.shell = shell
+
+    def start_all(self) -> None:
+        self.local.start_all()
+        self._remote.start_all()
+
+    def ended(self) -> Sequence[tuple[int, Handle]]:
+        return self.local.ended()
+
+    def _with(self, worker: int) -> WorkerProcesses | RemoteWorkers:
+        return self.local if worker < len(self.local) else self._remote
+
+    def refusal(self, worker: int, incarnation: int) -> str:
+        return self._with(worker).refusal(worker, incarnation)
+
+    def kill(self, worker: int, why: str) -> None:
+        self._with(worker).kill(worker, why)
+
+    def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
+        if _is_remote(peer):
+            self._remote.on_message(peer, frames)
+        elif self._remote.awaits_more:
+            self._greetings.append((peer, frames))
+        else:
+            self.shell.deliver(peer, frames)
+
+    def look(self) -> None:
+        self._remote.look()
+        while self._greetings and not self._remote.awaits_more:
+            self.shell.deliver(*self._greetings.pop(0))
+
+    def dismiss(self) -> None:
+        self._remote.dismiss()
+
+    @property
+    def working(self) -> int:
+        return self._remote.working
+
+    @property
+    def limited_by(self) -> str:
+        return self._remote.limited_by
+
+    def close(self) -> None:
+        self.local.close()
+        self._remote.close()

@@ -1,0 +1,298 @@
+"""Tasks, the backlog that they wait in, and the scheduler's views of the workers' local queues, by load."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from torch_dpflow._core.lazy_heap import LazyHeap
+from torch_dpflow.workers.scheduler.events import TaskId, WorkerId
+
+#: A backlog is compacted when its gaps exceed half of its length and this number.
+_MAX_GAPS = 64
+
+
+class Task:
+    """One task from its submission until it is delivered, cancelled or poisoned."""
+
+    __slots__ = ("backlog", "holders", "id", "late", "losses", "order", "pinned_to")
+
+    def __init__(self, task_id: TaskId, order: int, pinned_to: WorkerId | None) -> None:
+        self.id = task_id
+        #: Position in the order of submission. Smaller is older.
+        self.order = order
+        self.pinned_to = pinned_to
+        #: Where it waits for a worker; None while workers hold it.
+        self.backlog: Backlog | None = None
+        #: The views that hold it: one, or two if it was copied.
+        self.holders: tuple[WorkerView, ...] = ()
+        #: The workers that were lost while they ran it. If there are any, the task is a suspect and runs alone.
+        self.losses: tuple[WorkerId, ...] = ()
+        #: How many of them were killed because it took too long.
+        self.late = 0
+
+    def is_movable(self) -> bool:
+        """Whether another worker may take it over: it is not pinned, and one worker holds it."""
+        return self.pinned_to is None and len(self.holders) == 1
+
+
+class Backlog:
+    """Tasks that no worker holds, oldest first.
+
+    Appending a new task and taking the oldest are O(1), returning one is O(log r) with r returned tasks. Tasks leave in
+    order, so every returned task is older than every new one: a heap of the returned and a queue of the new ones
+    suffice. Discarding a task from the middle of the queue leaves a gap, which is skipped later.
+    """
+
+    __slots__ = ("_fresh", "_gaps", "_length", "_returned")
+
+    def __init__(self) -> None:
+        self._fresh: deque[Task] = deque()
+        #: How many of `_fresh` have left.
+        self._gaps = 0
+        self._returned: LazyHeap[Task] = LazyHeap()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Task]:
+        """Yield the tasks, oldest first; O(n log n), for validation."""
+        yield from sorted(self._returned, key=lambda task: task.order)
+        for task in self._fresh:
+            if task.backlog is self:
+                yield task
+
+    def append(self, task: Task) -> None:
+        """Add a task that is newer than all others."""
+        task.backlog = self
+        self._fresh.append(task)
+        self._length += 1
+
+    def give_back(self, task: Task) -> None:
+        """Return a task that was taken."""
+        task.backlog = self
+        self._returned.push(task, task.order)
+        self._length += 1
+
+    def discard(self, task: Task) -> None:
+        """Remove a task from anywhere; amortised O(1)."""
+        task.backlog = None
+        self._length -= 1
+        if self._returned.discard(task):
+            return
+        self._gaps += 1
+        if 2 * self._gaps > len(self._fresh) + _MAX_GAPS:
+            self._fresh = deque(task for task in self._fresh if task.backlog is self)
+            self._gaps = 0
+
+    def oldest(self) -> Task:
+        """The task that `take` would return. The backlog must not be empty."""
+        if self._returned:
+            return self._returned.first()
+        while self._fresh[0].backlog is not self:
+            self._fresh.popleft()
+            self._gaps -= 1
+        return self._fresh[0]
+
+    def take(self) -> Task:
+        """Remove and return the oldest task. The backlog must not be empty."""
+        task = self.oldest()
+        if self._returned:
+            self._returned.discard(task)
+        else:
+            self._fresh.popleft()
+        task.backlog = None
+        self._length -= 1
+        return task
+
+
+#: The level of a view whose worker is lost.
+GONE = -1
+
+
+class WorkerView:
+    """The scheduler's view of one worker's local queue: the mirror queue of the thesis.
+
+    `held` is its submitted part, `reserved` its unsubmitted part.
+    """
+
+    __slots__ = (
+        "condemned",
+        "held",
+        "level",
+        "overtaken",
+        "reserved",
+        "running",
+        "since",
+        "starved",
+        "window",
+        "worker",
+    )
+
+    def __init__(self, worker: WorkerId, reserved: Backlog, now: float, window: int) -> None:
+        self.worker = worker
+        #: Most tasks that the worker holds, at most that of all.
+        self.window = window
+        #: Assigned and unfinished, in the order of the worker's local queue; more than `window` where that fell.
+        self.held: dict[TaskId, Task] = {}
+        #: Tasks pinned to this worker that are not assigned yet. Outlives the worker.
+        self.reserved = reserved
+        #: The task that the worker is believed to run. It need not be in `held`: a task that was cancelled, delivered
+        #: by another worker or stolen too late occupies its worker until that exchanges.
+        self.running: TaskId | None = None
+        #: When `running` is believed to have started, seconds.
+        self.since = now
+        #: It was reported as idle, and has got nothing since.
+        self.starved = False
+        #: Others have taken over its tasks; it gets none until it exchanges.
+        self.overtaken = False
+        #: It is to be killed, because it has run one task for too long.
+        self.condemned = False
+        #: Index into `WorkerViews.levels`, or GONE.
+        self.level = GONE
+
+    def load(self) -> int:
+        """Return how many tasks the worker finishes before it is idle, with one that is not needed any more."""
+        if self.running is None or self.running in self.held:
+            return len(self.held)
+        return len(self.held) + 1
+
+    def running_task(self) -> Task | None:
+        """Return the task that is believed to run, if its result is still needed from this worker."""
+        return None if self.running is None else self.held.get(self.running)
+
+    def last_movable(self) -> Task | None:
+        """Return the last task behind the running one that another worker may take over."""
+        for task in reversed(self.held.values()):
+            if task.id == self.running:
+                return None
+            if task.is_movable():
+                return task
+        return None
+
+    def note_running(self, running: TaskId | None, now: float) -> None:
+        """Record that the worker runs this task, from now on unless it did before."""
+        if running != self.running:
+            self.running = running
+            self.since = now
+
+
+class WorkerViews:
+    """All views, by level.
+
+    The level of a view is its load, 0 to window + 1 (a full window behind a task that is no longer needed); from its
+    own window on, where that is smaller, it is as if that were `window`. A view that must not get anything, because
+    of a suspect or because it was overtaken, is on the last level, whatever its load.
+
+    Args:
+        window: the largest of any worker.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.views: dict[WorkerId, WorkerView] = {}
+        self.levels: list[dict[WorkerId, WorkerView]] = [{} for _ in range(window + 2)]
+        #: How many unfinished tasks are suspects. While there are none, no view is searched for them.
+        self.suspects = 0
+        #: Mirrors to fill at the end of the present event: they are new, their level fell, or they are idle and others
+        #: have other tasks to steal. May contain a view twice, and views of lost workers.
+        self.freed: list[WorkerView] = []
+        #: All levels below this one are empty.
+        self._lowest = 0
+
+    def add(self, view: WorkerView) -> None:
+        """Add the empty view of a new worker."""
+        self.views[view.worker] = self.levels[0][view.worker] = view
+        view.level = self._lowest = 0
+        self.freed.append(view)
+
+    def remove(self, view: WorkerView) -> None:
+        """Remove the view of a lost worker."""
+        del self.views[view.worker]
+        del self.levels[view.level][view.worker]
+        view.level = GONE
+
+    def place(self, view: WorkerView) -> None:
+        """Update the view's level; call after each change of what it holds or runs."""
+        level = view.load()
+        if level >= view.window:
+            level = self.window + (level > view.window)
+        if level and (view.overtaken or self.suspects) and self._is_closed(view):
+            level = self.window + 1
+        before = view.level
+        if level == before:
+            return
+        del self.levels[before][view.worker]
+        self.levels[level][view.worker] = view
+        view.level = level
+        if level < before:
+            self.freed.append(view)
+            if level < self._lowest:
+                self._lowest = level
+
+    def _is_closed(self, view: WorkerView) -> bool:
+        """Whether a busy worker must not get tasks: it was overtaken, runs a suspect, or has to be empty for one."""
+        if view.overtaken:
+            return True
+        running = view.running_task()
+        if running is not None and running.losses:
+            return True
+        return len(view.reserved) > 0 and bool(view.reserved.oldest().losses)
+
+    def has_room(self, view: WorkerView) -> bool:
+        """Whether the view may get one more task."""
+        return GONE < view.level < self.window
+
+    def emptiest(self) -> WorkerView | None:
+        """Return the view with room that has the lowest load; among equals, the one that has had it longest."""
+        while self._lowest < self.window:
+            if self.levels[self._lowest]:
+                return next(iter(self.levels[self._lowest].values()))
+            self._lowest += 1
+        return None
+
+    def offer(self, view: WorkerView) -> None:
+        """Let idle workers try to steal again if this view, which has changed, has something to steal."""
+        if self.levels[0] and view.level > 1 and view.last_movable() is not None:
+            self.freed.extend(self.levels[0].values())
+
+    def steal_candidate(self) -> Task | None:
+        """Return the task to steal: the last of the longest queue; of several, the one whose running task is oldest."""
+        # Consumers in order need the oldest first, but its holder starts that one next: stealing it loads several
+        # times as many tasks twice and gains less than 1% of time (benchmarks.scheduler).
+        for level in reversed(self.levels[2:]):
+            movable = [
+                (view.since, task.order, task)
+                for view in level.values()
+                if (task := view.last_movable()) is not None
+            ]
+            if movable:
+                return min(movable)[2]
+        return None
+
+    def stuck(self, latest: float) -> list[WorkerView]:
+        """Return the busy views whose workers have run one task since `latest` or before."""
+        return [view for view in self.views.values() if view.running is not None and view.since <= latest]
+
+    def validate(self) -> None:
+        """Check every invariant; O(everything). Raises AssertionError."""
+        assert sum(map(len, self.levels)) == len(self.views)
+        assert all(self.levels[index] == {} for index in range(self._lowest))
+        assert not self.freed
+        for worker, view in self.views.items():
+            assert worker == view.worker
+            assert self.levels[view.level][worker] is view
+            closed = view.load() > 0 and self._is_closed(view)
+            load, own = view.load(), view.window
+            open_level = load if load < own else self.window + (load > own)
+            assert 1 <= own <= self.window
+            assert view.level == (self.window + 1 if closed else open_level)
+            assert len(view.held) <= self.window
+            assert view.running is not None or not view.held
+            assert view.starved or view.level, "an idle worker has not been reported"
+            assert not (view.starved and view.held)
+            assert not view.reserved or not self.has_room(view), "a pinned task waits beside room"
+            assert all(view in task.holders for task in view.held.values())
+            assert all(task.pinned_to in (None, worker) for task in view.held.values())
+        assert not self.levels[0] or self.steal_candidate() is None, "a worker is idle that could steal"
