@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -50,12 +51,12 @@ FOREVER_S = 1e6
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[[float, float], Shard]]:
+def opened(tmp_path: Path) -> Iterator[Callable[[float, float], Shard]]:
     """Opens a shard whose worker's results wait so long, and go so late."""
     shards: list[Shard] = []
 
     def open_shard(hold_s: float, late_s: float) -> Shard:
-        shards.append(Shard(listen(f"inproc://{secrets.token_hex(8)}"), hold_s, late_s))
+        shards.append(Shard(listen(f"ipc://{tmp_path}/{secrets.token_hex(4)}"), hold_s, late_s))
         return shards[-1]
 
     yield open_shard

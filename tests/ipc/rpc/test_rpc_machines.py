@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch_dpflow.ipc.messages.headers import EMPTY_BODY
 from torch_dpflow.ipc.rpc.call_service import Session, SessionTable
 from torch_dpflow.ipc.rpc.carrier import Carrier
-from torch_dpflow.ipc.rpc.client_session import CallTable, OpenCall
+from torch_dpflow.ipc.rpc.client_session import Call, CallTable
 from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
 
 # --- open calls ---
 
 
-def begin(table: CallTable, now: float = 0.0) -> OpenCall:
+def begin(table: CallTable, now: float = 0.0) -> Call:
     return table.begin("m", msgspec.Raw(EMPTY_BODY), (), now=now, timeout_s=10)
 
 

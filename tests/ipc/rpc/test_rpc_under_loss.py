@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer, ServerOptions
 from torch_dpflow.ipc.rpc.carrier import Carrier
-from torch_dpflow.ipc.rpc.client_session import Awaited, ClientSession
+from torch_dpflow.ipc.rpc.client_session import Call, ClientSession
 from torch_dpflow.ipc.transport import Frame
 
 ANY = body_decoder(int | None)
@@ -22,7 +22,7 @@ PATIENCE_S = 1.0
 class Wire:
     """A listener whose messages wait until they are delivered, or are lost."""
 
-    address = "inproc://wire"
+    address = "ipc://wire"
     dropped = 0
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class LossyCalls(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.client = ClientSession("inproc://wire", self.carrier)
+        self.client = ClientSession("ipc://wire", self.carrier)
         self.to_server: deque[list[memoryview]] = deque()
-        self.calls: dict[int, Awaited] = {}
+        self.calls: dict[int, Call] = {}
         self.executed: Counter[tuple[int, int]] = Counter()
         self.incarnation = 0
         self.start_server()
@@ -128,7 +128,7 @@ class LossyCalls(RuleBasedStateMachine):
             assert awaited.answer is not None
             assert awaited.answer.body == number * 2
             assert [bytes(frame) for frame in awaited.answer.frames] == [bytes(5_000)]
-        assert not self.client.waiting
+        assert not self.client.calls.open
         assert self.client.stats.malformed == 0
         assert self.server.stats().malformed == 0
 

@@ -26,8 +26,3 @@ class TestTcpWithCurve(TransportContract):
 
     def new_address(self, tmp_path: Path) -> str:
         return "tcp://127.0.0.1:0"
-
-
-class TestInproc(TransportContract):
-    def new_address(self, tmp_path: Path) -> str:
-        return f"inproc://{uuid.uuid4().hex}"

@@ -1,6 +1,6 @@
-"""The calling side: calls over one connection, from any thread, without a thread of its own.
+"""Rpc client: calls over one connection, from any thread, without a thread of its own.
 
-One of the waiting threads, the leader, reads the socket for all of them; when its own answer has come, another one
+One of the waiting threads, the leader, reads the socket for all of them. When its own answer has arrived, another one
 leads. So a single caller pays for no switch between threads, which would cost more than the rest of a small call.
 """
 
@@ -21,7 +21,7 @@ from torch_dpflow._core.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import PeerLostError, StateError
 from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
-from torch_dpflow.ipc.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
+from torch_dpflow.ipc.rpc.client_session import Answer, Call, ClientSession, ClientStats
 from torch_dpflow.ipc.transport import Frame, TransportOptions, connect, is_loopback
 
 
@@ -31,11 +31,11 @@ class ClientOptions:
 
     #: How long a call waits for its answer by default, seconds.
     timeout_s: float = 60.0
-    #: How often the client asks the server for the state of calls that are open for so long, seconds.
+    #: A call open for this long is inquired about, this often, seconds.
     inquire_s: float = 0.5
-    #: Most bytes that the frames of one message may hold once they are decompressed.
+    #: Maximum bytes that the frames of one message may hold once they are decompressed.
     max_payload_bytes: int = 1 << 31
-    #: Most shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
+    #: Maximum shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
@@ -47,37 +47,40 @@ class ClientOptions:
 class PendingCall:
     """A call that was sent; any thread may wait for its `result`."""
 
-    def __init__(self, client: RpcClient, awaited: Awaited) -> None:
+    def __init__(self, client: RpcClient, call: Call) -> None:
         self._client = client
-        self._awaited = awaited
+        self._call = call
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for at most so long; whether `result` would wait no more. Raises PeerLostError as `result`."""
-        if self._awaited.known:
+        """Wait up to `timeout_s`; return whether `result` would no longer block. Raises PeerLostError as `result`."""
+        if self._call.is_over:
             return True
         with self._client._usable:
-            return self._client._comes(self._awaited, timeout_s)
+            return self._client._is_over_within(self._call, timeout_s)
 
     def result(self) -> Answer:
         """Wait for the answer until the call's deadline.
 
-        Raises RemoteCallError where the server answered with an error, DeadlineError where it did not answer,
-        PeerLostError where the client was closed, MessageError where the answer is not what was asked for.
+        Raises:
+            RemoteCallError: the server answered with an error.
+            DeadlineError: the server did not answer in time.
+            PeerLostError: the client was closed.
+            MessageError: the answer has another type than requested.
         """
-        if self._awaited.known:
-            return self._awaited.outcome()
+        if self._call.is_over:
+            return self._call.outcome()
         with self._client._usable:
-            return self._client._result(self._awaited)
+            return self._client._result(self._call)
 
 
 class RpcClient:
-    """Calls the methods of one server. Thread-safe; not to be used after a fork.
+    """Client of one server. Thread-safe; unusable after a fork.
 
-    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the server; one
+    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the server. One
     server process executes it at most once. The frames of a call must not change before it is answered.
 
     Args:
-        address: where the server listens; it need not be there yet.
+        address: where the server listens, now or later.
         transport: limits, and the keys for tcp between hosts.
     """
 
@@ -115,10 +118,9 @@ class RpcClient:
         reply_type: Any = Any,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Call `method` and wait for its answer. As `begin` and `PendingCall.result`."""
+        """Call `method` and wait for its answer. Arguments and errors as of `begin` and `PendingCall.result`."""
         with self._usable:
-            awaited = self._begin(method, body, frames, reply_type, timeout_s)
-            return self._result(awaited)
+            return self._result(self._begin(method, body, frames, reply_type, timeout_s))
 
     def begin(
         self,
@@ -137,12 +139,12 @@ class RpcClient:
         Raises MessageError where the call exceeds a limit, PeerLostError where the connection takes no more.
         """
         with self._usable:
-            awaited = self._begin(method, body, frames, reply_type, timeout_s)
+            call = self._begin(method, body, frames, reply_type, timeout_s)
             self._flush()
-        return PendingCall(self, awaited)
+        return PendingCall(self, call)
 
     def stats(self) -> ClientStats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         with self._changed:
             return replace(self._session.stats)
 
@@ -180,37 +182,34 @@ class RpcClient:
 
     def _begin(
         self, method: str, body: Any, frames: Sequence[Frame], reply_type: Any, timeout_s: float | None
-    ) -> Awaited:
+    ) -> Call:
         timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
         return self._session.begin_call(
             method, encode_body(body), frames, _decoder(reply_type), now=self._clock(), timeout_s=timeout_s
         )
 
-    def _result(self, awaited: Awaited) -> Answer:
-        if not self._wait(lambda: awaited.known, awaited.call.deadline):
-            self._session.give_up(awaited, self._session.late(awaited.call))
-        return awaited.outcome()
+    def _result(self, call: Call) -> Answer:
+        if not self._wait(call, call.deadline):
+            self._session.abandon(call, self._session.late(call))
+        return call.outcome()
 
-    def _comes(self, awaited: Awaited, timeout_s: float) -> bool:
-        """Wait for at most so long; whether the call is over, or past its deadline."""
+    def _is_over_within(self, call: Call, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`; return whether the call is over, or past its deadline."""
         until = self._clock() + timeout_s
-        return (
-            self._wait(lambda: awaited.known, min(until, awaited.call.deadline))
-            or until >= awaited.call.deadline
-        )
+        return self._wait(call, min(until, call.deadline)) or until >= call.deadline
 
-    def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Wait until `done`; False where the deadline passes first. Leads if no other thread does."""
+    def _wait(self, call: Call, deadline: float) -> bool:
+        """Wait until the call is over; False if the deadline passes first. Leads if no other thread does."""
         if not self._waiters:
             self._inquire_at = max(self._inquire_at, self._clock() + self.options.inquire_s)
         self._waiters += 1
         try:
-            return self._wait_on(done, deadline)
+            return self._wait_on(call, deadline)
         finally:
             self._waiters -= 1
 
-    def _wait_on(self, done: Callable[[], bool], deadline: float) -> bool:
-        while not done():
+    def _wait_on(self, call: Call, deadline: float) -> bool:
+        while not call.is_over:
             now = self._clock()
             if now >= deadline:
                 return False
@@ -224,7 +223,7 @@ class RpcClient:
         return True
 
     def _flush(self) -> None:
-        """Send the outbox, or have the leader send it, without waiting for answers."""
+        """Send the outbox, or make the leader send it, without waiting for answers."""
         if self._leading:
             self._connection.wake()
         else:

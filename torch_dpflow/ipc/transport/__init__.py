@@ -1,7 +1,6 @@
-"""Messages between processes: `listen` and `connect`, by URL scheme.
+"""Messages between processes: ``ipc://PATH`` on one host, ``tcp://HOST:PORT`` between hosts.
 
-``ipc://PATH`` on one host, ``tcp://HOST:PORT`` between hosts, ``inproc://NAME`` inside one process.
-An implementation is imported when an address needs it.
+ZeroMQ is imported when the first listener or connection is made.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ _DEFAULT = TransportOptions()
 
 
 def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
-    """Listen at `address`; tcp port 0 takes a free one, which the listener's `address` then names.
+    """Listen at `address`. With tcp port 0 a free one is chosen, which the listener's `address` names.
 
     Raises OptionError for an address that is not allowed, TransportError for one that cannot be bound.
     """
-    if _scheme(address) == "inproc":
-        from torch_dpflow.ipc.transport.inproc import InprocListener
-
-        return InprocListener(address, options)
+    _check_address(address)
     from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
 
     return ZeroMQListener(address, options)
@@ -33,23 +29,19 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
 def connect(
     address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT
 ) -> Connection:
-    """Connect to the listener at `address`, which need not exist yet.
+    """Connect to the listener at `address`, which may start later.
 
     identity: names this connection to the listener, 1 to 255 bytes, unique among its peers; None draws one.
     """
-    if _scheme(address) == "inproc":
-        from torch_dpflow.ipc.transport.inproc import InprocConnection
-
-        return InprocConnection(address, identity, options)
+    _check_address(address)
     from torch_dpflow.ipc.transport.zeromq import ZeroMQConnection
 
     return ZeroMQConnection(address, identity, options)
 
 
-def _scheme(address: str) -> str:
+def _check_address(address: str) -> None:
     scheme, separator, rest = address.partition("://")
-    if not separator or not rest or scheme not in ("ipc", "tcp", "inproc"):
-        raise OptionError(f"address={address!r}: must be ipc://PATH, tcp://HOST:PORT or inproc://NAME")
+    if not separator or not rest or scheme not in ("ipc", "tcp"):
+        raise OptionError(f"address={address!r}: must be ipc://PATH or tcp://HOST:PORT")
     if scheme == "tcp":
         check_tcp_address("address", address)
-    return scheme

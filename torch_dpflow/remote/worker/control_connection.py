@@ -195,8 +195,8 @@ class ControlConnection(threading.Thread):
             connection.close()
             if time.monotonic() - self._begun >= patience_s:
                 raise PeerLostError(
-                    f"nobody answers {self._order.name} at {', '.join(addresses)}: is that reachable from here, and is "
-                    "the launch spec's key still admitted?"
+                    f"no answer for {self._launch_spec.name} at {', '.join(addresses)}: is that address reachable from "
+                    "here, and is the launch spec's key still accepted?"
                 )
 
     def _greet(self, connection: Connection, until: float) -> bool:
@@ -213,7 +213,7 @@ class ControlConnection(threading.Thread):
         while self._words is None:
             now = time.monotonic()
             if now - self._heard >= self._launch_spec.silence_s:
-                self._leave_at_once(f"nothing was heard of the shard for {self._order.silence_s:g} s")
+                self._leave_at_once(f"nothing was heard of the shard for {self._launch_spec.silence_s:g} s")
             if self._launch_spec.lifetime_s is not None and now - self._begun >= self._launch_spec.lifetime_s:
                 self._leave_at_once("its lifetime has ended")
             if self._lacks:
@@ -292,7 +292,7 @@ class ControlConnection(threading.Thread):
     def _leave_at_once(self, why: str, code: int = 1) -> None:
         # The main thread may be in the user's code, for as long as that likes.
         if why:
-            print(f"{self._order.name} ends: {why}", file=sys.stderr, flush=True)
+            print(f"{self._launch_spec.name} ends: {why}", file=sys.stderr, flush=True)
         if self.directory is not None:
             self.directory.remove()
         os._exit(code)
