@@ -20,7 +20,7 @@ from tests.flows.flow_cases import Batched, Numbers, draw, numbers_flow
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError
 from torch_dpflow.flows import DataLoadFlow, DataLoadFlowRead, LocalDataLoadFlowReader
-from torch_dpflow.flows.mapped import Skips
+from torch_dpflow.flows.read import Skips
 
 
 def _read(samples: Any, **options: Any) -> DataLoadFlowRead:

@@ -1,16 +1,18 @@
 """Declarative flows: describe how samples are loaded, build the description with a reader, and read it."""
 
 from torch_dpflow.flows.cluster_reader import RemoteDataLoadFlowReader
-from torch_dpflow.flows.decoding import ImagePilDecode
-from torch_dpflow.flows.drawing import to_graphviz, to_mermaid
-from torch_dpflow.flows.flow import DataLoadFlow, DataLoadFlowReader
-from torch_dpflow.flows.mapped import MappedDataset
-from torch_dpflow.flows.read import DataLoadFlowRead
+from torch_dpflow.flows.flow import DataLoadFlow, DataLoadFlowReader, to_graphviz, to_mermaid
+from torch_dpflow.flows.read import DataLoadFlowRead, MappedDataset, random_split
 from torch_dpflow.flows.readers import LocalDataLoadFlowReader
 from torch_dpflow.flows.saving import describe_flow, load_flow, save_flow
-from torch_dpflow.flows.split import random_split
-from torch_dpflow.flows.stage import Stage
-from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
+from torch_dpflow.flows.stage import (
+    DataTransform,
+    ImagePilDecode,
+    MapTransform,
+    SampleTransform,
+    Stage,
+    TargetTransform,
+)
 
 __all__ = [
     "DataLoadFlow",

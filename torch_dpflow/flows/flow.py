@@ -1,4 +1,4 @@
-"""DataLoadFlow: a named, versioned description of loading (thesis, section 3.3.2)."""
+"""DataLoadFlow: a named, versioned description of loading (thesis, section 3.3.2), and its picture."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from torch_dpflow._core.checks import check_int, working
+from torch_dpflow._core.checks import check_int, check_type, working
 from torch_dpflow.datasets.spec import DatasetRef
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
-from torch_dpflow.flows.stage import CacheControl, Stage
-from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
+from torch_dpflow.flows.stage import (
+    CacheControl,
+    DataTransform,
+    MapTransform,
+    SampleTransform,
+    Stage,
+    TargetTransform,
+)
 
 Read_co = TypeVar("Read_co", covariant=True)
 
@@ -232,3 +238,39 @@ _HARD = "\N{NO-BREAK SPACE}"
 _INDENT = 4
 #: Placeholder until a dataset is set.
 _NO_SOURCE = "no dataset"
+
+
+def to_graphviz(flow: DataLoadFlow) -> str:
+    """The flow as a graph in Graphviz's language; stages whose output may be kept are filled."""
+    check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
+    lines = [
+        f"digraph {_dot(f'{flow.name}:{flow.version}')} {{",
+        "  rankdir=LR;",
+        "  node [shape=box];",
+        f"  n0 [shape=cylinder, label={_dot(str(flow.source.ref))}];",
+    ]
+    for number, stage in enumerate(flow.stages, 1):
+        style = ", style=filled" if number <= flow.cacheable else ""
+        lines.append(f"  n{number} [label={_dot(stage.name)}{style}];")
+    lines += [f"  n{number} -> n{number + 1};" for number in range(len(flow.stages))]
+    return "\n".join([*lines, "}\n"])
+
+
+def to_mermaid(flow: DataLoadFlow) -> str:
+    """The flow as a Mermaid flowchart; stages whose output may be kept have the class `kept`."""
+    check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
+    lines = ["flowchart LR", f"  n0[({_mermaid(str(flow.source.ref))})]"]
+    for number, stage in enumerate(flow.stages, 1):
+        kept = ":::kept" if number <= flow.cacheable else ""
+        lines.append(f"  n{number - 1} --> n{number}[{_mermaid(stage.name)}]{kept}")
+    return "\n".join([*lines, "  classDef kept fill:#d9ead3", ""])
+
+
+def _dot(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _mermaid(text: str) -> str:
+    escaped = text.replace("#", "#35;").replace('"', "#quot;")
+    return f'"{escaped}"'

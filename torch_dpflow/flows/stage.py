@@ -1,15 +1,57 @@
-"""Stage: one step of preprocessing."""
+"""Stage: one step of preprocessing, the part of a sample that its function gets, and functions that decode."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import cloudpickle
 
-from torch_dpflow.errors import OptionError, OptionTypeError, StageError
-from torch_dpflow.flows.transforms import MapTransform
+from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, StageError
+
+
+@runtime_checkable
+class MapTransform(Protocol):
+    """Selects the function's argument from a sample. Must pickle if the stage has to."""
+
+    def process_arg(self, arg: Any) -> Any:
+        """The function's argument, from the sample `arg`."""
+
+    def process_ret(self, arg: Any, ret: Any) -> Any:
+        """The next stage's sample, from the sample `arg` and the function's result `ret`."""
+
+
+class SampleTransform:
+    """The function gets the whole sample and returns the next one: to change an image and its boxes, for example."""
+
+    def process_arg(self, arg: Any) -> Any:
+        return arg
+
+    def process_ret(self, arg: Any, ret: Any) -> Any:
+        return ret
+
+
+class DataTransform:
+    """The function gets and returns the data of a `(data, target)` sample; the target stays."""
+
+    def process_arg(self, arg: tuple[Any, Any]) -> Any:
+        return arg[0]
+
+    def process_ret(self, arg: tuple[Any, Any], ret: Any) -> tuple[Any, Any]:
+        return ret, arg[1]
+
+
+class TargetTransform:
+    """The function gets and returns the target of a `(data, target)` sample; the data stay."""
+
+    def process_arg(self, arg: tuple[Any, Any]) -> Any:
+        return arg[1]
+
+    def process_ret(self, arg: tuple[Any, Any], ret: Any) -> tuple[Any, Any]:
+        return arg[0], ret
+
 
 #: Whether a stage's output may be kept and used again: "always" if it depends on the input alone, such as
 #: decoding; "never" if it is random, such as augmentation.
@@ -74,3 +116,60 @@ class Stage:
 
 def _restored(parts: bytes) -> Stage:
     return Stage(*cloudpickle.loads(parts))
+
+
+#: What decodes JPEGs: Pillow, or libjpeg-turbo by simplejpeg.
+JpegDecoder = Literal["pillow", "simplejpeg"]
+
+
+class ImagePilDecode:
+    """Decodes an image of any format that Pillow supports. Truncated ones raise an error.
+
+    Args:
+        mode: Pillow's mode of the result, "RGB" or "L" for example; None: that of the file.
+        decoder: "simplejpeg" decodes JPEGs in three quarters of the time, to the same pixels unless Pillow was built
+            with another release of libjpeg-turbo. For mode "RGB" only. Part of the flow, as any argument.
+
+    Raises:
+        MissingExtraError: Pillow, or the decoder that is asked for, is not installed.
+        OptionError: there is no such decoder, or not for this mode.
+    """
+
+    _decoder: JpegDecoder = "pillow"
+
+    def __init__(self, mode: str | None = "RGB", *, decoder: JpegDecoder = "pillow") -> None:
+        if decoder not in get_args(JpegDecoder) or (decoder != "pillow" and mode != "RGB"):
+            raise OptionError(
+                f"decoder={decoder!r} with mode={mode!r}: give 'pillow', or 'simplejpeg' with mode 'RGB'"
+            )
+        try:
+            from PIL import Image
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(
+                "ImagePilDecode needs Pillow; install it with: pip install 'torch_dpflow[vision]'"
+            ) from error
+        self._open = Image.open
+        self._mode = mode
+        if decoder == "simplejpeg":
+            _check_simplejpeg()
+            self._decoder = decoder  # where nobody asks for it, the pickle is that of flows of before
+
+    def __call__(self, data: bytes) -> Any:
+        if self._decoder == "simplejpeg":
+            from torch_dpflow.vision.encoded import load_image
+
+            return load_image(data)
+        with self._open(io.BytesIO(data)) as image:
+            if self._mode is None:
+                image.load()
+                return image.copy()
+            return image.convert(self._mode)
+
+
+def _check_simplejpeg() -> None:
+    from torch_dpflow.vision import DECODER
+
+    if DECODER != "simplejpeg":
+        raise MissingExtraError(
+            "decoder='simplejpeg' needs simplejpeg; install it with: pip install 'torch_dpflow[vision]'"
+        )

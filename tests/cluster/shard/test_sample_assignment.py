@@ -21,8 +21,7 @@ from torch_dpflow.cluster.shard.sample_source import (
     TwoStageDataset,
 )
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.flows.stage import Stage
-from torch_dpflow.flows.transforms import SampleTransform
+from torch_dpflow.flows.stage import SampleTransform, Stage
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
 
 
