@@ -145,8 +145,6 @@ class MappedDataset(Dataset[Any]):
         return place if self._indices is None else int(self._indices[place])
 
 
-
-
 class DataLoadFlowRead:
     """A flow that was built and can be read, as a whole or a subset, by torch's loaders.
 
