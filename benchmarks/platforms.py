@@ -63,11 +63,11 @@ def crops(platform: str, rounds: int, quick: bool) -> Comparison:
 
 
 def linear(rounds: int, quick: bool) -> Comparison:
-    """Many members that sleep, which are started once: that takes minutes of processor time."""
+    """Many remote workers that sleep, which are started once: that takes minutes of processor time."""
     with closing(SleepingLoader(quick)) as loader:
         return alternate(
             "platforms",
-            f"hosts: {loader.workers} members that sleep",
+            f"hosts: {loader.workers} workers that sleep",
             {name: partial(loader.read, rtt_s) for name, rtt_s in ROUND_TRIPS_S.items()},
             rounds=rounds,
             parameters={"workers": loader.workers, **SLEEPERS},

@@ -10,7 +10,7 @@ what they read of the data, "memory" what their processes take (proportional set
 the processors here; with --connection-mb-s, which bounds what one connection to the store carries, as clouds do, the
 servers' own requests are what takes time. loss: a process reads an epoch in batches of 64, from storage without a pool,
 and from four servers of which one is killed in the midst, the one that the process was given; "stall" is the longest
-batch, "storage" the samples that it has read from there, by the dataset's samples. Over lanes it reads as on another
+batch, "storage" the samples that it has read from there, by the dataset's samples. Over data connections it reads as on another
 host, over TCP, so it has nothing of the server that is killed; else it has mapped the memory of all.
 """
 
@@ -185,8 +185,8 @@ def read_with_loss(stored: StoredDataset, is_killed: bool, is_far: bool, numbers
     with tempfile.TemporaryDirectory() as name:
         folder, keys = Path(name), Path(name, "keys")
         write_connection_file(keys, generate_keys("", certificates=True))
-        lanes = ("--listen", "tcp://127.0.0.1:0", "--connection", str(keys), "--trust-network")
-        with servers(folder, 4, 2 * size, *lanes) as processes, far(is_far):
+        remote = ("--listen", "tcp://127.0.0.1:0", "--connection", str(keys), "--trust-network")
+        with servers(folder, 4, 2 * size, *remote) as processes, far(is_far):
             DataClient(folder / "1").preload(stored)
             address = find_address(
                 address_of(folder / "1") if is_far else folder / "1", keys, trust_network=True
@@ -236,8 +236,8 @@ def run(part: str, count: int, latency_s: float, bytes_per_s: float | None, roun
                 "storage": partial(read_plainly, stored, numbers),
                 "mapped": partial(read_with_loss, stored, False, False, numbers),
                 "mapped, 1 killed": partial(read_with_loss, stored, True, False, numbers),
-                "lanes": partial(read_with_loss, stored, False, True, numbers),
-                "lanes, 1 killed": partial(read_with_loss, stored, True, True, numbers),
+                "data connections": partial(read_with_loss, stored, False, True, numbers),
+                "data connections, 1 killed": partial(read_with_loss, stored, True, True, numbers),
             }
         size = f"{count * RECORD_BYTES / 1e6:,.0f} MB, {1e3 * latency_s:g} ms"
         size += "" if bytes_per_s is None else f", {bytes_per_s / 1e6:g} MB/s a connection"

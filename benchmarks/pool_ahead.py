@@ -56,7 +56,7 @@ class Unsettled(RandomSampler):
     """The same order, of a class that is not known to fix it when the epoch begins."""
 
 
-class Untold(PooledDataset):
+class Unannounced(PooledDataset):
     """Tells the pool no order."""
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
@@ -164,14 +164,14 @@ def run(
         ahead, keys = count * RECORD_BYTES // 4, str(folder / "keys")
         stack.enter_context(pool_server(folder / "pool", memory, ahead))
         write_connection_file(keys, generate_keys("", certificates=True))
-        door = ("--listen", "tcp://127.0.0.1:0", "--connection", keys)
-        far = stack.enter_context(pool_server(folder / "far", memory, ahead, *door))
+        listener = ("--listen", "tcp://127.0.0.1:0", "--connection", keys)
+        far = stack.enter_context(pool_server(folder / "far", memory, ahead, *listener))
         (folder / "far").rename(folder / "elsewhere")
         info = DataClient(folder / "pool").preload(stored, fit="part")
         DataClient(far, connection=keys).preload(stored, fit="part")
         datasets = {
             "storage": DatasetReader(stored),
-            "pool, not told": Untold(stored, folder / "pool"),
+            "pool, order not announced": Unannounced(stored, folder / "pool"),
             "pool, read ahead": PooledDataset(stored, folder / "pool"),
             "pool of another host, read ahead": PooledDataset(stored, far, connection=keys),
         }
@@ -186,7 +186,7 @@ def run(
                 for name, one in datasets.items()
             }
             drawn = partial(epoch, oss, datasets["pool, read ahead"], Unsettled, step_s, numbers)
-            sides["pool, told as it is drawn"] = drawn
+            sides["pool, announced as it is drawn"] = drawn
             yield alternate("pool_ahead", workload, sides, rounds=rounds, parameters=parameters)
         if "flow" in parts:
             address = stack.enter_context(started())

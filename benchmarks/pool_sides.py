@@ -1,4 +1,4 @@
-"""What `benchmarks.read_batch` compares lanes with: each side serves the same records from four processes of this host.
+"""What `benchmarks.read_batch` compares data connections with: each side serves the same records from four processes of this host.
 
 python -m benchmarks.pool_sides raw|curve|rpc|mooncake COUNT      serve records, and print where
 """
@@ -74,7 +74,7 @@ def process(command: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
             running.terminate()
 
 
-def lanes(
+def data_connections(
     stack: ExitStack, stored: StoredDataset, folder: Path, *, trust_network: bool
 ) -> tuple[PoolSide, PoolSide]:
     """Ours: four servers of the pool, each with all records, over tcp; and without a copy, in memory used again."""

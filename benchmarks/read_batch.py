@@ -7,7 +7,7 @@
 record, which is the least that anybody can do. The object store is `benchmarks.oss_server`, in a thread of this
 process, with 10 ms to each answer.
 
-The part `lanes` reads the same records from four servers of this host over tcp: by our lanes, in plain and with TLS, by
+The part `connections` reads the same records from four servers of this host over tcp: by our data connections, in plain and with TLS, by
 bare sockets, by our own calls (`ipc.rpc`) with payloads, by ZeroMQ with CURVE, from Redis and memcached, by
 Mooncake's transfer engine, and from Ray's object store; and from one server whose memory is mapped. Each hands out
 `bytes`, or, "not copied", views: of what is mapped, of Ray's store, or of memory that is used again once they are gone
@@ -39,7 +39,7 @@ from benchmarks.pool_sides import (
     Read,
     content_of,
     curve,
-    lanes,
+    data_connections,
     memcached_servers,
     missing,
     mooncake,
@@ -177,13 +177,13 @@ def run(part: str, count: int, least_s: float, rounds: int) -> Comparison:
         return compare(name, sides, count, least_s, rounds)
 
 
-def run_lanes(count: int, least_s: float, rounds: int) -> list[Comparison]:
+def run_connections(count: int, least_s: float, rounds: int) -> list[Comparison]:
     """Every way to the memory of other processes, in turns, and each of ours beside what it is compared with."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stored = publish_records(DatasetStore.create(str(folder / "datasets")), count)
-        plain, plain_kept = lanes(stack, stored, folder / "plain", trust_network=True)
-        tls, tls_kept = lanes(stack, stored, folder / "tls", trust_network=False)
+        plain, plain_kept = data_connections(stack, stored, folder / "plain", trust_network=True)
+        tls, tls_kept = data_connections(stack, stored, folder / "tls", trust_network=False)
         mapped, mapped_kept = _mapped(stack, stored, folder / "pool")
         raw, raw_kept = raw_sockets(stack, count)
         sides = {
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument(
         "--part",
-        choices=["files", "objects", "lanes"],
+        choices=["files", "objects", "connections"],
         action="append",
         help="of the workloads (default: all)",
     )
@@ -252,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--samples {count}: at least {BATCH} are needed")
     least_s, rounds = (0.0, 1) if arguments.quick else (MIN_HANDSHAKE_S, arguments.rounds)
     comparisons = list[Comparison]()
-    for part in arguments.part or ["files", "objects", "lanes"]:
-        if part == "lanes":
-            comparisons += run_lanes(count, least_s, rounds)
+    for part in arguments.part or ["files", "objects", "connections"]:
+        if part == "connections":
+            comparisons += run_connections(count, least_s, rounds)
         else:
             comparisons.append(run(part, count, least_s, rounds))
     publish(comparisons, METRICS, arguments)

@@ -24,7 +24,7 @@ def save(path: Path, contents: Mapping[str, Any]) -> None:
 
 def load(path: Path, device: torch.device, expected: Mapping[str, object]) -> dict[str, Any]:
     """Read what `save` wrote; raise CheckpointError if its "options" differ from `expected`."""
-    # weights_only: a checkpoint is data, and opening a stranger's must not run code.
+    # weights_only: a checkpoint is data, and opening one from an unknown source must not run code.
     contents: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     found = contents["options"]
     different = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
