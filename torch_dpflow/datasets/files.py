@@ -17,7 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from torch_dpflow._core.checks import check_path
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.credentials import to_pickle
+from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of
@@ -346,7 +346,11 @@ class Files:
         return f"{root.rstrip('/')}/{path}" if path and root else path or root
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "options": to_pickle(self.options), "read_options": self.read_options}
+        return {
+            "url": self.url,
+            "options": options_to_pickle(self.options),
+            "read_options": self.read_options,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

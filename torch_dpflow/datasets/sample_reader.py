@@ -14,7 +14,7 @@ from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.shard_cache import CompactShards, LoadedShard, ShardCache, shard_cost
 from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, matches, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.credentials import to_pickle
+from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import (
@@ -226,7 +226,7 @@ class SampleReader:
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
         options = self._storage_options
-        return {**state, "_storage_options": None if options is None else to_pickle(options)}
+        return {**state, "_storage_options": None if options is None else options_to_pickle(options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

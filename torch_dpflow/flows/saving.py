@@ -15,7 +15,7 @@ from torch_dpflow._core.depth import check_json
 from torch_dpflow._version import __version__
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import sha256_of
-from torch_dpflow.datasets.storage.credentials import kept_out
+from torch_dpflow.datasets.storage.credentials import refuse_keys
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow
@@ -51,7 +51,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:
-        with kept_out():
+        with refuse_keys():
             code = cloudpickle.dumps(flow)
     except UsageError as error:
         raise UsageError(f"{flow!r} cannot be saved: {error}") from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec.asyn
 import pytest
@@ -20,6 +22,16 @@ moto = Later("moto.server")
 def impatient() -> ReadOptions:
     """Options under which everything that fails has failed within seconds."""
     return ReadOptions(timeout_s=0.3, deadline_s=3.0, attempts=3, backoff_s=0.01)
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty home directory, and an environment without settings of clouds."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "OSS_", "ALIBABA_CLOUD_", "REQUESTS_CA_BUNDLE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -13,56 +13,57 @@ from torch_dpflow.errors import OptionError
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> dict[str, str]:
-    """An environment whose home directory has the vendors' files."""
-    (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws/credentials").write_text(
+def files(home: Path) -> Path:
+    """A home directory with the vendors' files."""
+    (home / ".aws").mkdir()
+    (home / ".aws/credentials").write_text(
         "[default]\naws_access_key_id = file\naws_secret_access_key = s1\n"
         "[work]\naws_access_key_id = work\naws_secret_access_key = s2\naws_session_token = t2\n"
     )
-    (tmp_path / ".aws/config").write_text(
-        "[default]\nregion = eu-north-1\n[profile work]\nregion = eu-west-3\n"
-    )
-    (tmp_path / ".ossutilconfig").write_text(
+    (home / ".aws/config").write_text("[default]\nregion = eu-north-1\n[profile work]\nregion = eu-west-3\n")
+    (home / ".ossutilconfig").write_text(
         "[Credentials]\nlanguage=EN\nendpoint=oss-cn-beijing.aliyuncs.com\naccessKeyID=util\naccessKeySecret=s3\n"
     )
-    return {"HOME": str(tmp_path)}
+    return home
 
 
-def test_s3_options_come_first(home: dict[str, str]) -> None:
-    environ = home | {"AWS_ACCESS_KEY_ID": "env", "AWS_SECRET_ACCESS_KEY": "s"}
-    found = find_s3_credentials({"key": "option", "secret": "s", "token": "t"}, environ)
+def test_s3_options_come_first_then_the_environment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "env")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
+    found = find_s3_credentials({"key": "option", "secret": "s", "token": "t"})
     assert found == Credentials("option", "s", "t")
+    assert find_s3_credentials({}) == Credentials("env", "s", "t")
 
 
-def test_s3_environment_comes_before_files(home: dict[str, str]) -> None:
-    environ = home | {"AWS_ACCESS_KEY_ID": "env", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
-    assert find_s3_credentials({}, environ) == Credentials("env", "s", "t")
+def test_s3_profiles(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_s3_credentials({}) == Credentials("file", "s1")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    assert find_s3_credentials({}) == Credentials("work", "s2", "t2")
 
 
-def test_s3_profiles(home: dict[str, str]) -> None:
-    assert find_s3_credentials({}, home) == Credentials("file", "s1")
-    assert find_s3_credentials({}, home | {"AWS_PROFILE": "work"}) == Credentials("work", "s2", "t2")
+def test_oss_order(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_oss_credentials({}) == Credentials("util", "s3")
+    monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_ID", "fc")
+    monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "s")
+    monkeypatch.setenv("ALIBABA_CLOUD_SECURITY_TOKEN", "t")
+    assert find_oss_credentials({}) == Credentials("fc", "s", "t")
+    monkeypatch.setenv("OSS_ACCESS_KEY_ID", "oss")
+    monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", "s")
+    assert find_oss_credentials({}) == Credentials("oss", "s")
+    assert find_oss_credentials({"key": "k", "secret": "x"}) == Credentials("k", "x")
 
 
-def test_oss_order(home: dict[str, str]) -> None:
-    assert find_oss_credentials({}, home) == Credentials("util", "s3")
-    function = {"ALIBABA_CLOUD_ACCESS_KEY_ID": "fc", "ALIBABA_CLOUD_ACCESS_KEY_SECRET": "s"}
-    function["ALIBABA_CLOUD_SECURITY_TOKEN"] = "t"
-    assert find_oss_credentials({}, home | function) == Credentials("fc", "s", "t")
-    own = {"OSS_ACCESS_KEY_ID": "oss", "OSS_ACCESS_KEY_SECRET": "s"}
-    assert find_oss_credentials({}, home | function | own) == Credentials("oss", "s")
-    assert find_oss_credentials({"key": "k", "secret": "x"}, home | own) == Credentials("k", "x")
+def test_nothing_is_found_where_nothing_is(home: Path) -> None:
+    assert find_s3_credentials({}) is None
+    assert find_oss_credentials({}) is None
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
-    assert find_s3_credentials({}, {"HOME": str(tmp_path)}) is None
-    assert find_oss_credentials({}, {"HOME": str(tmp_path)}) is None
-
-
-def test_a_broken_file_is_no_error_of_ours(home: dict[str, str]) -> None:
-    Path(home["HOME"], ".ossutilconfig").write_bytes(b"\xff\xfe no section")
-    assert find_oss_credentials({}, home) is None
+def test_broken_files_of_other_tools_are_passed_over(files: Path) -> None:
+    for name in (".ossutilconfig", ".aws/config", ".aws/credentials"):
+        (files / name).write_bytes(b"\xff\xfe no section")
+    assert find_oss_credentials({}) is None
+    assert find_s3_credentials({}) is None
 
 
 def test_secrets_are_not_printed() -> None:
@@ -78,20 +79,20 @@ def test_secrets_are_not_printed() -> None:
         ({"endpoint_url": "https://minio.lan", "addressing_style": "virtual"}, "data.minio.lan", "/a%20b"),
     ],
 )
-def test_s3_addresses(home: dict[str, str], options: dict[str, str], host: str, target: str) -> None:
-    request = S3Service(options, home).request("s3://data/a b")
+def test_s3_addresses(files: Path, options: dict[str, str], host: str, target: str) -> None:
+    request = S3Service(options).request("s3://data/a b")
     assert (request.origin.host, request.target) == (host, target)
 
 
-def test_a_bucket_with_dots_stays_in_the_path(home: dict[str, str]) -> None:
-    request = S3Service({}, home).request("s3://my.data/x")
+def test_a_bucket_with_dots_stays_in_the_path(files: Path) -> None:
+    request = S3Service({}).request("s3://my.data/x")
     assert (request.origin.host, request.target) == ("s3.eu-north-1.amazonaws.com", "/my.data/x")
 
 
-def test_oss_addresses(home: dict[str, str]) -> None:
-    virtual = OSSService({}, home).request("oss://data/a b")
+def test_oss_addresses(files: Path) -> None:
+    virtual = OSSService({}).request("oss://data/a b")
     assert (virtual.origin, virtual.target) == ((True, "data.oss-cn-beijing.aliyuncs.com", 443), "/a%20b")
-    path = OSSService({"endpoint": "http://127.0.0.1:8080"}, home).request("oss://data/a b")
+    path = OSSService({"endpoint": "http://127.0.0.1:8080"}).request("oss://data/a b")
     assert (path.origin, path.target) == ((False, "127.0.0.1", 8080), "/data/a%20b")
 
 
@@ -101,8 +102,8 @@ def test_refuses_what_is_no_endpoint(endpoint: str) -> None:
         OSSService({"endpoint": endpoint})
 
 
-def test_anonymous_requests_carry_no_signature(home: dict[str, str]) -> None:
-    assert S3Service({"anon": True}, home).request("s3://data/x").headers == {}
-    service = S3Service({"anon": True}, home)
+def test_anonymous_requests_carry_no_signature(files: Path) -> None:
+    assert S3Service({"anon": True}).request("s3://data/x").headers == {}
+    service = S3Service({"anon": True})
     refusal = ErrorResponse(403, "Forbidden", {}, b"")
     assert service.follow("s3://data/x", service.request("s3://data/x"), refusal) is None

@@ -122,7 +122,7 @@ def test_who_waits_behind_a_read_that_hangs_ends_at_its_deadline(fragile: type[F
 
 def test_more_bytes_than_were_asked_for_are_refused(fragile: type[Fragile]) -> None:
     fragile.extra = b"more"
-    with ObjectReader() as reader, pytest.raises(StorageError, match="14 bytes where 10 were asked for"):
+    with ObjectReader() as reader, pytest.raises(StorageError, match="14 bytes where 10 were requested"):
         reader.read("fragile://x", 5, 15)
 
 

@@ -34,11 +34,11 @@ SPANS = st.builds(
 @given(wanted=st.lists(SPANS, max_size=12), gap=st.integers(0, 50))
 def test_every_range_is_answered_with_its_bytes(wanted: list[ByteRange], gap: int) -> None:
     reads = plan_reads(wanted, node=node_of, merge_gap=gap)
-    answered = sorted(position for read in reads for position in read.answers)
+    answered = sorted(position for read in reads for position in read.positions)
     assert answered == list(range(len(wanted)))
     for read in reads:
         data = CONTENT[read.span.start : read.span.stop]
-        for position in read.answers:
+        for position in read.positions:
             span = wanted[position]
             assert read.cut(span, data) == CONTENT[span.start : span.stop]
 
@@ -61,7 +61,7 @@ def test_merged_ranges_stay_below_their_limit() -> None:
     wanted = [ByteRange("a/1", start << 20, (start + 1) << 20) for start in range(20)]
     reads = plan_reads(wanted, node=node_of, merge_gap=0)
     assert [read.span.length for read in reads] == [8 << 20, 8 << 20, 4 << 20]
-    reads = plan_reads(wanted, node=node_of, merge_gap=0, longest=1 << 20)
+    reads = plan_reads(wanted, node=node_of, merge_gap=0, max_merged=1 << 20)
     assert [read.span for read in reads] == wanted
 
 

@@ -42,6 +42,11 @@ def servers_first(s3_endpoint: str) -> None:
     """fsspec's thread lives as long as the session."""
 
 
+@pytest.fixture(autouse=True)
+def no_settings(home: Path) -> None:
+    """Each test makes its own."""
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the key and the certificate of 127.0.0.1, which its own authority has signed."""
@@ -163,7 +168,7 @@ def test_a_bucket_in_another_region_is_followed_there(redirects: bool) -> None:
 
 
 def test_without_an_endpoint_another_region_is_another_host() -> None:
-    service = S3Service(OPTIONS | {"region": "cn-north-1"}, {})
+    service = S3Service(OPTIONS | {"region": "cn-north-1"})
     assert service.origin("s3://data/x").host == "data.s3.cn-north-1.amazonaws.com.cn"
 
 
@@ -189,11 +194,14 @@ OUTPOST = "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01/accesspoint/
     ],
 )
 def test_buckets_are_looked_for_where_botocore_does(
-    bucket: str, region: str, settings: dict[str, bool]
+    bucket: str, region: str, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or refused where it refuses them."""
-    environ = {f"AWS_{name.upper()}": "true" for name in settings}
-    service = S3Service(OPTIONS | {"region": region}, environ)
+    for name in settings:
+        monkeypatch.setenv(f"AWS_{name.upper()}", "true")
+    service = S3Service(OPTIONS | {"region": region})
+    for name in settings:
+        monkeypatch.delenv(f"AWS_{name.upper()}")
     # Else presigned URLs are those of the global endpoint.
     regional = {"us_east_1_regional_endpoint": "regional", "addressing_style": "virtual"}
     client = boto3.client(
@@ -222,7 +230,7 @@ def test_buckets_are_looked_for_where_botocore_does(
 
 
 def test_an_access_point_on_an_outpost_is_signed_for_its_service() -> None:
-    request = S3Service(OPTIONS, {}).request(f"s3://{OUTPOST}/x")
+    request = S3Service(OPTIONS).request(f"s3://{OUTPOST}/x")
     assert request.origin.host == "mine-123456789012.op-01.s3-outposts.us-west-2.amazonaws.com"
     assert "/us-west-2/s3-outposts/aws4_request" in request.headers["authorization"]
 
@@ -243,36 +251,50 @@ def test_an_access_point_on_an_outpost_is_signed_for_its_service() -> None:
     ],
 )
 def test_settings_of_the_shared_configuration_count(
-    tmp_path: Path, config: str, host: str, target: str
+    tmp_path: Path, config: str, host: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config").write_text(f"[default]\n{config}\n")
-    service = S3Service(OPTIONS, {"AWS_CONFIG_FILE": str(tmp_path / "config")})
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    service = S3Service(OPTIONS)
     request = service.request("s3://data/x")
     assert (request.origin.host, request.target) == (host, target)
 
 
 @pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
-def test_endpoints_that_only_aws_has_are_not_ignored(variable: str) -> None:
+def test_endpoints_that_only_aws_has_are_not_ignored(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = OPTIONS | {"endpoint": "https://minio"}
+    monkeypatch.setenv(variable, "true")
     with pytest.raises(OptionError, match=r"with the endpoint 'https://minio': only AWS has such endpoints"):
-        S3Service(OPTIONS | {"endpoint": "https://minio"}, {variable: "true"})
+        S3Service(options)
+    monkeypatch.setenv(variable, "1")
     with pytest.raises(OptionError, match=f"{variable}='1': give true or false"):
-        S3Service(OPTIONS, {variable: "1"})
-    assert (
-        S3Service(OPTIONS | {"endpoint": "https://minio"}, {variable: "false"}).origin("s3://data/x").host
-        == "minio"
-    )
+        S3Service(OPTIONS)
+    monkeypatch.setenv(variable, "false")
+    assert S3Service(options).origin("s3://data/x").host == "minio"
 
 
 def test_what_needs_rules_of_botocore_says_so_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints._rules.cache_clear()
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    service = S3Service(OPTIONS, {})
+    service = S3Service(OPTIONS)
     assert service.origin("s3://data/x").host == "data.s3.us-east-1.amazonaws.com"
     assert service.origin("s3://My_Bucket/x").host == "s3.us-east-1.amazonaws.com"
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[s3\]'"):
         service.request(f"s3://{POINT}/x")
+    monkeypatch.setenv("AWS_USE_FIPS_ENDPOINT", "true")
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[s3\]'"):
-        S3Service(OPTIONS, {"AWS_USE_FIPS_ENDPOINT": "true"}).request("s3://data/x")
+        S3Service(OPTIONS).request("s3://data/x")
+
+
+def test_files_of_aws_that_only_botocore_reads_are_not_ignored_without_it(
+    monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.configloader", None)
+    assert S3Service(OPTIONS).origin("s3://data/x").host == "data.s3.us-east-1.amazonaws.com"
+    (home / ".aws").mkdir()
+    (home / ".aws/config").write_text("[default]\nendpoint_url = https://minio\n")
+    with pytest.raises(MissingExtraError, match=r"\.aws/config .* pip install 'torch_dpflow\[s3\]'"):
+        S3Service(OPTIONS)
 
 
 @pytest.mark.parametrize("style", ["path", "virtual"])
@@ -290,12 +312,12 @@ def test_an_endpoint_may_have_a_path(style: str) -> None:
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     for service in (S3Service, OSSService):
         with pytest.raises(OptionError, match=r"endpoint .*; give http"):
-            service(OPTIONS | {"endpoint": endpoint}, {})
+            service(OPTIONS | {"endpoint": endpoint})
 
 
 def test_a_domain_of_a_bucket_of_oss_is_used_as_it_is() -> None:
     options = OPTIONS | {"endpoint": "https://img.example.com", "cname": True}
-    service = OSSService(options, {})
+    service = OSSService(options)
     bucket = oss2.Bucket(oss2.Auth("key", "secret"), "https://img.example.com", "data", is_cname=True)
     expected = urlsplit(bucket.sign_url("GET", "a b/c", 60, slash_safe=True))
     request = service.request("oss://data/a b/c")
@@ -303,7 +325,7 @@ def test_a_domain_of_a_bucket_of_oss_is_used_as_it_is() -> None:
     with pytest.raises(OptionError, match="cname=True only reads objects by their names"):
         fsspec_options("oss", options)
     with pytest.raises(OptionError, match="OSS has no endpoints with a path"):
-        OSSService(OPTIONS | {"endpoint": "https://oss.example/path"}, {})
+        OSSService(OPTIONS | {"endpoint": "https://oss.example/path"})
 
 
 def test_s3_express_is_read_in_sessions_by_the_vendors_client() -> None:
@@ -331,7 +353,7 @@ def test_s3_express_is_read_in_sessions_by_the_vendors_client() -> None:
 
 
 def test_tls_can_be_done_without() -> None:
-    assert S3Service({"use_ssl": False}, {}).origin("s3://data/x") == (
+    assert S3Service({"use_ssl": False}).origin("s3://data/x") == (
         False,
         "data.s3.us-east-1.amazonaws.com",
         80,

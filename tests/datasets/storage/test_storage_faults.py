@@ -203,17 +203,17 @@ def test_what_waits_behind_reads_that_hang_is_not_asked_for(server: OSSServer) -
     with ObjectReader(server.storage_options(), options=two_at_once) as reader:
         results = reader.read_each([ByteRange(f"oss://{BUCKET}/{number}") for number in range(12)])
     assert {type(result) for result in results} == {StorageTimeoutError}
-    assert str(results[-1]).startswith(f"oss://{BUCKET}/11: the storage brought nothing of this batch")
+    assert str(results[-1]).startswith(f"oss://{BUCKET}/11: the storage returned nothing of this batch")
     assert len(server.requests) == 2
 
 
 def test_patience_begins_anew_with_every_read_that_brings_bytes() -> None:
     now = 100.0
-    patience = BatchDeadline(10.0, clock=lambda: now)
+    deadline = BatchDeadline(10.0, clock=lambda: now)
     now = 109.0
-    assert not patience.is_over
-    patience.renew()
+    assert not deadline.has_passed
+    deadline.renew()
     now = 118.0
-    assert (patience.is_over, patience.deadline) == (False, 119.0)
+    assert (deadline.has_passed, deadline.deadline) == (False, 119.0)
     now = 119.0
-    assert patience.is_over
+    assert deadline.has_passed

@@ -486,7 +486,7 @@ def test_unusual_heads_are_understood(web: WebServer, reader: ObjectReader) -> N
     with pytest.raises(StorageUnavailableError, match="does not say how long it is"):
         reader.read(f"{web.url}/x")
     web.answer = lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: " + bytes(1 << 20)) and None
-    with pytest.raises(StorageUnavailableError, match="head of the answer"):
+    with pytest.raises(StorageUnavailableError, match="head of the response"):
         reader.read(f"{web.url}/x")
 
 

@@ -122,11 +122,11 @@ def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:
     """What the cluster's workers load: for a platform's with the user's modules, and without keys of storages."""
     if not cluster.sends_code:
         return assignment.pack()
-    from torch_dpflow.datasets.storage.credentials import left_out
+    from torch_dpflow.datasets.storage.credentials import leave_out_keys
     from torch_dpflow.remote.shipping.code_bundle import make_bundle
     from torch_dpflow.remote.shipping.content_pack import join_content
 
-    with left_out():
+    with leave_out_keys():
         packed = assignment.pack()
     bundle = make_bundle(packed, "auto")
     return join_content(packed, b"" if bundle is None else bundle.data)

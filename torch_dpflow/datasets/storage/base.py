@@ -18,7 +18,7 @@ REVISION_PATTERN = (
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """The bytes `start` to `stop` of the object at `url`, `stop` excluded; None: to the end.
+    """The bytes `start` to `stop` (excluded; None: the end) of the object at `url`.
 
     Raises OptionError for a negative start or a stop before it.
     """
@@ -26,10 +26,9 @@ class ByteRange:
     url: str
     start: int = 0
     stop: int | None = None
-    #: Bytes of the whole object, where they are known: an object of another size is an error.
+    #: Bytes of the whole object if known; an object of another size is an error.
     size: int | None = None
-    #: The state of the object that is wanted, see `revision_of`: another one is an error, where S3 or OSS is read
-    #: directly.
+    #: The expected state of the object, see `revision_of`. Another one is an error where S3 or OSS is read directly.
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -45,14 +44,14 @@ class ByteRange:
 
     @property
     def length(self) -> int | None:
-        """Its bytes; None if only the storage knows."""
+        """Bytes of the range; None if they depend on the size of the object."""
         return None if self.stop is None else self.stop - self.start
 
     def check_size(self, found: int | None) -> None:
-        """Compare the bytes of the whole object, as the storage gives them, with `size`; None: not known.
+        """Compare the size of the whole object that the storage reports (None: unknown) with `size`.
 
         Raises:
-            TruncatedObjectError: it has fewer.
+            TruncatedObjectError: it has fewer bytes.
             ChecksumError: it has more.
         """
         if self.size is None or found is None or found == self.size:
@@ -71,24 +70,24 @@ class ByteRange:
 
 
 class Storage(Protocol):
-    """One kind of storage: reads a range of an object, in one attempt.
+    """One kind of storage, which reads a range of an object in one attempt.
 
-    Every method may be called from any thread. An instance belongs to the process that made it: sockets and
-    locks do not survive a fork.
+    Every method may be called from any thread. An instance belongs to the process that made it, as sockets and locks
+    do not survive a fork.
     """
 
     #: Whether reads have a network latency, so that overlapping them always pays.
     is_remote: bool
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
-        """Exactly the bytes of `span`; gives up at `deadline` (`time.monotonic()`).
+        """Return exactly the bytes of `span`, before `deadline` (`time.monotonic()`).
 
         Raises:
             StorageError: a subclass if the cause is known; the message names the object.
         """
 
     def node(self, url: str) -> str:
-        """Identifies the machine or mount that serves `url`: requests to different nodes share no queue."""
+        """Identify the machine or mount that serves `url`. Requests to different nodes share no queue."""
 
     def close(self) -> None:
         """Close idle connections. The storage can still be used, with new ones."""
@@ -98,24 +97,22 @@ class Storage(Protocol):
 class ReadOptions:
     """Limits of every read. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
-    #: Seconds without a byte from the storage after which an attempt fails; in the middle of a body up to twice
-    #: as many.
+    #: Seconds without a byte from the storage after which an attempt fails; inside a body up to twice as many.
     timeout_s: float = 20.0
-    #: Seconds that one read may take, with all attempts and pauses; and that a batch of reads may continue without
-    #: any of them succeeding.
+    #: Seconds for one read with all attempts and pauses; also how long a batch of reads may go without any success.
     deadline_s: float = 120.0
-    #: Most attempts of a read whose failures are transient: resets, timeouts, overload, truncation. None: as many as
-    #: `deadline_s` has time for.
+    #: Maximum attempts of a read that fails transiently (resets, timeouts, overload, truncation). None: no limit but
+    #: `deadline_s`.
     attempts: int | None = None
-    #: Seconds of the longest pause before the second attempt; doubles with each further one.
+    #: Longest pause before the second attempt, seconds; doubles with each further one.
     backoff_s: float = 0.2
-    #: Seconds of the longest pause.
+    #: Longest pause of all, seconds.
     longest_backoff_s: float = 10.0
     #: Reads that overlap in one process.
     concurrency: int = 16
     #: Ranges of one object with at most so many bytes between them are read as one.
     merge_gap: int = 64 * 1024
-    #: A longer object or range is refused, so that no storage can fill our memory; bytes.
+    #: Bytes above which an object or range is refused, so that no storage can fill the memory.
     longest: int = 1 << 30
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Plan and run the reads of a batch: merge neighbouring ranges, overlap requests, extend the deadline.
+"""Planning and running the reads of a batch: merge neighbouring ranges, overlap requests, extend the deadline.
 
-The patent on prefetch caches keeps one list of reads for each storage node, in the order in which they are
-needed, and requests several samples of a node at once. Here one request reads from one object, and requests
-alternate between the nodes' lists, so that all nodes work at once and none gets a burst."""
+The patent on prefetch caches keeps a list of reads for each storage node and requests several samples of a node at
+once. Here one request reads from one object, and requests alternate between the nodes' lists, so that all nodes work
+at once and none gets a burst.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +15,30 @@ from dataclasses import dataclass, field
 
 from torch_dpflow.datasets.storage.base import ByteRange
 
-#: Most bytes of a merged range: a lost connection must not cost much.
-LONGEST_MERGED = 8 << 20
-#: The same for local files, where a read costs some microseconds, as does the copy that cuts 64 KiB out of another.
-#: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each, before 40.
-LONGEST_MERGED_LOCALLY = 64 << 10
-#: Bytes between ranges of a local file that are worth reading for one read less.
+#: Maximum bytes of a merged range, as a lost connection must not cost much.
+MAX_MERGED = 8 << 20
+#: The same for local files, where a read takes some microseconds, as does the copy that cuts 64 KiB out of another.
+#: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each instead of 40.
+MAX_MERGED_LOCALLY = 64 << 10
+#: Bytes between ranges of a local file that are read too, to save a read.
 LOCAL_MERGE_GAP = 4 << 10
+#: A read that takes longer waits for a device; a shorter one ends before a thread starts.
+WORTH_A_THREAD_S = 0.0002
+#: Weight of the last batch in the mean time of a read.
+_LATEST_WEIGHT = 0.3
+#: Maximum seconds of a read that count: one that was interrupted by other work must not start threads.
+_MAX_COUNTED_S = 0.0005
 
 
 @dataclass(frozen=True)
 class Read:
-    """One request, and the wanted ranges that it covers."""
+    """One request, and the positions of the wanted ranges that it covers."""
 
     span: ByteRange
-    #: positions of the wanted ranges
-    answers: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
 
     def cut(self, wanted: ByteRange, data: bytes) -> bytes:
-        """The part of this read's `data` that is `wanted`."""
+        """Return the part of this read's `data` that is `wanted`."""
         if wanted == self.span or wanted.stop is None:
             return data
         begin = wanted.start - self.span.start
@@ -44,59 +50,53 @@ def plan_reads(
     *,
     node: Callable[[str], str],
     merge_gap: int,
-    longest: int = LONGEST_MERGED,
+    max_merged: int = MAX_MERGED,
 ) -> list[Read]:
-    """The requests for all of `wanted`, in the order in which they should be started.
+    """Return the requests for all of `wanted`, in the order in which to start them. Pure.
 
-    Ranges of one object which are at most `merge_gap` bytes apart are merged into a request of up to `longest` bytes;
-    overlapping ones always are.
+    Ranges of one object that are at most `merge_gap` bytes apart are merged into a request of up to `max_merged` bytes.
+    Overlapping ones are always merged.
     """
     by_object: dict[str, list[int]] = defaultdict(list)
     for position, span in enumerate(wanted):
         by_object[span.url].append(position)
     by_node: dict[str, deque[Read]] = defaultdict(deque)
     for url, positions in by_object.items():
-        by_node[node(url)].extend(_reads_of_object(wanted, positions, merge_gap, longest))
+        by_node[node(url)].extend(_reads_of_object(wanted, positions, merge_gap, max_merged))
     return _alternated(list(by_node.values()))
 
 
 def _reads_of_object(
-    wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, longest: int
+    wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, max_merged: int
 ) -> list[Read]:
     if len(positions) == 1:
         return [Read(wanted[positions[0]], positions)]
-    to_the_end = [position for position in positions if wanted[position].stop is None]
-    bounded = [position for position in positions if wanted[position].stop is not None]
-    return _equal_as_one(wanted, to_the_end) + _close_as_one(wanted, bounded, merge_gap, longest)
-
-
-def _equal_as_one(wanted: Sequence[ByteRange], positions: list[int]) -> list[Read]:
     reads: dict[ByteRange, Read] = {}
     for position in positions:
-        reads.setdefault(wanted[position], Read(wanted[position])).answers.append(position)
-    return list(reads.values())
+        if wanted[position].stop is None:
+            reads.setdefault(wanted[position], Read(wanted[position])).positions.append(position)
+    bounded = [position for position in positions if wanted[position].stop is not None]
+    return [*reads.values(), *_merged(wanted, bounded, merge_gap, max_merged)]
 
 
-def _close_as_one(
-    wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, longest: int
-) -> list[Read]:
+def _merged(wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, max_merged: int) -> list[Read]:
     reads: list[Read] = []
     for position in sorted(positions, key=lambda position: wanted[position].start):
         span = wanted[position]
-        merged = _joined(reads[-1].span, span, merge_gap, longest) if reads else None
+        merged = _joined(reads[-1].span, span, merge_gap, max_merged) if reads else None
         if merged is None:
             reads.append(Read(span, [position]))
         else:
-            reads[-1] = Read(merged, [*reads[-1].answers, position])
+            reads[-1] = Read(merged, [*reads[-1].positions, position])
     return reads
 
 
-def _joined(one: ByteRange, other: ByteRange, merge_gap: int, longest: int) -> ByteRange | None:
-    """Both ranges as one, if they are close; `other` does not begin before `one`."""
+def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -> ByteRange | None:
+    """Return both ranges as one if they are close. `other` does not begin before `one`."""
     assert one.stop is not None
     assert other.stop is not None
     stop = max(one.stop, other.stop)
-    if other.start > one.stop + merge_gap or (stop - one.start > longest and other.start >= one.stop):
+    if other.start > one.stop + merge_gap or (stop - one.start > max_merged and other.start >= one.stop):
         return None
     return ByteRange(one.url, one.start, stop, one.size, one.revision)
 
@@ -104,23 +104,15 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, longest: int) -> B
 def _alternated(lists: list[deque[Read]]) -> list[Read]:
     reads: list[Read] = []
     while lists:
-        reads.extend(waiting.popleft() for waiting in lists)
-        lists = [waiting for waiting in lists if waiting]
+        reads.extend(pending.popleft() for pending in lists)
+        lists = [pending for pending in lists if pending]
     return reads
 
 
-#: A read that takes longer waits for a device; a shorter one ends before a thread starts.
-WORTH_A_THREAD_S = 0.0002
-#: Weight of the last batch in the mean time of a read.
-_LATEST_WEIGHT = 0.3
-#: Most seconds of a read that count: one that was interrupted by other work must not start threads.
-_LONGEST_COUNTED_S = 0.0005
-
-
 class Overlap:
-    """Threads for one process's reads, started when they first pay. Thread-safe.
+    """Threads for the reads of one process, started when they first pay. Thread-safe.
 
-    Several callers share them; each caller also runs tasks itself, so a batch proceeds even if all threads are busy.
+    Several callers share them. Each caller also runs tasks itself, so a batch proceeds even if all threads are busy.
 
     Args:
         concurrency: how many reads run at once, including the caller's.
@@ -135,7 +127,7 @@ class Overlap:
         self._pace_s = WORTH_A_THREAD_S
 
     def run(self, tasks: Sequence[Callable[[], None]], *, is_remote: bool) -> None:
-        """Start all of `tasks` in their order, and return when all have ended.
+        """Start `tasks` in their order, and return when all have ended.
 
         A task should raise nothing: one of the errors is raised here, and the others are lost.
         """
@@ -156,21 +148,19 @@ class Overlap:
         if not is_remote:
             begun = self._clock()
             waiting.popleft()()
-            self._note_pace(self._clock() - begun)
-        is_worth = is_remote or self._pace_s > WORTH_A_THREAD_S
-        helpers = min(self._helpers, len(tasks) - 1) if is_worth else 0
+            taken_s = min(self._clock() - begun, _MAX_COUNTED_S)
+            self._pace_s += _LATEST_WEIGHT * (taken_s - self._pace_s)
+        pays = is_remote or self._pace_s > WORTH_A_THREAD_S
+        helpers = min(self._helpers, len(tasks) - 1) if pays else 0
         started = [self._threads().submit(work) for _ in range(helpers)]
         try:
             work()
         finally:
             waiting.clear()  # after an interrupt the helpers finish their current read only
-            taken = [future for future in started if not future.cancel()]
-            wait(taken)
-        for future in taken:
-            future.result()  # raises errors of the tasks, which should raise none
-
-    def _note_pace(self, taken_s: float) -> None:
-        self._pace_s += _LATEST_WEIGHT * (min(taken_s, _LONGEST_COUNTED_S) - self._pace_s)
+            running = [future for future in started if not future.cancel()]
+            wait(running)
+        for future in running:
+            future.result()
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -180,17 +170,17 @@ class Overlap:
         return self._pool
 
     def close(self) -> None:
-        """End the threads; a read that hangs ends at its deadline."""
+        """End the threads. A read that hangs ends at its deadline."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 class BatchDeadline:
-    """A deadline that each successful read of a batch renews. Thread-safe.
+    """A deadline that each successful read of a batch extends. Thread-safe.
 
-    Each read has a deadline of its own, but not all reads of a batch run at once: on a storage that hangs
-    the waiting ones would each take as long again. While reads succeed, a large batch may take any time.
+    Each read has a deadline of its own, but not all reads of a batch run at once: on a storage that hangs, each waiting
+    read would take as long again. While reads succeed, a large batch may take any time.
 
     Args:
         seconds: the longest time without a successful read.
@@ -204,9 +194,9 @@ class BatchDeadline:
         self.deadline = clock() + seconds
 
     def renew(self) -> None:
-        """A read has succeeded."""
+        """Extend the deadline after a successful read."""
         self.deadline = self._clock() + self._seconds
 
     @property
-    def is_over(self) -> bool:
+    def has_passed(self) -> bool:
         return self._clock() >= self.deadline

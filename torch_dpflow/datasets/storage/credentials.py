@@ -1,9 +1,12 @@
-"""Access keys from options, the environment or the vendors' own files, in this order."""
+"""Access keys: where they are found, when they are renewed, and when they are kept out of pickles.
+
+OSS keys are found here and not by oss2, whose only provider for more than options reads environment variables, and
+whose import costs each worker process 0.25 s and 21 MB.
+"""
 
 from __future__ import annotations
 
 import configparser
-import functools
 import os
 import threading
 import time
@@ -11,22 +14,177 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch_dpflow.datasets.storage.urls import without_login
-from torch_dpflow.errors import AccessDeniedError, UsageError
+from torch_dpflow.errors import AccessDeniedError, MissingExtraError, UsageError
+
+#: Minimum seconds between two look-ups by botocore. A look-up may wait for servers that do not exist, and not every
+#: read of a forbidden object may cause one.
+_LOOK_UP_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """An access key, and the security token that belongs to it if it is temporary."""
+    """An access key, with its security token if the key is temporary."""
 
     key_id: str
     secret: str = field(repr=False)
     token: str | None = field(default=None, repr=False)
 
 
-#: What names of options for secrets have in them, for all file systems that fsspec knows.
+class CredentialSource:
+    """Credentials that are looked up once, and again when the storage refuses them. Thread-safe.
+
+    Args:
+        find: looks them up cheaply; called again whenever a key is refused.
+        chain: used if `find` returns None.
+    """
+
+    def __init__(self, find: Callable[[], Credentials | None], chain: BotocoreChain | None = None) -> None:
+        self._find = find
+        self._chain = chain
+        self._lock = threading.Lock()
+        self._found = find()
+
+    def get(self) -> Credentials | None:
+        return self._found if self._found is not None or self._chain is None else self._chain.get()
+
+    def renew(self, used: Credentials | None) -> Credentials | None:
+        """Return credentials other than `used`, which were refused; None if there are none.
+
+        When many threads are refused at once, one of them looks credentials up for all.
+        """
+        with self._lock:
+            if self.get() == used:
+                self._found = self._find()
+                if self._found is None and self._chain is not None:
+                    self._chain.renew()
+            found = self.get()
+        return None if found == used else found
+
+
+class BotocoreChain:
+    """Credentials from botocore's chain: roles of instances and containers, SSO, web identities. Thread-safe.
+
+    botocore renews them before they expire. Without botocore there are none.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: Any = None
+        self._looked_up: float | None = None
+
+    def get(self) -> Credentials | None:
+        """Return valid credentials. Raises ConnectionError if they cannot be renewed."""
+        if self._looked_up is None:
+            with self._lock:
+                if self._looked_up is None:
+                    self._look_up()
+        if self._found is None:
+            return None
+        try:
+            frozen = self._found.get_frozen_credentials()
+        except Exception as error:
+            raise ConnectionError(f"the credentials could not be renewed: {error}") from error
+        return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+
+    def renew(self) -> None:
+        """Look them up again, unless the last look-up was within `_LOOK_UP_AGAIN_S`."""
+        with self._lock:
+            if self._looked_up is None or time.monotonic() - self._looked_up >= _LOOK_UP_AGAIN_S:
+                self._look_up()
+
+    def _look_up(self) -> None:
+        try:
+            import botocore.session
+        except ImportError:
+            pass
+        else:
+            self._found = botocore.session.get_session().get_credentials()
+        self._looked_up = time.monotonic()
+
+
+def find_s3_credentials(options: Mapping[str, Any]) -> Credentials | None:
+    """Return credentials from `options` (`key`, `secret`, `token`), AWS_* variables or the shared files."""
+    return (
+        _from(options, "key", "secret", "token")
+        or _from(os.environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+        or _from(aws_profile(), "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    )
+
+
+def find_oss_credentials(options: Mapping[str, Any]) -> Credentials | None:
+    """Return credentials from `options` (as for S3), OSS_* or ALIBABA_CLOUD_* variables, or ossutil's file."""
+    alibaba = [f"ALIBABA_CLOUD_{name}" for name in ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN")]
+    return (
+        _from(options, "key", "secret", "token")
+        or _from(os.environ, "OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", "OSS_SESSION_TOKEN")
+        or _from(os.environ, *alibaba)
+        or _from(ossutil_settings(), "accesskeyid", "accesskeysecret", "ststoken")
+    )
+
+
+def _from(source: Mapping[str, Any], key_id: str, secret: str, token: str) -> Credentials | None:
+    if source.get(key_id) and source.get(secret):
+        return Credentials(str(source[key_id]), str(source[secret]), source.get(token) or None)
+    return None
+
+
+def no_credentials(url: str, variables: str) -> AccessDeniedError:
+    """Return the error for a private object without any credentials."""
+    return AccessDeniedError(
+        f"{url}: no credentials were found; set {variables}, give storage_options with 'key' and 'secret', "
+        f"or with 'anon': True for a public bucket{left_out_hint()}"
+    )
+
+
+def aws_profile() -> Mapping[str, Any]:
+    """Return the settings of the chosen profile in AWS's shared files; empty without such files.
+
+    Nested settings, such as those below `s3 =`, are mappings. Raises MissingExtraError if there are files but no
+    botocore to read them.
+    """
+    profile = os.environ.get("AWS_PROFILE", "default")
+    config = _aws_file("AWS_CONFIG_FILE", "config")
+    keys = _aws_file("AWS_SHARED_CREDENTIALS_FILE", "credentials")
+    return {**(config.get(f"profile {profile}") or config.get(profile) or {}), **keys.get(profile, {})}
+
+
+def aws_services(name: str) -> Mapping[str, Any]:
+    """Return the settings of the section `services <name>` of AWS's shared configuration."""
+    return _aws_file("AWS_CONFIG_FILE", "config").get(f"services {name}") or {}
+
+
+def _aws_file(variable: str, name: str) -> dict[str, dict[str, Any]]:
+    path = os.path.expanduser(os.environ.get(variable) or f"~/.aws/{name}")
+    if not os.path.isfile(path):
+        return {}
+    try:
+        from botocore.configloader import raw_config_parse
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{path} needs botocore to be read: {error}; pip install 'torch_dpflow[s3]', or remove the file"
+        ) from error
+    try:
+        found: dict[str, dict[str, Any]] = raw_config_parse(path)
+    except BotoCoreError:
+        return {}  # a file of another tool, which reports its errors itself
+    return found
+
+
+def ossutil_settings() -> Mapping[str, str]:
+    """Return the settings of ossutil's configuration file by lower-case name; empty without one."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(os.path.expanduser("~/.ossutilconfig"), encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return {}  # a file of another tool, which reports its errors itself
+    return dict(parser["Credentials"]) if parser.has_section("Credentials") else {}
+
+
+#: Parts of the names of options that are secrets, for all file systems of fsspec.
 _SECRET = (
     "secret",
     "token",
@@ -39,79 +197,74 @@ _SECRET = (
     "cookie",
     "signature",
 )
-#: Names of secrets that would have others in them that are none, such as `key_filename`.
+#: Ends of names of secrets; as parts they would match others, such as `key_filename`.
 _SECRET_ENDS = ("customerkey", "apikey", "accesskey", "privatekey", "sharedkey", "key_content")
-#: Values of `token` that name a source, for gcsfs.
+#: Values of gcsfs's `token` that name a source.
 _SOURCES = frozenset({"anon", "google_default", "cloud", "cache", "browser"})
-#: Belongs to a secret, and is of no use without it.
+#: The name that accompanies a secret and has no use without it.
 _ACCOMPANIES = "key"
 
-#: What becomes of keys of a storage in objects that are pickled.
-_KeysAre = Literal["written", "refused", "left out"]
-_keys_are: ContextVar[_KeysAre] = ContextVar("keys_are", default="written")
+_key_policy: ContextVar[Literal["keep", "refuse", "leave out"]] = ContextVar("key_policy", default="keep")
 #: Names of options that were left out of what this process has unpickled.
 _left_out: set[str] = set()
 
 
 @contextmanager
-def kept_out() -> Iterator[None]:
-    """Have objects that hold keys of a storage refuse to be pickled: others may read what is written meanwhile."""
-    with _keys("refused"):
-        yield
-
-
-@contextmanager
-def left_out() -> Iterator[None]:
-    """Have objects that hold keys of a storage be pickled without: who unpickles them is to have his own."""
-    with _keys("left out"):
-        yield
-
-
-@contextmanager
-def _keys(are: _KeysAre) -> Iterator[None]:
-    before = _keys_are.set(are)
+def refuse_keys() -> Iterator[None]:
+    """Make objects that hold storage keys refuse to be pickled: others may read what is written meanwhile."""
+    before = _key_policy.set("refuse")
     try:
         yield
     finally:
-        _keys_are.reset(before)
+        _key_policy.reset(before)
 
 
-def to_pickle(options: Mapping[str, Any]) -> Any:
-    """These storage options as they are to be pickled: an object that unpickles to a mapping.
+@contextmanager
+def leave_out_keys() -> Iterator[None]:
+    """Pickle objects that hold storage keys without them: the process that unpickles them needs its own."""
+    before = _key_policy.set("leave out")
+    try:
+        yield
+    finally:
+        _key_policy.reset(before)
 
-    Raises UsageError in `kept_out` if there are keys among them.
+
+def options_to_pickle(options: Mapping[str, Any]) -> Any:
+    """Return what to pickle for these storage options: an object that unpickles to a mapping.
+
+    Raises UsageError inside `refuse_keys` if there are keys among them.
     """
-    are = _keys_are.get()
-    if are == "written":
+    policy = _key_policy.get()
+    if policy == "keep":
         return options
     names: set[str] = set()
     rest = _without_keys(options, names)
-    if are == "left out":
+    if policy == "leave out":
         return _Rest(rest, sorted(names)) if names else rest
     names.discard(_ACCOMPANIES)
     if names:
         raise UsageError(
-            f"storage_options {sorted(names)} would be written with it; leave them out, and give keys by the "
-            "environment of whoever reads it (AWS_ACCESS_KEY_ID, OSS_ACCESS_KEY_ID and so on) or by the vendor's own "
-            "files"
+            f"storage_options {sorted(names)} would be written to the file; leave them out, and give keys to the "
+            "processes that read it by their environment (AWS_ACCESS_KEY_ID, OSS_ACCESS_KEY_ID and so on) or by the "
+            "vendor's own files"
         )
     return options
 
 
-def about_left_out() -> str:
-    """What to add to an error for missing or refused credentials, where that may be the reason; else nothing."""
+def left_out_hint() -> str:
+    """Return the end of an error for missing or refused credentials if keys were left out of a pickle, else ""."""
     if not _left_out:
         return ""
     return (
         f"; storage_options {sorted(_left_out)} of the training process were not sent to this worker, as keys never "
-        "are: give it some of its own, by a role of its machine or function, the environment (AWS_ACCESS_KEY_ID, "
+        "are: give it keys of its own, by a role of its machine or function, the environment (AWS_ACCESS_KEY_ID, "
         "OSS_ACCESS_KEY_ID and so on) or the vendor's files"
     )
 
 
 @dataclass(frozen=True)
 class _Rest:
-    """Storage options without keys; unpickles to these, and the process remembers what they lack."""
+    """Storage options without keys. Unpickling returns them, and records the names of the missing ones."""
 
     options: Any
     names: Sequence[str]
@@ -126,12 +279,12 @@ def _remember(options: Any, names: Sequence[str]) -> Any:
 
 
 def _without_keys(value: Any, names: set[str]) -> Any:
-    """A copy without secrets, whose names are noted."""
+    """Return a copy without secrets, and add their names to `names`."""
     if isinstance(value, Mapping):
-        pairs = [pair for pair in value.items() if not _is_secret_pair(pair, names)]
+        pairs = [pair for pair in value.items() if not _is_secret(pair, names)]
         return {name: _without_keys(inner, names) for name, inner in pairs}
     if isinstance(value, tuple | list):
-        kept = [inner for inner in value if not _is_secret_pair(inner, names)]
+        kept = [inner for inner in value if not _is_secret(inner, names)]
         return type(value)(_without_keys(inner, names) for inner in kept)
     if isinstance(value, str) and without_login(value) != value:
         names.add("user and password of a URL")
@@ -139,205 +292,15 @@ def _without_keys(value: Any, names: set[str]) -> Any:
     return value
 
 
-def _is_secret_pair(pair: Any, names: set[str]) -> bool:
-    """Whether this is a secret's name and the secret, as also headers may be given; the name is noted."""
+def _is_secret(pair: Any, names: set[str]) -> bool:
+    """Whether this is a pair of a secret's name and the secret, as in a list of headers. Adds the name to `names`."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
         return False
-    if not _is_secret(*pair):
-        return False
-    names.add(pair[0])
-    return True
-
-
-def _is_secret(name: str, value: Any) -> bool:
+    name, value = pair
     low = name.lower().replace("-", "_")
     if not value or isinstance(value, bool) or (isinstance(value, str) and value in _SOURCES):
         return False
-    return low == _ACCOMPANIES or any(part in low for part in _SECRET) or low.endswith(_SECRET_ENDS)
-
-
-class CredentialChain(Protocol):
-    """A vendor's library that finds credentials in further places, and renews them before they expire."""
-
-    def get(self) -> Credentials | None:
-        """The valid credentials."""
-
-    def renew(self) -> None:
-        """Look them up again."""
-
-
-class CredentialSource:
-    """Credentials that are looked up once, and again when the storage refuses them. Thread-safe.
-
-    Args:
-        find: looks them up cheaply; called again whenever a key is refused.
-        chain: used if `find` finds none.
-    """
-
-    def __init__(self, find: Callable[[], Credentials | None], chain: CredentialChain | None = None) -> None:
-        self._find = find
-        self._chain = chain
-        self._lock = threading.Lock()
-        self._found = find()
-
-    def get(self) -> Credentials | None:
-        """The credentials found last."""
-        return self._found if self._found is not None or self._chain is None else self._chain.get()
-
-    def renew(self, used: Credentials | None) -> Credentials | None:
-        """Other credentials than `used`, which were refused; None: there are none.
-
-        If many threads were refused at once, one looks them up for all.
-        """
-        with self._lock:
-            if self.get() == used:
-                self._found = self._find()
-                if self._found is None and self._chain is not None:
-                    self._chain.renew()
-            found = self.get()
-        return None if found == used else found
-
-
-def find_s3_credentials(
-    options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
-) -> Credentials | None:
-    """The credentials in `options` (`key`, `secret`, `token`), AWS_* variables or the shared files."""
-    return (
-        _from(options, "key", "secret", "token")
-        or _from(environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-        or _from_aws_files(environ)
-    )
-
-
-def find_oss_credentials(
-    options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
-) -> Credentials | None:
-    """The credentials in `options` (as for S3), OSS_* variables, ALIBABA_CLOUD_* variables or ossutil's file."""
-    return (
-        _from(options, "key", "secret", "token")
-        or _from(environ, "OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", "OSS_SESSION_TOKEN")
-        or _from(
-            environ,
-            "ALIBABA_CLOUD_ACCESS_KEY_ID",
-            "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
-            "ALIBABA_CLOUD_SECURITY_TOKEN",
-        )
-        or _from(ossutil_settings(environ), "accesskeyid", "accesskeysecret", "ststoken")
-    )
-
-
-def no_credentials(url: str, how: str) -> AccessDeniedError:
-    """The error for a private object without any credentials; `how` names the settings for them."""
-    return AccessDeniedError(
-        f"{url}: no credentials were found; set {how}, give storage_options with 'key' and 'secret', "
-        f"or with 'anon': True for a public bucket{about_left_out()}"
-    )
-
-
-def aws_setting(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """One setting of the chosen profile in AWS's shared configuration, such as `region`."""
-    profile = environ.get("AWS_PROFILE", "default")
-    for section in (f"profile {profile}", profile):
-        for parser in _aws_files(environ):
-            if parser.has_option(section, name):
-                return parser.get(section, name)
-    return None
-
-
-def nested_aws_setting(
-    name: str, environ: Mapping[str, str] = os.environ, section: str | None = None
-) -> Mapping[str, str]:
-    """The settings below one of a profile, or of another `section`, such as those of `s3 =`; empty without it."""
-    if section is None:
-        found = aws_setting(name, environ)
-    else:
-        texts = (parser.get(section, name, fallback=None) for parser in _aws_files(environ))
-        found = next(filter(None, texts), None)
-    pairs = [line.partition("=") for line in (found or "").splitlines() if "=" in line]
-    return {key.strip().lower(): value.strip() for key, _, value in pairs}
-
-
-def ossutil_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """The settings of ossutil's configuration file, by lower-case name; empty without one."""
-    path = os.path.join(environ.get("HOME", ""), ".ossutilconfig")
-    parser = _read(path)
-    return dict(parser["Credentials"]) if parser.has_section("Credentials") else {}
-
-
-def _from(source: Mapping[str, Any], key_id: str, secret: str, token: str) -> Credentials | None:
-    if source.get(key_id) and source.get(secret):
-        return Credentials(str(source[key_id]), str(source[secret]), source.get(token) or None)
-    return None
-
-
-def _from_aws_files(environ: Mapping[str, str]) -> Credentials | None:
-    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    return _from({name: aws_setting(name, environ) for name in names}, *names)
-
-
-def _aws_files(environ: Mapping[str, str]) -> Iterator[configparser.RawConfigParser]:
-    home = os.path.join(environ.get("HOME", ""), ".aws")
-    yield _read(environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.join(home, "credentials"))
-    yield _read(environ.get("AWS_CONFIG_FILE") or os.path.join(home, "config"))
-
-
-def _read(path: str) -> configparser.RawConfigParser:
-    """A configuration file; read again only if it has changed, because each refused key calls this."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return configparser.RawConfigParser()
-    return _parsed(path, found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-@functools.lru_cache(maxsize=8)
-def _parsed(path: str, *_version: int) -> configparser.RawConfigParser:
-    parser = configparser.RawConfigParser(strict=False)
-    try:
-        parser.read(path, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError):
-        return configparser.RawConfigParser()  # another tool's file, which reports its errors itself
-    return parser
-
-
-#: Seconds between two look-ups: each may wait for servers that do not exist, and reading a forbidden object must not
-#: cause one each time.
-_LOOK_UP_AGAIN_S = 60.0
-
-
-class BotocoreChain:
-    """Credentials of botocore's chain, which it renews before they expire. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: Any = None
-        self._looked_up: float | None = None
-
-    def get(self) -> Credentials | None:
-        """The valid credentials. Raises ConnectionError if they cannot be renewed."""
-        if self._looked_up is None:
-            with self._lock:
-                if self._looked_up is None:
-                    self._look_up()
-        if self._found is None:
-            return None
-        try:
-            frozen = self._found.get_frozen_credentials()
-        except Exception as error:
-            raise ConnectionError(f"the credentials could not be renewed: {error}") from error
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
-
-    def renew(self) -> None:
-        """Look them up again, unless that was done lately."""
-        with self._lock:
-            if self._looked_up is None or time.monotonic() - self._looked_up >= _LOOK_UP_AGAIN_S:
-                self._look_up()
-
-    def _look_up(self) -> None:
-        try:
-            import botocore.session
-        except ImportError:
-            pass
-        else:
-            self._found = botocore.session.get_session().get_credentials()
-        self._looked_up = time.monotonic()
+    if not (low == _ACCOMPANIES or any(part in low for part in _SECRET) or low.endswith(_SECRET_ENDS)):
+        return False
+    names.add(name)
+    return True

@@ -17,21 +17,16 @@ from torch_dpflow._core.processes import PerProcess
 
 T = TypeVar("T")
 
-
-#: Modules whose file systems are thread-safe. Calls of others are serialized: `tar` and `zip` would return
-#: each other's bytes (they share one position in one file), `sftp` hangs, `memory` fails to list what another
-#: thread removes and creates a file twice.
-_THREAD_SAFE = (
-    "fsspec.implementations.local",
-    "fsspec.implementations.arrow",
-    "ossfs",
-)
-#: One for all of them, since one may read through another. Held for single calls.
+#: Modules whose file systems are thread-safe. Calls of others are serialized: `tar` and `zip` would return each other's
+#: bytes (they share one position in one file), `sftp` hangs, `memory` fails to list what another thread removes and
+#: creates a file twice.
+_THREAD_SAFE = ("fsspec.implementations.local", "fsspec.implementations.arrow", "ossfs")
+#: One lock for all of them, since one may read through another. Held for single calls.
 _SERIAL_LOCK = PerProcess(threading.Lock)
 
 
 def is_thread_safe(file_system: Any) -> bool:
-    """Whether several threads may call a file system of fsspec at once; asynchronous ones run in one loop."""
+    """Whether several threads may call a file system of fsspec at once. Asynchronous ones run in one loop."""
     if isinstance(file_system, DirFileSystem):
         return is_thread_safe(file_system.fs)
     module = type(file_system).__module__
@@ -41,16 +36,16 @@ def is_thread_safe(file_system: Any) -> bool:
 
 
 def exclusive(file_system: Any) -> AbstractContextManager[Any]:
-    """Serializes calls of a file system that is not thread-safe. Do not use `call_with_deadline` inside."""
+    """Serialize calls of a file system that is not thread-safe. Do not use `call_with_deadline` inside."""
     return nullcontext() if is_thread_safe(file_system) else _SERIAL_LOCK.get()
 
 
 def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
-    """Call a file system of fsspec with a time limit: vendors' libraries may wait for hours, and then try again.
+    """Call a file system of fsspec with a time limit, as vendors' libraries may wait for hours and then try again.
 
-    Calls are serialized if the file system is not thread-safe. Raises what the call raises, and TimeoutError if it
-    has not ended in time. Calls of disks have no
-    limit, those of memory none but for waiting.
+    Calls are serialized if the file system is not thread-safe. Disks have no limit; for memory only waiting has one.
+
+    Raises what the call raises, and TimeoutError if it has not ended in time.
     """
     if isinstance(file_system, LocalFileSystem):
         return call()
@@ -65,7 +60,7 @@ def _serialized(seconds: float, call: Callable[[], T]) -> T:
     lock = _SERIAL_LOCK.get()
     if not lock.acquire(timeout=max(seconds, 0.0)):
         raise TimeoutError(
-            f"other reads took {seconds:.1f} s, and such file systems are read by one at a time"
+            f"other reads took {seconds:.1f} s, and this kind of file system serves one at a time"
         )
     try:
         return call()
@@ -74,24 +69,24 @@ def _serialized(seconds: float, call: Callable[[], T]) -> T:
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Call it in a thread of its own and wait at most so long; a call that hangs keeps its thread.
+    """Run `call` in its own thread and wait for at most `seconds`. A call that hangs keeps its thread.
 
     Raises what the call raises, and TimeoutError if it has not ended in time.
     """
-    answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+    results: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
 
     def run() -> None:
         try:
-            answers.put((call(), None))
+            results.put((call(), None))
         except Exception as error:
-            answers.put((None, error))
+            results.put((None, error))
 
     worker = threading.Thread(target=run, name="dpflow-storage-call", daemon=True)
     worker.start()
     worker.join(max(seconds, 0.0))
-    if answers.empty():
-        raise TimeoutError(f"no answer within {seconds:.1f} s")
-    value, error = answers.get()
+    if results.empty():
+        raise TimeoutError(f"no response within {seconds:.1f} s")
+    value, error = results.get()
     if error is not None:
         raise error
     return value  # type: ignore[return-value]

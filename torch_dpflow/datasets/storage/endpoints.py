@@ -1,21 +1,37 @@
-"""Endpoints of object stores, and the address of a bucket below them."""
+"""Endpoints of object stores, and the address of a bucket below them.
+
+Addresses of ordinary S3 buckets are computed here. Those of access points, Outposts and unusual regions come from
+botocore's rules.
+"""
 
 from __future__ import annotations
 
 import functools
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from torch_dpflow.datasets.storage.credentials import aws_setting, nested_aws_setting
+from torch_dpflow.datasets.storage.credentials import aws_services
 from torch_dpflow.datasets.storage.http_connection import Origin
 from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.errors import MissingExtraError, OptionError
 
-#: Names of buckets that are a label, or several, of a host's name.
+#: A part of a bucket's name that may be a label of a host's name.
 _DNS_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+#: ARNs that may replace a bucket; the rest of a path is the key.
+_ARN = re.compile(
+    r"arn:[^:/]+:(?:s3|s3-object-lambda):[^:/]*:[0-9]{12}:accesspoint[:/][^:/]+"
+    r"|arn:[^:/]+:s3-outposts:[^:/]+:[0-9]{12}:outpost[:/][^:/]+[:/]accesspoint[:/][^:/]+"
+)
+#: Ends of the names of directory buckets (S3 Express) and their access points, whose requests need a session.
+_EXPRESS = ("--x-s3", "--xa-s3")
+#: Ends of the names of access points on Outposts.
+_OUTPOSTS = ("--op-s3",)
+#: Regions whose servers have the usual names. Those of others, such as us-iso-east-1, are in botocore's rules.
+_USUAL_REGION = re.compile("(us|eu|ap|sa|ca|me|af|il|mx|cn)-(gov-)?[a-z]+-[0-9]+")
 
 
 class Endpoint(NamedTuple):
@@ -25,28 +41,23 @@ class Endpoint(NamedTuple):
     prefix: str = ""
 
     def of_bucket(self, bucket: str, *, is_virtual: bool) -> Endpoint:
-        """The endpoint of a bucket: a host of its own if `is_virtual` and its name allows that, else a path."""
+        """Return the endpoint of a bucket: its own host if `is_virtual` and its name allows that, else a path."""
         origin, prefix = self
-        if is_virtual and is_host_name(bucket, is_tls=origin.is_tls):
+        if is_virtual and _is_host_name(bucket, is_tls=origin.is_tls):
             return Endpoint(origin._replace(host=f"{bucket}.{origin.host}"), prefix)
         return Endpoint(origin, f"{prefix}/{bucket}")
 
 
 def parse_endpoint(endpoint: str, scheme: str = "https") -> Endpoint:
-    """The endpoint that an option or a variable names. Raises OptionError."""
+    """Parse an endpoint from an option or a variable. Raises OptionError."""
     url = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
     try:
         if not url.isprintable() or " " in url:
             raise ValueError("it has whitespace or a control character")
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-        if (
-            parts.scheme not in ("http", "https")
-            or not host
-            or parts.query
-            or parts.fragment
-            or "@" in parts.netloc
-        ):
+        has_more = parts.query or parts.fragment or "@" in parts.netloc
+        if parts.scheme not in ("http", "https") or not host or has_more:
             raise ValueError("it needs a host, and may have a port and a path")
     except ValueError as error:
         raise OptionError(
@@ -56,8 +67,8 @@ def parse_endpoint(endpoint: str, scheme: str = "https") -> Endpoint:
     return Endpoint(Origin(is_tls, host, port or (443 if is_tls else 80)), unquote(parts.path).rstrip("/"))
 
 
-def is_host_name(bucket: str, *, is_tls: bool) -> bool:
-    """Whether a bucket may be part of a host's name; with TLS not with a dot, which no certificate covers."""
+def _is_host_name(bucket: str, *, is_tls: bool) -> bool:
+    """Whether a bucket may be part of a host's name. With TLS it may have no dot, which no certificate covers."""
     labels = bucket.split(".")
     if len(bucket) < 3 or (is_tls and len(labels) > 1) or is_address(bucket):
         return False
@@ -65,7 +76,7 @@ def is_host_name(bucket: str, *, is_tls: bool) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether the host is an IP address or localhost, below which there are no names for buckets."""
+    """Whether the host is an IP address or localhost, where buckets have no host names."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -73,61 +84,58 @@ def is_address(host: str) -> bool:
     return True
 
 
-#: ARNs that stand in the place of a bucket; the rest of a path is the key.
-_ARN = re.compile(
-    r"arn:[^:/]+:(?:s3|s3-object-lambda):[^:/]*:[0-9]{12}:accesspoint[:/][^:/]+"
-    r"|arn:[^:/]+:s3-outposts:[^:/]+:[0-9]{12}:outpost[:/][^:/]+[:/]accesspoint[:/][^:/]+"
-)
-#: Endings of directory buckets (S3 Express, also their access points), whose requests need a session.
-_EXPRESS = ("--x-s3", "--xa-s3")
-#: Endings of access points on Outposts.
-_OUTPOSTS = ("--op-s3",)
-#: Regions whose servers have the usual names; those of others, such as us-iso-east-1, are in botocore's rules.
-_USUAL_REGION = re.compile("(us|eu|ap|sa|ca|me|af|il|mx|cn)-(gov-)?[a-z]+-[0-9]+")
-
-
 class BucketPlace(NamedTuple):
-    """Where the objects of a bucket are, and for what requests are signed."""
+    """The address of a bucket's objects, and the region and service to sign requests for."""
 
     endpoint: Endpoint
     region: str
-    #: the service in the signature
     service: str = "s3"
 
 
-def split_arn(path: str) -> tuple[str, str]:
-    """The ARN of an access point, and the key, of `ARN/key`. Raises OptionError for another ARN."""
-    match = _ARN.match(path)
-    if match is None:
+def split_url(url: str) -> tuple[str, str]:
+    """Return bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing."""
+    # ossfs puts a slash before the bucket.
+    path = url.partition("://")[2].lstrip("/")
+    if not path.startswith("arn:"):
+        bucket, _, key = path.partition("/")
+    elif match := _ARN.match(path):
+        bucket, key = match[0], path[match.end() :].removeprefix("/")
+    else:
         raise OptionError(
             f"s3://{path}: give the ARN of an access point and a key, as in "
             "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name/folder/name.jpg"
         )
-    return match[0], path[match.end() :].removeprefix("/")
+    if not bucket or not key:
+        raise OptionError(f"{url}: give a bucket and a key, as in oss://bucket/folder/name.jpg")
+    return bucket, key
 
 
 def needs_vendor(bucket: str) -> bool:
-    """Whether only botocore signs requests for it: sessions of S3 Express, and SigV4A of multi-region access points."""
+    """Whether only botocore can sign requests: sessions of S3 Express, SigV4A of multi-region access points."""
     return bucket.endswith(_EXPRESS) or (bucket.startswith("arn:") and bucket.split(":")[3] == "")
 
 
 class S3Endpoints:
-    """The place of each bucket, from options, the environment and AWS's shared configuration.
+    """The addresses of S3 buckets, from options, the environment and AWS's shared configuration.
 
-    `endpoint` and `addressing_style` are options; None: not given. `scheme` is that of endpoints without one.
+    Raises OptionError for settings that are malformed or contradict each other.
 
-    Raises OptionError for settings that are no setting, or contradict each other.
+    Args:
+        endpoint, addressing_style: the options of these names; None if not given.
+        scheme: the scheme of endpoints without one.
+        profile: the result of `aws_profile`.
     """
 
     def __init__(
-        self, endpoint: str | None, addressing_style: str | None, scheme: str, environ: Mapping[str, str]
+        self, endpoint: str | None, addressing_style: str | None, scheme: str, profile: Mapping[str, Any]
     ) -> None:
-        nested = nested_aws_setting("s3", environ)
-        self._is_fips = _switch("AWS_USE_FIPS_ENDPOINT", "use_fips_endpoint", environ)
-        self._is_dual = _switch("AWS_USE_DUALSTACK_ENDPOINT", "use_dualstack_endpoint", environ, nested)
-        self._is_fast = _switch("", "use_accelerate_endpoint", environ, nested)
-        self._uses_arn_region = _switch("AWS_S3_USE_ARN_REGION", "s3_use_arn_region", environ, default=True)
-        given = endpoint or _configured_endpoint(environ)
+        nested = profile.get("s3")
+        nested = nested if isinstance(nested, Mapping) else {}
+        self._is_fips = _switch("AWS_USE_FIPS_ENDPOINT", "use_fips_endpoint", profile)
+        self._is_dual = _switch("AWS_USE_DUALSTACK_ENDPOINT", "use_dualstack_endpoint", profile, nested)
+        self._is_fast = _switch("", "use_accelerate_endpoint", profile, nested)
+        self._uses_arn_region = _switch("AWS_S3_USE_ARN_REGION", "s3_use_arn_region", profile, default=True)
+        given = endpoint or _configured_endpoint(profile)
         self._endpoint = None if given is None else parse_endpoint(given, scheme)
         self._scheme = scheme
         style = addressing_style or nested.get("addressing_style") or "auto"
@@ -135,19 +143,18 @@ class S3Endpoints:
             raise OptionError(f"addressing_style={style!r}: give 'path', 'virtual' or 'auto'")
         self._is_virtual = style == "virtual" or (style == "auto" and given is None)
         self._is_path = style == "path"
-        unusual = {"FIPS": self._is_fips, "dual-stack": self._is_dual, "acceleration": self._is_fast}
-        #: whether the usual names are not those of the servers
-        self._is_unusual = any(unusual.values())
-        if given is not None and self._is_unusual:
-            names = " and ".join(name for name, is_on in unusual.items() if is_on)
+        switches = {"FIPS": self._is_fips, "dual-stack": self._is_dual, "acceleration": self._is_fast}
+        unusual = [name for name, is_on in switches.items() if is_on]
+        self._is_unusual = bool(unusual)
+        if given is not None and unusual:
             raise OptionError(
-                f"{names} with the endpoint {given!r}: only AWS has such endpoints; unset one of them (options, "
-                "AWS_USE_* and AWS_ENDPOINT_URL* variables, ~/.aws/config)"
+                f"{' and '.join(unusual)} with the endpoint {given!r}: only AWS has such endpoints; unset one of them "
+                "(options, AWS_USE_* and AWS_ENDPOINT_URL* variables, ~/.aws/config)"
             )
         self._places: dict[tuple[str, str], BucketPlace] = {}
 
     def place(self, bucket: str, region: str) -> BucketPlace:
-        """Where `bucket` is, if it is in `region`; an access point's ARN names its own.
+        """Return the address of `bucket`, assuming that it is in `region`; an access point's ARN names its own.
 
         Raises:
             OptionError: there are no such servers.
@@ -157,21 +164,11 @@ class S3Endpoints:
             return self._places[bucket, region]
         except KeyError:
             check_url(f"s3://{bucket}")
-            place = (
-                self._by_rules(bucket, region)
-                if self._has_rules(bucket, region)
-                else self._usual(bucket, region)
-            )
+            is_usual_server = self._endpoint is not None or _USUAL_REGION.fullmatch(region)
+            is_special = bucket.startswith("arn:") or bucket.endswith((*_EXPRESS, *_OUTPOSTS))
+            by_rules = self._is_unusual or is_special or not is_usual_server
+            place = self._by_rules(bucket, region) if by_rules else self._usual(bucket, region)
             return self._places.setdefault((bucket, region), place)
-
-    def _has_rules(self, bucket: str, region: str) -> bool:
-        is_usual = self._endpoint is not None or _USUAL_REGION.fullmatch(region)
-        return (
-            self._is_unusual
-            or not is_usual
-            or bucket.startswith("arn:")
-            or bucket.endswith((*_EXPRESS, *_OUTPOSTS))
-        )
 
     def _usual(self, bucket: str, region: str) -> BucketPlace:
         suffix = ".cn" if region.startswith("cn-") else ""
@@ -190,7 +187,7 @@ class S3Endpoints:
                 UseFIPS=self._is_fips,
                 UseDualStack=self._is_dual,
                 Accelerate=self._is_fast,
-                # As botocore, which ignores the style where an ARN stands.
+                # As botocore, which ignores the style of addresses for an ARN.
                 ForcePathStyle=self._is_path and not bucket.startswith("arn:"),
                 UseGlobalEndpoint=False,
                 UseArnRegion=self._uses_arn_region,
@@ -200,7 +197,7 @@ class S3Endpoints:
             )
         except MissingExtraError:
             raise
-        except Exception as error:  # botocore's, which need not be installed
+        except Exception as error:  # one of botocore, which need not be installed
             raise OptionError(
                 f"s3://{bucket}, region {region}: {error}; correct the address or the region"
             ) from error
@@ -208,7 +205,7 @@ class S3Endpoints:
         scheme: dict[str, Any] | None = next((one for one in schemes if one["name"] == "sigv4"), None)
         if scheme is None:
             raise OptionError(
-                f"s3://{bucket}: its requests are signed by {schemes[0]['name']}, which is not supported here"
+                f"s3://{bucket}: its requests are signed by {schemes[0]['name']}, which is not supported"
             )
         url = found.url if self._scheme == "https" or custom else found.url.replace("https://", "http://", 1)
         return BucketPlace(
@@ -232,19 +229,16 @@ def _rules() -> Any:
     return EndpointProvider(rules, loader.load_data("partitions"))
 
 
-def _configured_endpoint(environ: Mapping[str, str]) -> str | None:
-    if _switch("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "ignore_configured_endpoint_urls", environ):
+def _configured_endpoint(profile: Mapping[str, Any]) -> str | None:
+    if _switch("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "ignore_configured_endpoint_urls", profile):
         return None
-    services = aws_setting("services", environ)
+    services = profile.get("services")
+    nested = aws_services(services).get("s3") if services else None
     return (
-        environ.get("AWS_ENDPOINT_URL_S3")
-        or environ.get("AWS_ENDPOINT_URL")
-        or (
-            nested_aws_setting("s3", environ, f"services {services}").get("endpoint_url")
-            if services
-            else None
-        )
-        or aws_setting("endpoint_url", environ)
+        os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or (nested.get("endpoint_url") if isinstance(nested, Mapping) else None)
+        or profile.get("endpoint_url")
         or None
     )
 
@@ -252,19 +246,19 @@ def _configured_endpoint(environ: Mapping[str, str]) -> str | None:
 def _switch(
     variable: str,
     name: str,
-    environ: Mapping[str, str],
-    nested: Mapping[str, str] | None = None,
+    profile: Mapping[str, Any],
+    nested: Mapping[str, Any] | None = None,
     *,
     default: bool = False,
 ) -> bool:
-    """A setting of AWS that is on or off. Raises OptionError for another word, which botocore takes for "off"."""
+    """Return a setting of AWS that is on or off. Raises OptionError for other words, which botocore takes for "off"."""
     for where, text in (
-        (variable, environ.get(variable) if variable else None),
-        (f"{name} in ~/.aws/config", aws_setting(name, environ)),
+        (variable, os.environ.get(variable)),
+        (f"{name} in ~/.aws/config", profile.get(name)),
         (f"s3.{name} in ~/.aws/config", (nested or {}).get(name)),
     ):
         if text:
             if text.lower() not in ("true", "false"):
                 raise OptionError(f"{where}={text!r}: give true or false")
-            return text.lower() == "true"
+            return bool(text.lower() == "true")
     return default

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions, Storage
-from torch_dpflow.datasets.storage.credentials import about_left_out
+from torch_dpflow.datasets.storage.credentials import left_out_hint
 from torch_dpflow.datasets.storage.http_connection import MalformedResponseError
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -27,7 +27,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.log import DATASETS
 
 #: Characters of another library's message, which may quote a server's response.
-_LONGEST_TEXT = 300
+_MAX_TEXT = 300
 _WRITTEN_AGAIN = (
     "the object was written again after its import; restore it, or publish a new version, or read with check=False if "
     "its bytes are the same"
@@ -38,20 +38,17 @@ _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     404: (ObjectMissingError, "check the bucket, the key and the region"),
     408: (StorageTimeoutError, "the storage waited too long for the request"),
-    412: (
-        ChecksumError,
-        _WRITTEN_AGAIN,
-    ),
+    412: (ChecksumError, _WRITTEN_AGAIN),
     416: (TruncatedObjectError, "the object ends before the range begins"),
     **dict.fromkeys(
-        # 425: too early; 520 to 524: Cloudflare, about the server behind it; 529: overloaded, of several vendors.
+        # 425: too early; 520 to 524: of Cloudflare, about the server behind it; 529: overloaded, at several vendors.
         (425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529),
         (StorageUnavailableError, "the storage is overloaded or broken"),
     ),
 }
 #: Attempts of a read whose object has another length than expected.
 _MAX_WRONG_LENGTH = 5
-#: Vendors' classes for connections that failed, which are no OSError.
+#: Classes of vendors for failed connections that are no OSErrors.
 _CONNECTIONS = frozenset(
     {
         ("botocore", "ConnectionError"),
@@ -67,7 +64,7 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError
 
 
 def storage_error(span: ByteRange, error: Exception) -> StorageError:
-    """The StorageError for `error`, which a library raised while `span` was read."""
+    """Return the StorageError for `error`, which a library raised while `span` was read."""
     if isinstance(error, StorageError):
         return error
     text = f"{span}: {_text_of(error)}"
@@ -76,16 +73,16 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     if known is not None:
         return known
     if 400 <= status < 500:  # the request is wrong, and stays so
-        return StorageError(f"{text}{about_left_out()}")
+        return StorageError(f"{text}{left_out_hint()}")
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return ObjectMissingError(f"{text}; there is no such object")
     if isinstance(error, PermissionError):
         return AccessDeniedError(
-            f"{text}; look at the credentials and at the rights of their owner{about_left_out()}"
+            f"{text}; look at the credentials and at the rights of their owner{left_out_hint()}"
         )
-    if type(error).__name__ == "ProfileNotFound":  # botocore's, which need not be installed
+    if type(error).__name__ == "ProfileNotFound":  # of botocore, which need not be installed
         return AccessDeniedError(
-            f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile{about_left_out()}"
+            f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile{left_out_hint()}"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return StorageError(f"{text}; the server's certificate is not trusted here")
@@ -100,26 +97,26 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     is_connection = isinstance(error, ConnectionError | OSError | http.client.HTTPException)
     if is_connection or _is_connection_of_vendor(error):
         return StorageUnavailableError(f"{text}; the connection failed")
-    return StorageError(f"{text}{about_left_out()}")
+    return StorageError(f"{text}{left_out_hint()}")
 
 
 def error_of_status(status: int, text: str) -> StorageError | None:
-    """The error, with this text and advice, for an answer of this HTTP status; None for one that says nothing."""
+    """Return the error for a response with this HTTP status, with this text and advice; None if it has no meaning."""
     known = _BY_STATUS.get(status)
     if known is None:
         return None
-    return known[0](f"{text}; {known[1]}{about_left_out() if known[0] is AccessDeniedError else ''}")
+    return known[0](f"{text}; {known[1]}{left_out_hint() if known[0] is AccessDeniedError else ''}")
 
 
 def is_transient(error: StorageError) -> bool:
-    """Whether networks or servers failed, which recover, and not an object."""
+    """Whether a network or server failed, which may recover, and not an object."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 
 
 def max_attempts(error: StorageError) -> float:
     """Return how often to try a read that failed with `error`: infinity if it is transient, 1 for most others.
 
-    An object of another length may be a cut response, or that of one server of many, so it is tried some times.
+    A wrong length may come from a cut response, or from one server of many, so such a read is tried some times.
     """
     if is_transient(error):
         return math.inf
@@ -127,17 +124,17 @@ def max_attempts(error: StorageError) -> float:
 
 
 def _is_connection_of_vendor(error: Exception) -> bool:
-    """Whether a vendor's client, which need not be installed, has lost its connection or found no server."""
+    """Whether a vendor's client, which need not be installed, lost its connection or found no server."""
     names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
     return not names.isdisjoint(_CONNECTIONS) and type(error).__name__ != "SSLError"
 
 
 def _http_status(error: BaseException | None) -> int:
-    """The status of the response in the chain of a vendor client's errors; 0 if there is none."""
+    """Return the HTTP status in the chain of a vendor client's errors; 0 if there is none."""
     while error is not None:
-        answer = getattr(error, "response", None)
-        if isinstance(answer, dict):  # botocore
-            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         status = getattr(error, "status", None)  # oss2, aiohttp
         if isinstance(status, int):
             return status
@@ -146,17 +143,17 @@ def _http_status(error: BaseException | None) -> int:
 
 
 def _text_of(error: Exception) -> str:
-    text = " ".join(str(error).split())[:_LONGEST_TEXT]
+    text = " ".join(str(error).split())[:_MAX_TEXT]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 T = TypeVar("T")
 
-#: Seconds before the deadline in which no further attempt is worth it.
+#: Seconds before the deadline within which no further attempt is made.
 _MIN_LEFT_S = 0.01
-#: Seconds of failures after which a read is reported.
+#: Seconds of failures after which a read is logged.
 _REPORT_AFTER_S = 5.0
-#: Seconds between two reports of a process: when a server is away, all reads fail.
+#: Seconds between two logs of a process, as all reads fail while a server is down.
 _REPORT_AGAIN_S = 30.0
 
 
@@ -169,7 +166,7 @@ def fetch_with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
-    """Read `span`, as `with_retries` does."""
+    """Read `span` with `with_retries`."""
     return with_retries(
         lambda deadline: storage.fetch(span, deadline),
         options,
@@ -189,9 +186,10 @@ def with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Call `attempt` with the deadline; retry transient failures until then, or until `options.attempts` are used up.
+    """Call `attempt` with the deadline, and retry transient failures with exponential back-off and full jitter.
 
-    The last pauses are shortened, so that the attempts reach to the deadline. Without `is_remote` one has to do.
+    It ends at the deadline or after `options.attempts`. The last pauses are shortened, so that the attempts reach to
+    the deadline. Without `is_remote` there is one attempt.
 
     Raises the last attempt's StorageError, with the number of attempts in its message.
     """
@@ -222,7 +220,7 @@ _reported_at = -math.inf
 
 
 def _report(error: StorageError, failures: int, left_s: float) -> None:
-    """Log why a read takes long. Threads may report twice at once, which does no harm."""
+    """Log why a read takes long. Two threads may log at once, which does no harm."""
     global _reported_at
     if time.monotonic() - _reported_at >= _REPORT_AGAIN_S:
         _reported_at = time.monotonic()

@@ -1,10 +1,9 @@
-"""fsspec's file systems: opening them by URL, their options, and archives."""
+"""fsspec's file systems: reading through them, opening them by URL, their options, and archives."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import posixpath
 import re
 import time
@@ -20,7 +19,7 @@ from fsspec.implementations.tar import TarFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 
 from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange, ReadOptions
-from torch_dpflow.datasets.storage.credentials import about_left_out, find_oss_credentials
+from torch_dpflow.datasets.storage.credentials import find_oss_credentials, left_out_hint
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, call_within
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, check_url, split_chain, split_login
@@ -34,15 +33,36 @@ from torch_dpflow.errors import (
 )
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
-
 #: Schemes of file systems inside another storage.
 _ARCHIVES = frozenset({"zip", "tar", "libarchive", "dir"})
+#: scheme → (the vendor's name for the endpoint, the other one)
+_ENDPOINTS = {
+    "s3": ("endpoint_url", "endpoint"),
+    "s3a": ("endpoint_url", "endpoint"),
+    "oss": ("endpoint", "endpoint_url"),
+}
+#: Options of every file system of fsspec, and those that s3fs passes to its session.
+_COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths"}
+_OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
+#: Options of our own readers, which ossfs ignores.
+_OF_READERS = {"anon", "region", "verify"}
+#: Endings of compressed tar archives that fsspec does not infer, and fsspec's name of the compression.
+_COMPRESSIONS = {
+    **dict.fromkeys((".tgz", ".taz"), "gzip"),
+    **dict.fromkeys((".tbz", ".tbz2", ".tb2"), "bz2"),
+    **dict.fromkeys((".txz", ".tlz"), "xz"),
+    ".tzst": "zstd",
+}
+#: ZipInfo.create_system of archives whose names may have backslashes between their parts.
+_DOS = 0
+#: Maximum bytes from a tar archive's end mark through the first block of an archive that `cat` appended to it.
+_AFTER_END = 10240 + 512
 
 
 class FsspecStorage:
     """Reads through the fsspec file system of `address`, which gets `options`.
 
-    The length of a whole object is checked after reading: before, most file systems need another request for it.
+    The length of a whole object is checked after reading, as most file systems need another request to know it before.
     """
 
     is_remote = True
@@ -70,7 +90,7 @@ class FsspecStorage:
         if self._scheme == "oss":  # ossfs includes the byte at `end`
             return data[: span.length]
         raise StorageError(
-            f"{span}: the file system gave {len(data)} bytes where {span.length} were asked for"
+            f"{span}: the file system gave {len(data)} bytes where {span.length} were requested"
         )
 
     def _cat(self, span: ByteRange, deadline: float) -> bytes:
@@ -87,11 +107,11 @@ class FsspecStorage:
         return outer or "/".join(inner.split("/", 3)[:3])
 
     def close(self) -> None:
-        """Does nothing: connections belong to fsspec, which shares its file systems between callers."""
+        """Do nothing: connections belong to fsspec, which shares its file systems between callers."""
 
 
 def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
-    """The file system that serves `address`, a URL or a result of `file_system_of`, and the path there.
+    """Return the file system that serves `address`, a URL or a result of `file_system_of`, and the path in it.
 
     Raises:
         OptionError: there is no such storage, or it has no such option.
@@ -102,11 +122,14 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     scheme = url.partition("://")[0]
     if scheme in _ARCHIVES and "::" in url and not split_chain(url).outer:
         raise OptionError(
-            f"{url} names what it lies in by a relative path; give a whole one or a URL, as in zip://folder::/data/a.zip"
+            f"{url} names what it lies in by a relative path; give a whole one or a URL, as in "
+            "zip://folder::/data/a.zip"
         )
     try:
-        given = _options_of(url, {**options, **login})
-        _check_host(url, given)
+        given = _options_of_chain(url, {**options, **login})
+        kind = fsspec.get_filesystem_class(scheme)
+        if needs_host(kind) and not (given.get("host") or kind._get_kwargs_from_urls(url).get("host")):
+            raise OptionError(f"{url} names no host; give one, as in sftp://host/folder")
         if scheme in ONE_FILE_SYSTEM:
             file_system = fsspec.filesystem(scheme, **given)
             path = file_system._strip_protocol(url)  # url_to_fs would split a name with "::"
@@ -116,13 +139,15 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         how = f"pip install 'torch_dpflow[{extra}]'" if extra else "install the package that it names"
-        raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
+        raise MissingExtraError(
+            f"{scheme}:// needs a package that is not installed: {error}; {how}"
+        ) from error
     except DPFlowError:
         raise
     except (ValueError, TypeError) as error:
         raise OptionError(
             f"{url} cannot be opened: {error}; give a local path "
-            f"or a URL that fsspec can open, and the options that it needs{about_left_out()}"
+            f"or a URL that fsspec can open, and the options that it needs{left_out_hint()}"
         ) from error
     except Exception as error:
         raise storage_error(ByteRange(url), error) from error
@@ -135,7 +160,7 @@ def _connected(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def path_of(file_system: Any, url: str) -> str:
-    """A file system's path of the object at `url`, which is taken literally."""
+    """Return a file system's path of the object at `url`, which is taken literally."""
     check_url(url)
     inner, _ = split_chain(url) if "::" in url else (url, "")
     scheme, _, rest = inner.partition("://")
@@ -147,9 +172,9 @@ def path_of(file_system: Any, url: str) -> str:
 
 
 def revision_of(entry: Mapping[str, Any]) -> str | None:
-    """The state of an object in an entry of a listing of S3 or OSS: its ETag, or the time of its last change.
+    """Return the state of an object from a listing of S3 or OSS: its ETag in quotes, else its time as an HTTP date.
 
-    The former in quotes, the latter as an HTTP date. None: the entry has neither, or a weak ETag.
+    None if the entry has neither, or a weak ETag.
     """
     tag, changed = entry.get("ETag"), entry.get("LastModified")
     if isinstance(tag, str):
@@ -166,52 +191,27 @@ def needs_host(kind: type) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def _options_of(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """fsspec's options; in a chain they are for its last storage, except those under a scheme."""
-    schemes = [link.partition("://")[0] if "://" in link else "file" for link in _links(url)]
+def _options_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fsspec's options. In a chain they are for its last storage, except those under a scheme."""
+    links: list[str] = []
+    rest = url
+    while rest:
+        inner, outer = split_chain(rest)
+        links.append(inner)
+        rest = outer.removeprefix("::")
+    schemes = [link.partition("://")[0] if "://" in link else "file" for link in links]
     if len(schemes) == 1:
         return fsspec_options(schemes[0], options)
     own = {name: value for name, value in options.items() if name in schemes}
     if schemes[0] == "tar":
-        own["tar"] = {**tar_options(_links(url)[1]), **own.get("tar", {})}
-    rest = {name: value for name, value in options.items() if name not in schemes}
-    return {**own, schemes[-1]: {**fsspec_options(schemes[-1], rest), **own.get(schemes[-1], {})}}
-
-
-def _check_host(url: str, options: Mapping[str, Any]) -> None:
-    kind = fsspec.get_filesystem_class(url.partition("://")[0])
-    if needs_host(kind) and not (options.get("host") or kind._get_kwargs_from_urls(url).get("host")):
-        raise OptionError(f"{url} names no host; give one, as in sftp://host/folder")
-
-
-def _links(url: str) -> list[str]:
-    links: list[str] = []
-    while url:
-        inner, outer = split_chain(url)
-        links.append(inner)
-        url = outer.removeprefix("::")
-    return links
-
-
-#: scheme → (a vendor's name for the endpoint, another's)
-_ENDPOINTS = {
-    "s3": ("endpoint_url", "endpoint"),
-    "s3a": ("endpoint_url", "endpoint"),
-    "oss": ("endpoint", "endpoint_url"),
-}
-#: Options of every file system of fsspec's, and those that s3fs passes to its session.
-_COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths"}
-_OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
-#: Options of our own readers, which ossfs ignores.
-_OF_READERS = {"anon", "region", "verify"}
+        compression = _COMPRESSIONS.get(posixpath.splitext(links[1])[1].lower())
+        own["tar"] = {**({"compression": compression} if compression else {}), **own.get("tar", {})}
+    last = {name: value for name, value in options.items() if name not in schemes}
+    return {**own, schemes[-1]: {**fsspec_options(schemes[-1], last), **own.get(schemes[-1], {})}}
 
 
 def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
-    """The option `endpoint` or `endpoint_url`; None: none.
-
-    Raises:
-        OptionError: both are given, with different values.
-    """
+    """Return the option `endpoint` or `endpoint_url`, or None. Raises OptionError if both are given and differ."""
     given = {options[name] for name in _ENDPOINTS[scheme] if options.get(name)}
     if len(given) > 1:
         raise OptionError(
@@ -222,7 +222,7 @@ def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
 
 
 def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of fsspec's package for `scheme`; those of other schemes are returned unchanged.
+    """Turn options, whose names are the same for every vendor, into those of fsspec's package for `scheme`.
 
     Raises:
         OptionError: S3 or OSS has no such option.
@@ -257,14 +257,14 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _web_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that fsspec passes to aiohttp with every request."""
+    """Return the options that fsspec passes to aiohttp with every request."""
     headers = web_headers(options)
-    context = {} if options.get("verify") is None else {"ssl": tls_context(options, os.environ)}
+    context = {} if options.get("verify") is None else {"ssl": tls_context(options)}
     return {**({"headers": headers} if headers else {}), **context}
 
 
 def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The access key if `options` have none: ossfs, unlike s3fs, looks for none."""
+    """Return the access key if `options` have none: ossfs, unlike s3fs, looks for none."""
     if options.get("anon") or options.get("key"):
         return {}
     keys = find_oss_credentials(options)
@@ -288,12 +288,12 @@ def _check_names(scheme: str, options: Mapping[str, Any]) -> None:
     if unknown:
         usual = "key, secret, token, endpoint, region or anon"
         raise OptionError(
-            f"{scheme}:// has no option {unknown}; give {usual}, or what its package takes: {sorted(own)}"
+            f"{scheme}:// has no option {unknown}; give {usual}, or one of its package: {sorted(own)}"
         )
 
 
 def _parameters(file_system: type) -> set[str]:
-    """The parameter names of a class of file systems and its base classes."""
+    """Return the parameter names of a class of file systems and its base classes."""
     found = [
         parameter
         for above in file_system.__mro__
@@ -304,31 +304,12 @@ def _parameters(file_system: type) -> set[str]:
     return {parameter.name for parameter in found if parameter.kind in named}
 
 
-#: Endings of compressed tar archives that fsspec does not infer, and fsspec's name of the compression.
-_COMPRESSIONS = {
-    **dict.fromkeys((".tgz", ".taz"), "gzip"),
-    **dict.fromkeys((".tbz", ".tbz2", ".tb2"), "bz2"),
-    **dict.fromkeys((".txz", ".tlz"), "xz"),
-    ".tzst": "zstd",
-}
-#: ZipInfo.create_system of archives whose names may have backslashes between their parts.
-_DOS = 0
-#: The most bytes from a tar archive's end mark through the first block of an archive that `cat` wrote after it.
-_AFTER_END = 10240 + 512
-
-
-def tar_options(archive: str) -> dict[str, str]:
-    """fsspec's options for the tar archive at this URL: its compression, if fsspec does not infer it."""
-    compression = _COMPRESSIONS.get(posixpath.splitext(archive)[1].lower())
-    return {} if compression is None else {"compression": compression}
-
-
 def use_plain_names(file_system: Any, url: str) -> None:
-    """Have an archive's members named as they are extracted: "./a//b" and "/a/b" are "a/b". Others stay as they are.
+    """Rename the files of an archive as they are extracted: "./a//b" and "/a/b" become "a/b".
 
-    fsspec takes names literally, so listings would lack members, and reads would find none.
+    fsspec takes names literally, so listings would lack files, and reads would find none.
 
-    Raises StorageError: a member's name has "..", or another archive follows the end of this one.
+    Raises StorageError: a file's name has "..", or another archive follows the end of this one.
     """
     if not isinstance(file_system, AbstractArchiveFileSystem):
         return

@@ -18,22 +18,20 @@ from torch_dpflow.errors import OptionError
 
 #: Bytes to receive if the length is unknown: a head and the beginning of a body.
 _FIRST = 16 << 10
-#: Most bytes received at once; a server may announce more than it has.
+#: Maximum bytes received at once; a server may announce more than it has.
 _PIECE = 8 << 20
 #: Bytes of the longest record of TLS, at which a receive ends.
 _TLS_PIECE = 16 << 10
-_LONGEST_HEAD = 64 << 10
+_MAX_HEAD = 64 << 10
 _END_OF_LINE = re.compile(rb"\n")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class TimedSocket:
-    """A connection on which each wait is limited, and all of them end at a deadline.
+    """A socket with a limit for each wait and a deadline for all of them. Every method raises TimeoutError.
 
-    A socket's own timeout restarts with every byte, so a server that sends one now and then could delay a
-    reader for days.
-
-    Raises TimeoutError in every method.
+    A socket's own timeout restarts with every byte, so a server that sends one now and then could delay a reader for
+    days.
     """
 
     def __init__(self, raw: socket.socket) -> None:
@@ -52,11 +50,11 @@ class TimedSocket:
         self._early = b""
 
     def limit(self, silence_s: float, deadline: float) -> None:
-        """End each wait after `silence_s` (after twice that if some bytes have come), and all at `deadline`."""
+        """End each wait after `silence_s` (after twice that if some bytes have arrived), and all at `deadline`."""
         self._silence_s, self._deadline = silence_s, deadline
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether everything that was received has been read."""
         return not self._early
 
@@ -68,12 +66,12 @@ class TimedSocket:
             raise TimeoutError("the server takes no bytes") from error
 
     def read_head(self) -> bytes:
-        """The bytes up to the first empty line. Raises http.client.HTTPException if there is none."""
-        return self._read_to(_END_OF_HEAD, "head of the answer")
+        """Read up to the first empty line. Raises http.client.HTTPException if there is none."""
+        return self._read_to(_END_OF_HEAD, "head of the response")
 
     def read_line(self) -> bytes:
-        """The bytes up to the end of the line. Raises http.client.HTTPException if there is none."""
-        return self._read_to(_END_OF_LINE, "line of the answer")
+        """Read up to the end of the line. Raises http.client.HTTPException if there is none."""
+        return self._read_to(_END_OF_LINE, "line of the response")
 
     def _read_to(self, end: re.Pattern[bytes], what: str) -> bytes:
         data, self._early = self._early or self._receive(_FIRST), b""
@@ -82,13 +80,13 @@ class TimedSocket:
             if not more:
                 raise http.client.RemoteDisconnected(f"the connection ended within the {what}")
             data += more
-            if len(data) > _LONGEST_HEAD:
+            if len(data) > _MAX_HEAD:
                 raise http.client.LineTooLong(what)
         self._early = data[match.end() :]
         return data[: match.end()]
 
     def read(self, count: int) -> bytes:
-        """The next `count` bytes; fewer if the connection ends before."""
+        """Read the next `count` bytes; fewer if the connection ends before."""
         first, self._early = self._early[:count], self._early[count:]
         missing = count - len(first)
         if not missing:
@@ -107,7 +105,7 @@ class TimedSocket:
             raise TimeoutError("the server sends no bytes") from error
 
     def _set_wait(self) -> None:
-        """Limit the next wait; makes a system call only if the limit changes."""
+        """Limit the next wait. Makes a system call only if the limit changes."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
@@ -128,26 +126,25 @@ class TimedSocket:
 
 _STATUS_LINE = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9][0-9])(?: (.*))?")
 _FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-#: Digits of a length, as many as no object has.
+#: More digits than the length of any object has.
 _MAX_DIGITS = 19
-#: A chunk's size, perhaps with spaces, and extensions, which are ignored.
+#: The size of a chunk, perhaps with spaces, and extensions, which are ignored.
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n")
-#: Lines of the trailer section of a chunked body, at most.
 _MAX_TRAILERS = 100
 
 
 class MalformedResponseError(http.client.HTTPException):
-    """A response that RFC 9112 does not allow, or whose framing is ambiguous: where its body ends is a guess."""
+    """A response that RFC 9112 does not allow, or whose end is ambiguous."""
 
 
 class Response:
-    """A response whose head has been read, strictly by RFC 9112.
+    """A response, parsed strictly by RFC 9112. Constructing it reads the head.
 
-    `http.client` parses heads as e-mails, which takes most of a GET's processor time; here some splits do.
+    `http.client` parses heads as e-mails, which takes most of a GET's processor time.
 
     Raises:
         http.client.HTTPException: the server does not speak HTTP/1, or the connection ended in the head.
-        MalformedResponseError: see there.
+        MalformedResponseError: the head is malformed or ambiguous.
     """
 
     def __init__(self, source: TimedSocket) -> None:
@@ -156,7 +153,7 @@ class Response:
         while 100 <= self.status < 200:
             self._parse(source.read_head().decode("latin-1"))
             if self.status == 101:
-                raise MalformedResponseError("the server changes to another protocol (101), unrequested")
+                raise MalformedResponseError("the server changes to another protocol (101) without a request")
         self._chunk_left = 0
         self._is_chunked = "transfer-encoding" in self.fields
         if self._is_chunked:
@@ -192,10 +189,10 @@ class Response:
                 raise MalformedResponseError(f"the head has a line that is no field: {line[:100]!r}")
 
     def _check_chunked(self) -> None:
-        """Check that the body has chunks, and nothing else says where it ends.
+        """Check that only chunks determine where the body ends.
 
-        With a length beside them RFC 9112 (6.1) suspects an attack. Version 1.0 has no chunks (6.1), and two codings
-        "chunked" may not be (7.1), nor one that was not requested.
+        A length beside them may be an attack (RFC 9112, 6.1). Version 1.0 has no chunks (6.1), and a second coding
+        "chunked", or one that was not requested, is not allowed (7.1).
         """
         codings, length = self.fields["transfer-encoding"], self.fields.get("content-length")
         elements = [element for part in codings.split(",") if (element := part.strip(" \t").lower())]
@@ -209,10 +206,9 @@ class Response:
         text = self.fields.get("content-length")
         if text is None:
             return None
-        if not (
-            text.isdecimal() and len(text) < _MAX_DIGITS
-        ):  # a text in Latin-1 has no other digits than ASCII's
-            values = {value.strip(" \t") for value in text.split(",")}  # the same one twice is allowed (6.3)
+        # A text in Latin-1 has no digits but those of ASCII.
+        if not (text.isdecimal() and len(text) < _MAX_DIGITS):
+            values = {value.strip(" \t") for value in text.split(",")}  # repeating it is allowed (6.3)
             text = values.pop()
             if values or not (text.isdecimal() and len(text) < _MAX_DIGITS):
                 raise MalformedResponseError(
@@ -228,11 +224,11 @@ class Response:
 
     @property
     def leaves_connection(self) -> bool:
-        """Whether its connection can be used again: the response has been read, and no bytes follow it."""
-        return self.is_read and not self._is_last and self._source.is_at_rest
+        """Whether the connection can be used again: the response has been read, and no bytes follow it."""
+        return self.is_read and not self._is_last and self._source.is_drained
 
     def read(self, count: int) -> bytes:
-        """The next `count` bytes of the body, fewer only at its end.
+        """Read the next `count` bytes of the body; fewer only at its end.
 
         Raises:
             http.client.IncompleteRead: the connection ended before the body did.
@@ -259,13 +255,13 @@ class Response:
             count -= len(part)
             self._chunk_left -= len(part)
             if not self._chunk_left and self._exactly(2) != b"\r\n":
-                raise MalformedResponseError("a chunk of the answer is longer than its size")
+                raise MalformedResponseError("a chunk of the response is longer than its size")
         return b"".join(parts)
 
     def _begin_chunk(self) -> None:
         size = _CHUNK_SIZE.fullmatch(self._source.read_line())
         if size is None:
-            raise MalformedResponseError("a chunk of the answer does not say how long it is")
+            raise MalformedResponseError("a chunk of the response does not say how long it is")
         self._chunk_left = int(size[1], 16)
         if not self._chunk_left:
             self._skip_trailers()
@@ -275,7 +271,9 @@ class Response:
         for _ in range(_MAX_TRAILERS):
             if self._source.read_line() in (b"\r\n", b"\n"):
                 return
-        raise MalformedResponseError(f"more than {_MAX_TRAILERS} fields follow the last chunk of the answer")
+        raise MalformedResponseError(
+            f"more than {_MAX_TRAILERS} fields follow the last chunk of the response"
+        )
 
     def _exactly(self, count: int) -> bytes:
         data = self._source.read(count)
@@ -286,12 +284,12 @@ class Response:
 
 @functools.lru_cache(maxsize=512)
 def _field_name(text: str) -> str:
-    """The name of a field in lower case; "" if it is none. Cached: responses of one server have the same names."""
+    """Return a field's name in lower case; "" if it is malformed. Cached: responses of one server have equal names."""
     return text.lower() if _FIELD_NAME.fullmatch(text) else ""
 
 
-#: Seconds after which an idle connection is not used again: load balancers drop theirs after about a minute.
-LONGEST_IDLE_S = 30.0
+#: Seconds after which an idle connection is not used again. Load balancers drop theirs after about a minute.
+MAX_IDLE_S = 30.0
 
 
 class Origin(NamedTuple):
@@ -303,19 +301,19 @@ class Origin(NamedTuple):
 
     @property
     def host_header(self) -> str:
-        """The Host header of requests to it."""
+        """The Host header of requests to this server."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
 
 
 class Connections:
-    """Idle connections of one process, the last used first. Thread-safe.
+    """Pool of the idle connections of one process, the last used first. Thread-safe.
 
-    A stack, not one connection for each thread: threads are short-lived, and at most as many connections are used at
-    once as reads overlap.
+    It is a stack and not one connection for each thread, since threads are short-lived, and no more connections are
+    used at once than reads overlap.
 
     Args:
-        tls: makes the context of TLS connections, when the first one is made.
+        tls: makes the context of TLS connections when the first one is needed.
     """
 
     def __init__(self, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context) -> None:
@@ -326,26 +324,26 @@ class Connections:
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self, origin: Origin) -> KeepAliveConnection | None:
-        """An open connection that was used recently, if there is one."""
+        """Return an open connection that was used recently, or None."""
         idle = self._idle.get(origin)
         while idle:
             try:
                 since, connection = idle.pop()
             except IndexError:
                 return None  # another thread was faster
-            if time.monotonic() - since < LONGEST_IDLE_S:
+            if time.monotonic() - since < MAX_IDLE_S:
                 return connection
             connection.close()
         return None
 
     def make(self, origin: Origin) -> KeepAliveConnection:
-        """A new one; it connects with its first request."""
+        """Return a new connection, which connects with its first request."""
         if origin.is_tls and self._context is None:
             self._context = self._make_context()
         return KeepAliveConnection(origin, self._context if origin.is_tls else None)
 
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
-        """Keep it for the next request; its last response has been read to the end."""
+        """Keep a connection whose last response has been read to the end for the next request."""
         self._idle.setdefault(origin, []).append((time.monotonic(), connection))
 
     def close(self) -> None:
@@ -360,7 +358,7 @@ def _close_all(idle: dict[Origin, list[tuple[float, KeepAliveConnection]]]) -> N
 
 
 class KeepAliveConnection:
-    """One connection, made by its first request; for its time limits see `TimedSocket`."""
+    """A connection that is made by its first request. `TimedSocket` has its time limits."""
 
     def __init__(self, origin: Origin, context: ssl.SSLContext | None) -> None:
         self._origin = origin
@@ -368,7 +366,7 @@ class KeepAliveConnection:
         self._socket: TimedSocket | None = None
 
     def get(self, target: str, headers: Mapping[str, str], silence_s: float, deadline: float) -> Response:
-        """Send a GET, whose `target` is escaped already, and read the head of its response."""
+        """Send a GET for the escaped `target`, and read the head of its response."""
         head = _head(self._origin.host_header, target, headers)
         if self._socket is None:
             self._socket = self._connect(silence_s, deadline)
@@ -391,7 +389,6 @@ class KeepAliveConnection:
         return TimedSocket(raw)
 
     def close(self) -> None:
-        """Close it; the rest of its last response is lost."""
         if self._socket is not None:
             self._socket.close()
 

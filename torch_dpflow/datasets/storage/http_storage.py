@@ -1,8 +1,9 @@
 """Objects of S3, OSS and web servers over persistent connections, by one GET each.
 
-Our own because of processor time: a signed GET of 100 kB takes 51 µs in one thread, with obstore 115 to 123 µs, and one
-of 126 kB took oss2 1.2 to 1.4 ms (a session, cookies and hooks for each request). obstore's threads do not survive a
-fork. With other options, and with proxies, fsspec reads.
+The HTTP client is our own because of processor time: a signed GET of 100 kB takes 51 µs in one thread. boto3, oss2 and
+s3fs take 8 to 17 times as long (a session, cookies and hooks for each request), obstore 115 to 123 µs. obstore 0.12.1
+also hangs in a forked worker once its parent process has used it. Options that only vendors' clients support, and
+proxies, go through fsspec.
 """
 
 from __future__ import annotations
@@ -26,8 +27,20 @@ from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableErr
 from torch_dpflow.log import DATASETS
 
 _ELEMENT = "<{0}>([^<]{{1,500}})</{0}>"
-#: S3 answers these with status 400.
+#: S3 sends these codes with status 400.
 _STATUS_OF_CODE = {"RequestTimeout": 408, "ExpiredToken": 403, "InvalidToken": 403}
+#: Bytes of an error response that are read.
+_MAX_ERROR = 16 * 1024
+#: Statuses whose body is the object; 203 comes from proxies.
+_WITH_OBJECT = frozenset({200, 203, 206})
+#: Values of Content-Encoding that leave the bytes as they are. "aws-chunked" stays behind from an upload to S3.
+_NO_ENCODINGS = frozenset({"", "identity", "aws-chunked"})
+_PAGES = frozenset({"text/html", "application/xhtml+xml"})
+#: Requests of one read: redirects, another region, other keys.
+_MAX_REQUESTS = 6
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+#: Bytes read at a time from a body of unknown length, or from a part that is skipped.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,16 +58,15 @@ class GetRequest:
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """A response without an object; `body` is its beginning."""
+    """A response without an object. `body` is its beginning; names of headers are in lower case."""
 
     status: int
     reason: str
-    #: by lower-case name
     headers: Mapping[str, str]
     body: bytes
 
     def element(self, name: str) -> str:
-        """The text of an element of the body, which is XML from S3 and OSS; "" without one."""
+        """Return the text of an element of the body, which is XML from S3 and OSS; "" if it is missing."""
         match = re.search(_ELEMENT.format(name).encode(), self.body)
         return match[1].decode("utf-8", "replace").strip() if match else ""
 
@@ -64,10 +76,10 @@ class ErrorResponse:
         return _STATUS_OF_CODE.get(self.element("Code"), self.status)
 
     def error(self, span: ByteRange) -> StorageError:
-        """The error for the reader of `span`."""
+        """Return the error for the reader of `span`."""
         message = self.element("Message")
-        answer = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
-        text = f"{span}: the storage answered {answer}"
+        code = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
+        text = f"{span}: the storage answered {code}"
         known = error_of_status(self.meaning, text)
         if known is not None:
             return known
@@ -76,33 +88,22 @@ class ErrorResponse:
 
 
 class Service(Protocol):
-    """A vendor's addressing of objects and signing of requests."""
+    """A vendor's addresses of objects and signatures of requests."""
 
-    #: Whether Content-Encoding is only metadata of the object, as in object stores: the body is the object's bytes.
-    notes_encoding: bool
+    #: Whether an encoded body is an error. In object stores Content-Encoding is only metadata of the object.
+    checks_encoding: bool
 
     def origin(self, url: str) -> Origin:
-        """The server to connect to."""
+        """Return the server to connect to."""
 
     def request(self, url: str) -> GetRequest:
-        """A signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
+        """Return a signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        """The next request after `request` was refused: to another server, or with other credentials; None: none."""
+        """Return the request to send after `request` was refused: to another server, or with other credentials."""
 
     def tls(self) -> ssl.SSLContext:
-        """The context that checks its servers' certificates. Raises OptionError."""
-
-
-#: Bytes of an error response that are read.
-_LONGEST_ERROR = 16 * 1024
-#: Statuses whose body is the object: 203 is one that a proxy has passed on.
-_WITH_OBJECT = frozenset({200, 203, 206})
-#: Values of Content-Encoding that leave the bytes as they are: "aws-chunked" is what an upload to S3 leaves behind.
-_NO_ENCODINGS = frozenset({"", "identity", "aws-chunked"})
-_PAGES = frozenset({"text/html", "application/xhtml+xml"})
-#: Most requests of one read: redirects, another region, other keys.
-_MOST_REQUESTS = 6
+        """Return the context that checks certificates of servers. Raises OptionError."""
 
 
 class HttpStorage:
@@ -127,17 +128,17 @@ class HttpStorage:
 
     def _get(self, span: ByteRange, deadline: float) -> bytes:
         request: GetRequest | None = self._service.request(span.url)
-        for left in reversed(range(_MOST_REQUESTS)):
+        for left in reversed(range(_MAX_REQUESTS)):
             assert request is not None
-            answer = self._fetch(request, span, deadline)
-            if isinstance(answer, bytes):
-                return answer
-            request = self._service.follow(span.url, request, answer) if left else None
+            found = self._send(request, span, deadline)
+            if isinstance(found, bytes):
+                return found
+            request = self._service.follow(span.url, request, found) if left else None
             if request is None:
-                raise answer.error(span)
+                raise found.error(span)
         raise AssertionError("the last response ends the loop")
 
-    def _fetch(self, request: GetRequest, span: ByteRange, deadline: float) -> bytes | ErrorResponse:
+    def _send(self, request: GetRequest, span: ByteRange, deadline: float) -> bytes | ErrorResponse:
         headers = dict(request.headers)
         if not span.is_whole:
             headers["range"] = f"bytes={span.start}-{'' if span.stop is None else span.stop - 1}"
@@ -152,37 +153,34 @@ class HttpStorage:
         except (ConnectionError, http.client.BadStatusLine):
             connection.close()
             if is_used and time.monotonic() < deadline:
-                # The server closed it while it was idle, or sent more than announced: not a failure of the
+                # The server closed it while it was idle, or sent more than announced. That is no failure of the
                 # storage, so it does not count as an attempt.
-                return self._fetch(request, span, deadline)
+                return self._send(request, span, deadline)
             raise
         except BaseException:
             connection.close()
             raise
-        return self._take_answer(request, span, connection, response)
+        return self._receive(request, span, connection, response)
 
-    def _take_answer(
-        self,
-        request: GetRequest,
-        span: ByteRange,
-        connection: KeepAliveConnection,
-        response: Response,
+    def _receive(
+        self, request: GetRequest, span: ByteRange, connection: KeepAliveConnection, response: Response
     ) -> bytes | ErrorResponse:
-        is_done = False
+        is_reusable = False
         try:
             if response.status in _WITH_OBJECT:
-                if not self._service.notes_encoding:
+                if self._service.checks_encoding:
                     _check_headers(response, span)
-                answer: bytes | ErrorResponse = read_object(response, span, self._options.longest)
+                found: bytes | ErrorResponse = _read_object(response, span, self._options.longest)
             else:
-                answer = _refusal(response)
-            is_done = response.leaves_connection
+                body = response.read(_MAX_ERROR)
+                found = ErrorResponse(response.status, response.reason, response.fields, body)
+            is_reusable = response.leaves_connection
         finally:
-            if is_done:
+            if is_reusable:
                 self._connections.give_back(request.origin, connection)
             else:
                 connection.close()
-        return answer
+        return found
 
     def node(self, url: str) -> str:
         return self._service.origin(url).host
@@ -192,11 +190,11 @@ class HttpStorage:
 
 
 def _check_headers(response: Response, span: ByteRange) -> None:
-    """Check that a body is the object's bytes, as far as its headers tell.
+    """Check that the headers describe the object's own bytes.
 
     Raises:
-        StorageError: it is compressed.
-        StorageUnavailableError: it is a web page in the place of an image, a sound or a video.
+        StorageError: the body is compressed.
+        StorageUnavailableError: it is a web page instead of an image, a sound or a video.
     """
     encoding = response.fields.get("content-encoding")
     if encoding is not None and {part.strip().lower() for part in encoding.split(",")} - _NO_ENCODINGS:
@@ -214,17 +212,8 @@ def _check_headers(response: Response, span: ByteRange) -> None:
             )
 
 
-def _refusal(response: Response) -> ErrorResponse:
-    return ErrorResponse(response.status, response.reason, response.fields, response.read(_LONGEST_ERROR))
-
-
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
-#: Bytes read at a time from a body of unknown length, or of which a part is skipped.
-_PIECE = 1 << 20
-
-
-def read_object(response: Response, span: ByteRange, longest: int) -> bytes:
-    """The bytes of `span` from a response with status 200 or 206.
+def _read_object(response: Response, span: ByteRange, longest: int) -> bytes:
+    """Read exactly the bytes of `span` from a response with status 200 or 206.
 
     Raises:
         TruncatedObjectError: the object is shorter than the range, or than its known size.
@@ -250,8 +239,8 @@ def _read_range(response: Response, span: ByteRange, longest: int) -> bytes:
     match = _CONTENT_RANGE.fullmatch(header)
     start, stop = (int(match[1]), int(match[2]) + 1) if match else (0, 0)
     is_rest = match is not None and match[3] in ("*", str(stop))
-    is_asked = stop <= span.stop if span.stop is not None else is_rest
-    if start != span.start or stop <= start or not is_asked:
+    is_requested = stop <= span.stop if span.stop is not None else is_rest
+    if start != span.start or stop <= start or not is_requested:
         raise StorageUnavailableError(f"{span}: the server answered with another range: {header[:100]!r}")
     if match is not None and match[3] != "*":
         span.check_size(int(match[3]))
@@ -269,7 +258,7 @@ def _read_body(response: Response, span: ByteRange, longest: int) -> bytes:
     if response.left is None:
         data = _take(response, longest + 1)
         if len(data) > longest:
-            raise StorageError(f"{span}: the answer is longer than the limit of {longest} bytes")
+            raise StorageError(f"{span}: the response is longer than the limit of {longest} bytes")
         return data
     if response.left > longest:
         raise StorageError(f"{span}: {response.left} bytes are above the limit of {longest}")
@@ -277,15 +266,15 @@ def _read_body(response: Response, span: ByteRange, longest: int) -> bytes:
 
 
 def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
-    """The range from the whole object, which a server without support for ranges sends."""
+    """Read the range from the whole object, which a server without support for ranges sends."""
     size = response.left
     if size is not None and max(span.start, span.stop or 0) > size:
         raise TruncatedObjectError(f"{span}: the object has only {size} bytes")
     stop = span.stop or size
     if (stop or span.start) > longest:
         raise StorageError(
-            f"{span}: the server knows no ranges, and the range ends above the limit of {longest} bytes; "
-            "serve the data by one that does"
+            f"{span}: the server does not support range requests, and the range ends above the limit of {longest} "
+            "bytes; serve the data by one that does"
         )
     if span.start:
         _warn_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
@@ -299,26 +288,26 @@ def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
     if span.length is not None and len(data) < span.length:
         raise _ended(span, span.start + len(data))
     if span.start + len(data) > longest:
-        raise StorageError(f"{span}: the answer is longer than the limit of {longest} bytes")
+        raise StorageError(f"{span}: the response is longer than the limit of {longest} bytes")
     return data
 
 
 def _ended(span: ByteRange, count: int) -> StorageUnavailableError:
-    # Without a length in the header a short object looks the same, but is less likely.
+    # A short object without a length in the header looks the same, but is less likely.
     return StorageUnavailableError(f"{span}: the connection ended after {count} bytes of the object")
 
 
 @functools.lru_cache(maxsize=64)
 def _warn_of_cost(server: str) -> None:
     DATASETS.warning(
-        "%s knows no ranges: for a part of an object everything before it is read too; serve packs by a server that "
-        "knows them",
+        "%s does not support range requests: for a part of an object everything before it is read too; serve packs by "
+        "a server that supports them",
         server,
     )
 
 
 def _take(response: Response, count: int) -> bytes:
-    """The next `count` bytes of a body, fewer if it ends."""
+    """Read the next `count` bytes of a body; fewer if it ends."""
     parts: list[bytes] = []
     while count and (part := response.read(min(count, _PIECE))):
         parts.append(part)

@@ -11,9 +11,9 @@ from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageEr
 
 
 class LocalStorage:
-    """Reads files with `pread`. Opens them for each read: that takes 4 µs, and a file may be replaced at any time.
+    """Reads files with `pread`. Opens them for each read, which takes 4 µs, as a file may be replaced at any time.
 
-    A mount that hangs in the kernel cannot be interrupted, so `deadline` is ignored.
+    `deadline` is ignored, as a mount that hangs in the kernel cannot be interrupted.
     """
 
     is_remote = False
@@ -52,7 +52,7 @@ class LocalStorage:
             if span.size is not None and stat.S_ISREG(found.st_mode):
                 span.check_size(stop)
         else:
-            stop = span.stop  # reading a range of a file that is not regular fails, or ends
+            stop = span.stop  # reading a range of a file that is not regular fails or ends
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
         if stop < span.start:
@@ -72,7 +72,7 @@ class LocalStorage:
         return "local"
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file stays open."""
 
 
 def _not_regular(span: ByteRange) -> StorageError:
@@ -80,6 +80,6 @@ def _not_regular(span: ByteRange) -> StorageError:
 
 
 def local_path(url: str) -> str:
-    """The path of a `file://` URL or a plain path; taken literally, as in fsspec: no %-escapes."""
+    """Return the path of a `file://` URL or a plain path, taken literally as in fsspec, without %-escapes."""
     scheme, colon, rest = url.partition(":")
     return rest.removeprefix("//") if colon and scheme in ("file", "local") else url

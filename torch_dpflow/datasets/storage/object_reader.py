@@ -10,26 +10,20 @@ from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions, Storage
 from torch_dpflow.datasets.storage.batch_reads import (
     LOCAL_MERGE_GAP,
-    LONGEST_MERGED,
-    LONGEST_MERGED_LOCALLY,
+    MAX_MERGED,
+    MAX_MERGED_LOCALLY,
     BatchDeadline,
     Overlap,
     Read,
     plan_reads,
 )
-from torch_dpflow.datasets.storage.credentials import to_pickle
-from torch_dpflow.datasets.storage.endpoints import needs_vendor
+from torch_dpflow.datasets.storage.credentials import options_to_pickle
+from torch_dpflow.datasets.storage.endpoints import needs_vendor, split_url
 from torch_dpflow.datasets.storage.failures import fetch_with_retries
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
-from torch_dpflow.datasets.storage.object_stores import (
-    OSS_OPTIONS,
-    S3_OPTIONS,
-    OSSService,
-    S3Service,
-    split_url,
-)
+from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
@@ -47,8 +41,8 @@ _FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, Stora
 class ObjectReader:
     """Reads objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
 
-    S3, OSS and web servers are read by `HttpStorage`. If, for S3 and OSS, `storage_options` has options that only the
-    vendor's client supports, or a proxy is set, they are read through fsspec, as all other storages.
+    S3, OSS and web servers are read by `HttpStorage`. All other storages are read through fsspec, and so are S3 and
+    OSS if a proxy is set or `storage_options` has options that only the vendor's client supports.
 
     Thread-safe. A forked child makes its own connections and threads. A pickle has only the options, including keys
     in them.
@@ -66,7 +60,7 @@ class ObjectReader:
         self._opened = PerProcess(self._open)
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes `start` to `stop` (excluded; None: the end) of one object.
+        """Return the bytes `start` to `stop` (excluded; None: the end) of one object.
 
         Raises:
             StorageError: a subclass for the cause; the message names the object. Transient failures have been retried.
@@ -74,7 +68,7 @@ class ObjectReader:
         return self._read(ByteRange(url, start, stop))
 
     def read_many(self, spans: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of every range, in their order; the reads overlap. Raises the first StorageError."""
+        """Return the bytes of every range, in their order. The reads overlap. Raises the first StorageError."""
         results = self.read_each(spans)
         for result in results:
             if isinstance(result, DPFlowError):
@@ -82,7 +76,7 @@ class ObjectReader:
         return results  # type: ignore[return-value]
 
     def read_each(self, spans: Sequence[ByteRange]) -> list[bytes | DPFlowError]:
-        """As `read_many`, but with an error in the place of each range that failed.
+        """Return the bytes of every range, or its error. The reads overlap.
 
         If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
         """
@@ -96,13 +90,13 @@ class ObjectReader:
             [spans[position] for position in wanted],
             node=opened.node,
             merge_gap=self.options.merge_gap if is_remote else min(self.options.merge_gap, LOCAL_MERGE_GAP),
-            longest=LONGEST_MERGED if is_remote else LONGEST_MERGED_LOCALLY,
+            max_merged=MAX_MERGED if is_remote else MAX_MERGED_LOCALLY,
         )
         limit = BatchDeadline(self.options.deadline_s)
 
         def task(read: Read) -> Callable[[], None]:
-            answered = [(wanted[n], spans[wanted[n]]) for n in read.answers]
-            return lambda: self._store(opened, read, answered, results, limit)
+            targets = [(wanted[n], spans[wanted[n]]) for n in read.positions]
+            return lambda: self._store(opened, read, targets, results, limit)
 
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
         return results
@@ -120,32 +114,32 @@ class ObjectReader:
 
     def _store(
         self,
-        opened: _OpenedFile,
+        opened: _Opened,
         read: Read,
-        answered: Sequence[tuple[int, ByteRange]],
+        targets: Sequence[tuple[int, ByteRange]],
         results: list[bytes | DPFlowError],
         limit: BatchDeadline,
     ) -> None:
-        """Store the parts of one read in `results`; if merged ranges fail, read each by itself."""
+        """Store the parts of one read in `results`. If merged ranges fail, read each by itself."""
         try:
             data = self._fetch(opened, read.span, limit)
         except DPFlowError as error:
-            if len(answered) == 1 or isinstance(error, _FAIL_ALIKE):
-                for position, _ in answered:
+            if len(targets) == 1 or isinstance(error, _FAIL_ALIKE):
+                for position, _ in targets:
                     results[position] = error
                 return
-            for position, span in answered:
+            for position, span in targets:
                 self._store(opened, Read(span), [(position, span)], results, limit)
             return
-        for position, span in answered:
+        for position, span in targets:
             results[position] = read.cut(span, data)
 
-    def _fetch(self, opened: _OpenedFile, span: ByteRange, limit: BatchDeadline) -> bytes:
+    def _fetch(self, opened: _Opened, span: ByteRange, limit: BatchDeadline) -> bytes:
         storage = opened.storage(span.url)
-        if storage.is_remote and limit.is_over:
+        if storage.is_remote and limit.has_passed:
             raise StorageTimeoutError(
-                f"{span}: the storage brought nothing of this batch within deadline_s={self.options.deadline_s:g}, "
-                "so the rest of it was not asked for"
+                f"{span}: the storage returned nothing of this batch within deadline_s={self.options.deadline_s:g}, "
+                "so the rest of it was not requested"
             )
         data = fetch_with_retries(storage, span, self.options, deadline=limit.deadline)
         limit.renew()
@@ -164,17 +158,17 @@ class ObjectReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (to_pickle(self._storage_options), self.options)
+        return _rebuild, (options_to_pickle(self._storage_options), self.options)
 
-    def _open(self) -> _OpenedFile:
-        return _OpenedFile(self._storage_options, self.options)
+    def _open(self) -> _Opened:
+        return _Opened(self._storage_options, self.options)
 
 
 def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> ObjectReader:
     return ObjectReader(storage_options, options=options)
 
 
-class _OpenedFile:
+class _Opened:
     """The storages and threads of one process."""
 
     def __init__(self, storage_options: Mapping[str, Any], options: ReadOptions) -> None:
@@ -186,25 +180,19 @@ class _OpenedFile:
     def storage(self, url: str) -> Storage:
         address = file_system_of(url)
         if "@" in url:
-            address = self._address_with_login(url)
+            clean, login = split_login(url)
+            if login and "::" not in clean:  # each user has a storage of his own
+                address = "/".join(url.split("/", 3)[:3])
         elif ("-s3/" in url or "://arn:" in url) and address in ("s3", "s3a"):
             bucket = split_url(url)[0]
             address = f"{address}://{bucket}" if needs_vendor(bucket) else address
         try:
             return self._storages[address]
         except KeyError:
-            check_url(url)  # before anything is connected; later ones are checked by their storages
+            check_url(url)  # before connecting; later URLs are checked by their storages
             return self._storages.setdefault(
                 address, open_storage(address, self._storage_options, self._options)
             )
-
-    @staticmethod
-    def _address_with_login(url: str) -> str:
-        """As `file_system_of`, but another for each user."""
-        clean, login = split_login(url)
-        if not login or "::" in clean:
-            return file_system_of(url)
-        return "/".join(url.split("/", 3)[:3])
 
     def node(self, url: str) -> str:
         return self.storage(url).node(url)
@@ -216,7 +204,7 @@ class _OpenedFile:
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
-    """The storage for a result of `file_system_of`, such as "s3", or for a URL.
+    """Return the storage for a URL, or for a result of `file_system_of` such as "s3".
 
     Raises:
         OptionError, MissingExtraError: there is none.
@@ -234,18 +222,18 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
 
 
 def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | None:
-    """The service of a result of `file_system_of` that `HttpStorage` reads; None: fsspec reads it.
+    """Return the service that `HttpStorage` reads for a result of `file_system_of`; None if fsspec reads it.
 
-    Raises OptionError: it has no such options.
+    Raises OptionError for options that the service does not have.
     """
-    scheme = address.partition("://")[0]
+    scheme, _, bucket = address.partition("://")
     is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
-    is_ours = not needs_vendor(address.partition("://")[2])
-    if scheme in ("s3", "s3a") and is_ours and is_direct and storage_options.keys() <= S3_OPTIONS:
+    is_ours = is_direct and not needs_vendor(bucket)
+    if scheme in ("s3", "s3a") and is_ours and storage_options.keys() <= S3_OPTIONS:
         return S3Service(storage_options)
     if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
         return OSSService(storage_options)
     if scheme in ("http", "https"):
-        # Always: fsspec's own does not check that a response has the requested range.
+        # Always: fsspec's own client does not check that a response has the requested range.
         return WebService(storage_options)
     return None

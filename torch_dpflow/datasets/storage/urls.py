@@ -1,4 +1,4 @@
-"""Joins and splits fsspec's URLs, and removes passwords from them. Pure."""
+"""Joining and splitting fsspec's URLs, and removing passwords from them. Pure."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _LOGINS = {
     **dict.fromkeys(("sftp", "ssh", "ftp", "smb", "http", "https"), ("username", "password")),
     **dict.fromkeys(("hdfs", "arrow_hdfs", "webhdfs"), ("user", "password")),
 }
-#: Schemes whose URLs may have an "@" that follows no user.
+#: Schemes whose URLs may have an "@" without a user before it.
 _NO_LOGINS = frozenset(
     {"file", "local", "memory", "abfs", "abfss", "az", "adl", "wasb", "wasbs", "github", "git", "hf"}
 )
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]+)://(?P<login>[^/?#]*)@")
 _CHAIN = re.compile(r"::(?=[a-z][a-z0-9+.-]*://|/)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-#: Schemes whose paths nothing parses.
+#: Schemes whose paths no library parses.
 _LITERAL = frozenset({"file", "local", "memory", "s3", "s3a", "oss", "zip", "tar", "libarchive", "dir"})
 _WITH_HOSTS = frozenset({*_LOGINS, "s3", "s3a", "oss"})
 _CACHE = re.compile(r"[a-z0-9]+::")
 
 
 class ChainedUrl(NamedTuple):
-    """The URL of an object that may be inside another: `zip://folder/a.jpg::s3://bucket/data.zip`."""
+    """The URL of an object that may be inside another, as in `zip://folder/a.jpg::s3://bucket/data.zip`."""
 
-    #: with its scheme: `zip://folder/a.jpg`
+    #: `zip://folder/a.jpg`
     inner: str
-    #: the outer object, with the colons: `::s3://bucket/data.zip`; "" if there is none
+    #: `::s3://bucket/data.zip`; "" if there is none
     outer: str
 
 
 def check_url(url: str) -> None:
     """Raise OptionError for a control character in a URL that is parsed, or for whitespace in a host or bucket.
 
-    Parsers drop tabs and line breaks, or end there, and would read another object. Keys of S3 and OSS, members of
-    archives and paths are taken as they are, and may have them.
+    Parsers drop tabs and line breaks, or end there, and would read another object. Keys of S3 and OSS, names in
+    archives and paths are taken literally, and may have them.
     """
     if url.isprintable() and " " not in url:
         return
@@ -71,7 +71,7 @@ def split_chain(url: str) -> ChainedUrl:
 
 
 def file_system_of(url: str) -> str:
-    """Identifies the file system of a URL: its scheme, with the host or bucket if each has its own.
+    """Identify the file system of a URL: its scheme, with the host or bucket if each has its own.
 
     Raises OptionError for fsspec's caches.
     """
@@ -85,7 +85,7 @@ def file_system_of(url: str) -> str:
 
 
 def join_url(base: str, path: str) -> str:
-    """The URL of `path` below `base`, inside the same archive if `base` is in one."""
+    """Return the URL of `path` below `base`, inside the same archive if `base` is in one."""
     if "::" not in base:
         return (
             f"{base}/{path}" if base[-1:] not in ("", "/") and path[:1] != "/" else posixpath.join(base, path)
@@ -95,7 +95,7 @@ def join_url(base: str, path: str) -> str:
 
 
 def split_name(url: str) -> tuple[str, str]:
-    """The directory and the last part of a URL or path; "." if there is no directory."""
+    """Return the directory and the last part of a URL or path; "." if there is no directory."""
     inner, outer = split_chain(url)
     folder, _, name = inner.rstrip("/").rpartition("/")
     if outer and folder.endswith(":/"):
@@ -104,10 +104,9 @@ def split_name(url: str) -> tuple[str, str]:
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """A URL without user and password, and these as fsspec's options.
+    """Return a URL without user and password, and these as fsspec's options.
 
-    Raises:
-        OptionError: its storage has no such options.
+    Raises OptionError if the storage has no such options.
     """
     found: dict[str, str] = {}
     for match in _LOGIN.finditer(url):
@@ -119,14 +118,14 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
             found |= {name: unquote(value) for name, value in zip(names, values)}
         elif colon and scheme not in _NO_LOGINS:
             raise OptionError(
-                f"{without_login(url)} was given with a user and a password, which {scheme}:// does not know; "
+                f"{without_login(url)} was given with a user and a password, which {scheme}:// does not support; "
                 "give storage options, such as key and secret"
             )
     return without_login(url), found
 
 
 def without_login(url: str) -> str:
-    """The URL without user and password, for files, logs and errors."""
+    """Return the URL without user and password, for files, logs and errors."""
     return _LOGIN.sub(_stripped, url) if "@" in url else url
 
 

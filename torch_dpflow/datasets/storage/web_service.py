@@ -15,6 +15,7 @@ from torch_dpflow.datasets.storage.http_storage import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.urls import check_url, without_login
 from torch_dpflow.errors import OptionError, OptionTypeError
 
+_OPTIONS = frozenset({"headers", "username", "password", "verify"})
 #: A percent sign that begins no escape.
 _LONE_PERCENT = re.compile("%(?![0-9a-fA-F]{2})")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -23,14 +24,14 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 class WebService:
     """`http://` and `https://`. `options`: `headers` for every request, `username` and `password`, `verify`.
 
-    A URL is sent as given, including its query; characters that are not allowed are escaped, also "#", which
-    some names have, while fragments are not used. Redirects are followed, to another server without the headers.
+    A URL is sent as given, including its query. Characters that are not allowed are escaped, also "#", which some
+    names contain. Redirects are followed, to another server without the headers.
 
     Raises:
         OptionError, OptionTypeError: an option that is none of these.
     """
 
-    notes_encoding = False
+    checks_encoding = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._headers = web_headers(options)
@@ -44,7 +45,7 @@ class WebService:
         return GetRequest(origin, target, self._headers)
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        location = _as_sent(refusal.headers.get("location", ""))
+        location = _decoded(refusal.headers.get("location", ""))
         if refusal.status not in _REDIRECTS or not location:
             return None
         here = request.origin
@@ -57,11 +58,11 @@ class WebService:
         return GetRequest(origin, target, request.headers if origin == here else {})
 
     def tls(self) -> ssl.SSLContext:
-        return tls_context(self._options, os.environ)
+        return tls_context(self._options)
 
 
-def _as_sent(field: str) -> str:
-    """A field's text, which may be UTF-8 instead of escapes; bytes that are not are escaped."""
+def _decoded(field: str) -> str:
+    """Decode a header field, which may be UTF-8 instead of escapes. Bytes that are not UTF-8 are escaped."""
     sent = field.encode("latin-1")
     try:
         return sent.decode()
@@ -81,20 +82,16 @@ def _parse(url: str) -> tuple[Origin, str]:
         port = parts.port or (443 if is_tls else 80)
     except ValueError as error:  # UnicodeError is one
         raise OptionError(f"{without_login(url)}: {error}; correct the host or the port") from error
-    origin = Origin(is_tls, host, port)
-    return origin, quote(target, safe="/%?&=+,;:@!$'()*~[]")
-
-
-_OPTIONS = frozenset({"headers", "username", "password", "verify"})
+    return Origin(is_tls, host, port), quote(target, safe="/%?&=+,;:@!$'()*~[]")
 
 
 def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
-    """The headers from `options`. Raises OptionError, OptionTypeError."""
+    """Return the headers of every request. Raises OptionError, OptionTypeError."""
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise OptionError(
-            f"http:// has no option {unknown}; give headers, username and password, or verify; where data "
-            "lies on another storage than the store, give its options by themselves"
+            f"http:// has no option {unknown}; give headers, username and password, or verify; if the data "
+            "is on another storage than the store, give its options separately"
         )
     headers = options.get("headers") or {}
     if not isinstance(headers, Mapping):
@@ -106,13 +103,10 @@ def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def tls_context(
-    options: Mapping[str, Any], environ: Mapping[str, str], bundle: str | None = None
-) -> ssl.SSLContext:
-    """A context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
+def tls_context(options: Mapping[str, Any], bundle: str | None = None) -> ssl.SSLContext:
+    """Return a context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
 
-    `verify` is as in botocore and requests: False checks nothing, a path names a file or a directory of
-    certificates.
+    `verify` is as in botocore and requests: False checks nothing; a path names a file or a directory of certificates.
 
     Raises:
         OptionError: the path has no certificates.
@@ -124,7 +118,7 @@ def tls_context(
         context.verify_mode = ssl.CERT_NONE
         return context
     if verify is None:
-        verify = bundle or environ.get("REQUESTS_CA_BUNDLE") or True
+        verify = bundle or os.environ.get("REQUESTS_CA_BUNDLE") or True
     if verify is True:
         return ssl.create_default_context()
     try:
@@ -133,7 +127,7 @@ def tls_context(
         return ssl.create_default_context(
             cafile=None if is_folder else path, capath=path if is_folder else None
         )
-    except (OSError, TypeError) as error:  # ssl's own errors are among the former
+    except (OSError, TypeError) as error:  # errors of ssl are OSErrors
         raise OptionError(
             f"there are no certificates at {verify!r}: {error}; look at `verify`, AWS_CA_BUNDLE and "
             "REQUESTS_CA_BUNDLE, which name a file in PEM form or a directory"

@@ -148,9 +148,9 @@ def unpack_load_spec(packed: bytes | memoryview) -> Any:
 
 def _keys_left_out() -> AbstractContextManager[None]:
     # Here, as workers only unpack: the import takes 0.2 s.
-    from torch_dpflow.datasets.storage.credentials import left_out
+    from torch_dpflow.datasets.storage.credentials import leave_out_keys
 
-    return left_out()
+    return leave_out_keys()
 
 
 class _Bounded:
