@@ -10,8 +10,8 @@ what they read of the data, "memory" what their processes take (proportional set
 the processors here; with --connection-mb-s, which bounds what one connection to the store carries, as clouds do, the
 servers' own requests are what takes time. loss: a process reads an epoch in batches of 64, from storage without a pool,
 and from four servers of which one is killed in the midst, the one that the process was given; "stall" is the longest
-batch, "storage" the samples that it has read from there, by the dataset's samples. Over data connections it reads as on another
-host, over TCP, so it has nothing of the server that is killed; else it has mapped the memory of all.
+batch, "storage" the samples that it has read from there, by the dataset's samples. Over data connections it reads as on
+another host, over TCP, so it has nothing of the server that is killed. Otherwise it has mapped the memory of all.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ class Unsettled(RandomSampler):
 
 
 class Unannounced(PooledDataset):
-    """Tells the pool no order."""
+    """Dataset that announces no order to the pool."""
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Leave it."""
+        """Drop the order."""
 
 
 def publish_objects(oss: OSSServer, count: int) -> StoredDataset:

@@ -1,4 +1,6 @@
-"""What `benchmarks.read_batch` compares data connections with: each side serves the same records from four processes of this host.
+"""What `benchmarks.read_batch` compares data connections with.
+
+Each side serves the same records from four processes of this host.
 
 python -m benchmarks.pool_sides raw|curve|rpc|mooncake COUNT      serve records, and print where
 """

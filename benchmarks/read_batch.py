@@ -3,15 +3,16 @@
     python -m benchmarks.read_batch [--json | --markdown] [--rounds N] [--samples 512] [--quick] [--part PART]...
 
 256 records of 110 kB a batch, drawn anew in each round; the sides take turns in one process, the pool's server
-(`dpflow pool serve`) is another. Each gives `(bytes, annotations)`, but the bare copies: a slice of a mapping for each
-record, which is the least that anybody can do. The object store is `benchmarks.oss_server`, in a thread of this
+(`dpflow pool serve`) is another. Each returns `(bytes, annotations)`, except the bare copies: a slice of a mapping for
+each record, which is the least possible work. The object store is `benchmarks.oss_server`, in a thread of this
 process, with 10 ms to each answer.
 
-The part `connections` reads the same records from four servers of this host over tcp: by our data connections, in plain and with TLS, by
-bare sockets, by our own calls (`ipc.rpc`) with payloads, by ZeroMQ with CURVE, from Redis and memcached, by
-Mooncake's transfer engine, and from Ray's object store; and from one server whose memory is mapped. Each hands out
-`bytes`, or, "not copied", views: of what is mapped, of Ray's store, or of memory that is used again once they are gone
-(`copy=False`). Processor time there is that of reader and servers together. What is not installed is left out.
+The part `connections` reads the same records from four servers of this host over tcp: by our data connections, in
+plain and with TLS, by bare sockets, by our own calls (`ipc.rpc`) with payloads, by ZeroMQ with CURVE, from Redis and
+memcached, by Mooncake's transfer engine, and from Ray's object store. It also reads from one server whose memory is
+mapped. Each side returns `bytes`, or, "not copied", views: of mapped memory, of Ray's store, or of memory that is used
+again once the views are dropped (`copy=False`). Processor time there is that of reader and servers together. Sides that
+are not installed are left out.
 """
 
 from __future__ import annotations
