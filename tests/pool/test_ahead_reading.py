@@ -16,7 +16,7 @@ from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import UsageError
 from torch_dpflow.pool.messages import (
-    LEFT,
+    IN_STORAGE_ONLY,
     MAX_PLAN_RECORDS,
     AheadPlaces,
     AnnounceAccessPlan,
@@ -78,7 +78,9 @@ def test_what_two_connections_copy_is_free_after_both(reading: AheadReading) -> 
     first, second = want(reading, "one", [3]), want(reading, "two", [3])
     assert texts(reading, first) == texts(reading, second) == [content(3)]
     reading.took("one", [3])
-    assert want(reading, "one", [3]).lengths == [LEFT]  # it was read; who wants it again has storage
+    assert want(reading, "one", [3]).lengths == [
+        IN_STORAGE_ONLY
+    ]  # it was read; who wants it again has storage
     assert texts(reading, second) == [content(3)]
     reading.took("two", [3])
 
@@ -88,22 +90,22 @@ def test_a_record_that_comes_twice_in_an_order_is_read_twice(reading: AheadReadi
     for _ in range(2):
         assert texts(reading, want(reading, "one", [5])) == [content(5)]
         reading.took("one", [5])
-    assert want(reading, "one", [5]).lengths == [LEFT]
+    assert want(reading, "one", [5]).lengths == [IN_STORAGE_ONLY]
 
 
 def test_what_no_order_has_is_left_to_the_reader(reading: AheadReading) -> None:
-    assert want(reading, "one", [1]).lengths == [LEFT]
+    assert want(reading, "one", [1]).lengths == [IN_STORAGE_ONLY]
     reading.announce("owner", order([1, 2]))
-    assert want(reading, "one", [9]).lengths == [LEFT]
-    assert want(reading, "one", [1], "another").lengths == [LEFT]
+    assert want(reading, "one", [9]).lengths == [IN_STORAGE_ONLY]
+    assert want(reading, "one", [1], "another").lengths == [IN_STORAGE_ONLY]
     reading.announce("owner", order([7, 8]))
-    assert want(reading, "one", [1]).lengths == [LEFT]
+    assert want(reading, "one", [1]).lengths == [IN_STORAGE_ONLY]
     assert texts(reading, want(reading, "one", [8])) == [content(8)]
 
 
 def test_an_order_comes_in_parts_that_fit(reading: AheadReading) -> None:
     reading.announce("owner", order([1, 2], total=3))
-    assert want(reading, "one", [1]).lengths == [LEFT]
+    assert want(reading, "one", [1]).lengths == [IN_STORAGE_ONLY]
     for wrong in (order([3], first=1, total=3), order([3, 4], first=2, total=3), order([COUNT])):
         with pytest.raises(UsageError, match="order"):
             reading.announce("owner", wrong)
@@ -123,10 +125,10 @@ def test_an_order_may_be_extended_by_who_has_announced_it(
     assert texts(reading, want(reading, "one", [1])) == [content(1)]  # the second time
     reading.took("one", [1])
     reading.announce("owner", order([4, 5, 6, 7, 8], extends=True))
-    assert want(reading, "one", [2]).lengths == [LEFT]  # too many have come since
+    assert want(reading, "one", [2]).lengths == [IN_STORAGE_ONLY]  # too many have come since
     assert texts(reading, want(reading, "one", [8])) == [content(8)]
     reading.announce("another", order([9], extends=True))
-    assert want(reading, "one", [4]).lengths == [LEFT]  # it is the order of another connection now
+    assert want(reading, "one", [4]).lengths == [IN_STORAGE_ONLY]  # it is the order of another connection now
     reading.leave("owner")
     assert texts(reading, want(reading, "one", [9])) == [content(9)]
 
@@ -151,4 +153,4 @@ def test_a_sample_that_cannot_be_read_is_left_to_the_reader(reading: AheadReadin
         if pack.is_file() and "data" in str(pack):
             pack.unlink()
     reading.announce("owner", order([1, 2]))
-    assert set(want(reading, "one", [1, 2]).lengths) == {LEFT}
+    assert set(want(reading, "one", [1, 2]).lengths) == {IN_STORAGE_ONLY}

@@ -97,7 +97,7 @@ def over_tcp(stored: StoredDataset, pool: DataServer, keys: Path) -> closing[Poo
 
 def is_mapped(dataset: PooledDataset) -> bool:
     """Whether what is read ahead comes by mapped memory."""
-    connection = dataset._pool._reading.get()._entry.connection
+    connection = dataset._pool._reading.get()._lookup.connection
     assert connection is not None
     return connection.passes_memory
 

@@ -121,7 +121,7 @@ def test_loaders_and_processes_get_the_same_rows(tmp_path: Path, client: DataCli
             loader = DPFlowDataLoader(rows, batch_size=512, shuffle=True, num_workers=2)
             found = torch.cat([*loader])
             assert torch.equal(found[found[:, 0, 0].argsort()], torch.from_numpy(ROWS))
-        wait(lambda: [one.loaded for one in client.sets()] == [5000], what="the implicit set")
+        wait(lambda: [one.loaded for one in client.cached_datasets()] == [5000], what="the implicit set")
         with closing(pickle.loads(pickle.dumps(rows))) as other:
             assert torch.equal(other.read_batch([7]), torch.from_numpy(ROWS[7:8]))
 
@@ -430,7 +430,7 @@ def test_what_a_client_claims_is_checked(client: DataClient) -> None:
         )
         with pytest.raises((OptionError, OptionTypeError)):
             array_layout(wrong)
-    assert client.sets() == []
+    assert client.cached_datasets() == []
 
 
 def test_rows_come_over_a_network_too(tmp_path: Path) -> None:

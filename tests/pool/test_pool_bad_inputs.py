@@ -81,7 +81,7 @@ def test_what_is_no_dataset(stored: StoredDataset, client: DataClient) -> None:
     for options in ({"fit": "half"}, {"on_error": "ignore"}):
         with pytest.raises(OptionError, match='give "all" or "part", and "raise" or "skip"'):
             client.preload(stored, **options)  # type: ignore[arg-type]
-    assert client.sets() == []
+    assert client.cached_datasets() == []
 
 
 def test_versions_and_names_that_there_are_not(
@@ -119,13 +119,13 @@ def test_versions_and_names_that_there_are_not(
         with pytest.raises(OptionError, match="has a line break or another control character") as refused:
             open_array(url, path=path)
         assert str(refused.value).isprintable()
-    assert client.sets() == []
+    assert client.cached_datasets() == []
     for name in ("store.json", "core/numbers/versions/v1.json"):
         file = tmp_path / "datasets" / name
         file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
         with pytest.raises(DatasetError, match="format 2"):
             client.preload(stored)  # which the server opens
-    assert client.sets() == []
+    assert client.cached_datasets() == []
 
 
 def test_flows_read_what_no_pool_has(

@@ -103,8 +103,8 @@ def test_top_shows_how_fast_a_set_is_read(photos: StoredDataset, client: DataCli
     client.read_batch(photos, range(len(photos)))
     before = CachedDatasetList([info], 1, 2, 1)
     client.close()  # which tells the server what was read
-    wait(lambda: client.sets()[0].hits == len(photos), what="what a reader has told")
-    now = CachedDatasetList(client.sets(), 1, 2, 1)
+    wait(lambda: client.cached_datasets()[0].hits == len(photos), what="what a reader has told")
+    now = CachedDatasetList(client.cached_datasets(), 1, 2, 1)
     assert read_rates(before, now, 0.5) == {info.identity: (2 * len(photos), 0.0)}
     assert read_rates(CachedDatasetList([], 1, 2, 0), now, 0.5) == {}
     words = ["top", "--count", "2", "--interval-s", "0.1", "--address", str(tmp_path / "p")]

@@ -108,10 +108,10 @@ def test_a_pool_with_an_operators_certificates(
         tmp_path / "p", 1 << 20, listen=find_address("tcp://127.0.0.1:0", tmp_path / "keys")
     ) as serving:
         address = str(serving.address)
-        assert DataClient(address, connection=tmp_path / "keys").sets() == []
+        assert DataClient(address, connection=tmp_path / "keys").cached_datasets() == []
         jobs = read_connection_file(tmp_path / "keys").for_jobs()
         write_connection_file(tmp_path / "jobs", jobs)
-        assert DataClient(address, connection=tmp_path / "jobs").sets() == []
+        assert DataClient(address, connection=tmp_path / "jobs").cached_datasets() == []
         for role, name, signed_by in [
             ("client", "mail.example", ROOT),
             ("client", "", OTHER),
@@ -120,10 +120,10 @@ def test_a_pool_with_an_operators_certificates(
             peer = signed_by.member(role, name)
             write_connection_file(tmp_path / "other", with_pem(jobs, client=b"".join(peer).decode()))
             with pytest.raises(PeerLostError, match="cannot be spoken to"):
-                DataClient(address, connection=tmp_path / "other").sets()
+                DataClient(address, connection=tmp_path / "other").cached_datasets()
         write_connection_file(tmp_path / "other", with_pem(jobs, authority=OTHER.pem.decode()))
         with pytest.raises(PeerLostError, match="is not one of this cluster's servers"):
-            DataClient(address, connection=tmp_path / "other").sets()
+            DataClient(address, connection=tmp_path / "other").cached_datasets()
 
 
 def with_pem(file: ConnectionFile, **changes: str) -> ConnectionFile:
@@ -148,7 +148,7 @@ def test_an_expired_certificate_is_told_by_who_has_it_and_who_sees_it(tmp_path: 
         inner_server(tmp_path / "p", 1 << 20, listen=listen) as serving,
         pytest.raises(PeerLostError, match=r"refuses this side's certificate \(.*CERTIFICATE_EXPIRED\)"),
     ):
-        DataClient(str(serving.address), connection=tmp_path / "old client").sets()
+        DataClient(str(serving.address), connection=tmp_path / "old client").cached_datasets()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
     assert "samples: 5,000" in run(address, "show", number)
     assert "5,000 samples are in memory as in storage, 0 in storage alone" in run(address, "verify", target)
     assert "unloaded" in run(address, "unload", target)
-    assert client.sets() == []
+    assert client.cached_datasets() == []
     assert "is not in the pool" in run(address, "verify", target, code=1)
     for command in ("show", "unload"):
         assert "the pool holds nothing; load it by `dpflow pool preload`" in run(
@@ -85,9 +85,9 @@ def test_commands_print_json_for_programs(files: Path, client: DataClient) -> No
     held = told("preload", "rows.npy")
     assert (held["samples"], held["in_memory"], held["stays"]) == (5000, 5000, True)
     listed = told("list")
-    assert listed["sets"] == [told("show", held["id"])] == [held]
+    assert listed["datasets"] == [told("show", held["id"])] == [held]
     assert (len(listed["servers"]), listed["capacity"] - listed["free"] >= held["bytes"]) == (1, True)
-    assert told("top", "--count", "1")["sets"] == [held]
+    assert told("top", "--count", "1")["datasets"] == [held]
     assert told("verify", "rows.npy") == {
         "ref": held["ref"],
         "equal": 5000,
@@ -101,7 +101,7 @@ def test_commands_print_json_for_programs(files: Path, client: DataClient) -> No
     (differs,) = told("verify", "rows.npy", code=1)["differ"]
     assert (differs["sample"], "byte 119 of 120" in differs["what"]) == (4999, True)
     assert told("unload", held["id"])["unloaded"]["ref"] == held["ref"]
-    assert told("list")["sets"] == []
+    assert told("list")["datasets"] == []
 
 
 def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client: DataClient) -> None:
@@ -173,7 +173,7 @@ def test_what_names_no_set_is_refused(files: Path, client: DataClient) -> None:
         (("rows", "--store", "datasets"), 1, "is no name of a dataset"),
     ]:
         assert says in run(address, "preload", *words, code=code)
-    assert client.sets() == []
+    assert client.cached_datasets() == []
 
 
 def test_names_that_others_have_given_are_printed_on_one_line(files: Path, client: DataClient) -> None:
@@ -202,7 +202,7 @@ def test_datasets_are_named_as_before(files: Path, client: DataClient) -> None:
     publish(DatasetStore.create(str(files / "datasets")), Numbered(40))
     assert "40 of 40" in run(files / "p", "preload", "core/numbers:v1", "--store", "datasets")
     assert "samples: 40" in run(files / "p", "show", "core/numbers")
-    assert "unloaded" in run(files / "p", "unload", client.sets()[0].identity.hex()[:8])
+    assert "unloaded" in run(files / "p", "unload", client.cached_datasets()[0].identity.hex()[:8])
     assert "runs at" in run(files / "p", "serve", "--memory", "1MiB", code=1)
 
 

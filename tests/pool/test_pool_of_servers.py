@@ -86,7 +86,7 @@ def pool(folder: Path, count: int, memory: str = "1MiB") -> Iterator[list[subpro
 
 
 def info_of(stored: StoredDataset, address: Path) -> CachedDataset | None:
-    found = [one for one in DataClient(address).sets() if one.identity == identity_of(stored)]
+    found = [one for one in DataClient(address).cached_datasets() if one.identity == identity_of(stored)]
     return found[0] if found else None
 
 
@@ -237,7 +237,7 @@ def test_a_preload_waits_for_members_of_a_head_that_was_killed(
 ) -> None:
     monkeypatch.setattr("torch_dpflow.pool.server.leader.LEASE_S", 0.5)
     (tmp_path / "p").mkdir(mode=0o700)
-    (tmp_path / "p" / "members").write_text("host:/run/pool/1\n")  # they do not come
+    (tmp_path / "p" / "followers").write_text("host:/run/pool/1\n")  # they do not come
     with (
         inner_server(tmp_path / "p", 1 << 20),
         closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,

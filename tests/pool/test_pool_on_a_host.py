@@ -76,7 +76,7 @@ def opened_set(stored: StoredDataset) -> HeldDataset:
 
 def info_of(stored: StoredDataset, address: Path) -> CachedDataset | None:
     found = [
-        one for one in DataClient(address, silence_s=PATIENCE_S).sets() if one.identity == identity_of(stored)
+        one for one in DataClient(address, silence_s=PATIENCE_S).cached_datasets() if one.identity == identity_of(stored)
     ]
     return found[0] if found else None
 
@@ -99,7 +99,7 @@ def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
     assert client.read_batch(stored, [*range(COUNT)]) == numbers(COUNT)
     assert client.read(stored, -1) == numbers(COUNT)[-1]
     assert client.dataset(stored).hits == COUNT + 1
-    assert [one.readers for one in client.sets() if one.identity == info.identity] == [1]
+    assert [one.readers for one in client.cached_datasets() if one.identity == info.identity] == [1]
     client.close()
     client.unload(stored)
     with pytest.raises(UsageError, match="not in the pool"):
@@ -210,7 +210,7 @@ def test_an_idle_set_goes_and_comes_back_with_its_reader(stored: StoredDataset, 
         closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset,
     ):
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= COUNT)
-        dataset._pool._reading.get()._entry.close()  # as after a silence
+        dataset._pool._reading.get()._lookup.close()  # as after a silence
         wait(lambda: info_of(stored, tmp_path / "p") is None)
         before = dataset.hits
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= before + COUNT)
@@ -272,7 +272,7 @@ def test_a_set_that_does_not_fit_is_refused_or_held_in_part(store: DatasetStore,
     with inner_server(address, 8 << 10), closing(DataClient(address, silence_s=PATIENCE_S)) as client:
         with pytest.raises(PoolFullError, match="have a part of this one held"):
             client.preload(stored)
-        assert client.sets() == []
+        assert client.cached_datasets() == []
         info = client.preload(stored, fit="part")
         assert 0 < info.placed < 400
         assert info.placed == info.loaded
@@ -383,22 +383,22 @@ def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> No
             request = PreloadDataset(source=source, identity=name, is_explicit=True, whole=True)
             serving._pool._sets[name] = KnownDataset(request, True, True)
         listed = connection.contents()
-        assert [int.from_bytes(one.identity, "big") for one in listed.sets] == [*range(1000)]
+        assert [int.from_bytes(one.identity, "big") for one in listed.datasets] == [*range(1000)]
         assert (listed.total, listed.free) == (1000, 1 << 20)
 
 
 def test_a_server_without_a_free_thread_serves_again_later(tmp_path: Path) -> None:
     with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as before:
-        assert before.contents().sets == []  # by now all of its threads run
+        assert before.contents().datasets == []  # by now all of its threads run
         usual = threading.stack_size(1 << 48)
         try:
             with pytest.raises(PeerLostError), PoolConnection(tmp_path / "p") as refused:
                 refused.contents()
         finally:
             threading.stack_size(usual)
-        assert before.contents().sets == []
+        assert before.contents().datasets == []
         with PoolConnection(tmp_path / "p") as after:
-            assert after.contents().sets == []
+            assert after.contents().datasets == []
 
 
 def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
@@ -406,7 +406,7 @@ def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
 ) -> None:
     held = opened_set(stored)
     with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as connection:
-        assert connection.contents().sets == []  # by now all of its threads run
+        assert connection.contents().datasets == []  # by now all of its threads run
         usual = threading.stack_size(1 << 48)
         try:
             with pytest.raises(PoolFullError, match="ulimit -u"):
@@ -414,7 +414,7 @@ def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
             held.fill([0])
         finally:
             threading.stack_size(usual)
-        assert connection.contents().sets == []
+        assert connection.contents().datasets == []
         assert connection.preload(source_of(stored, None), identity_of(stored), whole=True).failed == 0
     assert (held.is_placed, held.counts) == (True, (0, len(held.records.records_of(0))))
     assert "ulimit -u" in held.error

@@ -59,7 +59,7 @@ def test_who_has_the_keys_reads_and_others_are_told_why_not(
 
         def told(file: str, trusts: bool) -> str:
             with pytest.raises(PeerLostError) as caught:
-                DataClient(str(address), connection=keys / file, trust_network=trusts).sets()
+                DataClient(str(address), connection=keys / file, trust_network=trusts).cached_datasets()
             return str(caught.value)
 
         assert "of this cluster's servers" in told("others", False) if not trust_network else True
@@ -73,9 +73,9 @@ def test_who_has_the_keys_reads_and_others_are_told_why_not(
             client.preload(stored)
             assert client.read_batch(stored, [*range(COUNT)]) == numbers(COUNT)
             assert client.dataset(stored).misses == 0
-            assert [one.readers for one in client.sets()] == [1]
+            assert [one.readers for one in client.cached_datasets()] == [1]
             client.unload(stored)
-            assert client.sets() == []
+            assert client.cached_datasets() == []
             assert client.read_batch(stored, [*range(COUNT)]) == numbers(COUNT)
             assert client.dataset(stored).misses == COUNT
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_kept_from_strangers_is_refused(
     with pytest.raises(OptionError, match=r"pip install 'torch_dpflow\[pool\]'"):
         DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://0.0.0.0:0", keys / "old"))
     for host in ("0.0.0.0", "[::]", "0"):
-        with pytest.raises(OptionError, match="others are told this address; give that of this host"):
+        with pytest.raises(OptionError, match="other hosts connect to this address; give one of this host"):
             DataServer(1 << 20, tmp_path / "p", listen=find_address(f"tcp://{host}:0", keys / "ours"))
     head, own = (find_address(f"tcp://{host}:7070", keys / "ours") for host in ("192.0.2.1", "127.0.0.1"))
     with pytest.raises(OptionError, match="is reached over one too; give it an address, --listen"):

@@ -74,7 +74,7 @@ def test_each_rank_decodes_its_part(
 def test_what_cannot_be_decoded_to_one_shape_is_refused(stored: StoredDataset, client: DataClient) -> None:
     with pytest.raises(OptionError, match="for the first; have it crop, resize or pad to one shape"):
         client.preload(stored, transform=lambda content: np.frombuffer(content, np.uint8))
-    [begun] = client.sets()
+    [begun] = client.cached_datasets()
     assert begun.loaded < COUNT
     assert begun.pushed is not None
     client.unload(begun.pushed)

@@ -69,7 +69,7 @@ def test_a_server_whose_assertions_are_off_holds_what_was_pushed(
 
 def test_what_is_pushed_is_read_by_others_by_its_name(tmp_path: Path, client: DataClient) -> None:
     source = client.push(NAME, ROWS)
-    assert [(one.ref, one.records, one.loaded, one.is_explicit) for one in client.sets()] == [
+    assert [(one.ref, one.records, one.loaded, one.is_explicit) for one in client.cached_datasets()] == [
         (NAME, 5000, 5000, True)
     ]
     with closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as other:
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_while_an_array_is_pushed(tmp_path: Path) -> Non
 def test_a_push_that_was_interrupted_goes_on(tmp_path: Path, client: DataClient, small_stripes: None) -> None:
     source = pushed_source(NAME, ROWS[:100])
     push(tmp_path / "p", source, lambda first, stop: ROWS[first:stop], stripes=[0, 2])
-    half = client.sets()[0]
+    half = client.cached_datasets()[0]
     assert (half.records, half.placed, half.loaded) == (100, 100, 16)
     assert np.array_equal(np.asarray(client.read_batch(source, range(8))), ROWS[:8])
     with pytest.raises(UsageError, match="is not in memory as a whole; push it to its end first"):
@@ -159,7 +159,7 @@ def test_versions_share_memory_and_stay_as_they_are(
     versions = [client.push(NAME, rows[: ends[0]])]
     for number, (first, stop) in enumerate(pairwise(ends), 2):
         versions.append(client.append(versions[-1].ref, rows[first:stop], version=f"v{number}"))
-    full = client.sets()
+    full = client.cached_datasets()
     for version, end in zip(versions, ends):
         assert np.array_equal(np.asarray(client.read_batch(version, range(end))), rows[:end])
     layout = layouts.ArrayLayout(b"", ends[-1], dtype, (width,))  # type: ignore[call-arg]
@@ -173,7 +173,7 @@ def test_versions_share_memory_and_stay_as_they_are(
         if number < len(versions):
             client.unload(versions[number])
     left = [number for number in range(len(versions)) if number not in gone]
-    assert [one.ref for one in client.sets()] == [versions[number].ref for number in left]
+    assert [one.ref for one in client.cached_datasets()] == [versions[number].ref for number in left]
     for number in left:
         end = ends[number]
         assert np.array_equal(np.asarray(client.read_batch(versions[number], range(end))), rows[:end])
@@ -198,7 +198,7 @@ def test_what_cannot_be_appended_changes_nothing(client: DataClient) -> None:
         client.append(NAME, ROWS, version="v1")
     with pytest.raises(UsageError, match="no array 'lab/none:v1'"):
         client.append("lab/none:v1", ROWS)
-    assert [one.ref for one in client.sets()] == [NAME]
+    assert [one.ref for one in client.cached_datasets()] == [NAME]
 
 
 def test_of_two_that_append_at_once_one_is_refused(tmp_path: Path, client: DataClient) -> None:
@@ -225,7 +225,7 @@ def test_of_two_that_append_at_once_one_is_refused(tmp_path: Path, client: DataC
 
 def test_what_does_not_fit_or_is_none_is_refused(tmp_path: Path) -> None:
     with inner_server(tmp_path / "p", 1 << 10), closing(DataClient(tmp_path / "p")) as client:
-        with pytest.raises(PoolFullError, match="the set takes"):
+        with pytest.raises(PoolFullError, match="the dataset takes"):
             client.push(NAME, ROWS)
         for name in ("rows", "lab/rows", "lab/rows:v1:x"):
             with pytest.raises((OptionError, UsageError)):
@@ -234,7 +234,7 @@ def test_what_does_not_fit_or_is_none_is_refused(tmp_path: Path) -> None:
             client.push(NAME, np.array([{}], dtype=object))
         with pytest.raises(OptionError, match="single number"):
             client.push(NAME, 3.0)
-        assert client.sets() == []
+        assert client.cached_datasets() == []
         turned = client.push(NAME, np.asfortranarray(ROWS[:3].reshape(3, 30)))
         assert np.array_equal(np.asarray(client.read_batch(turned, range(3))), ROWS[:3].reshape(3, 30))
 

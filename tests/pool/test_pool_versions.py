@@ -64,7 +64,7 @@ def test_a_further_version_takes_room_for_what_it_adds(
         with closing(PooledDataset(second, address, silence_s=PATIENCE_S)) as dataset:
             assert dataset.__getitems__([*range(SECOND)]) == numbers(SECOND)
             client.unload(first)
-            assert [one.ref for one in client.sets()] == ["core/numbers:v2:train"]
+            assert [one.ref for one in client.cached_datasets()] == ["core/numbers:v2:train"]
             assert dataset.__getitems__([*range(SECOND)]) == numbers(SECOND)
             assert dataset.hits == 2 * SECOND
         # What it still shares stays, and counts.
@@ -90,11 +90,11 @@ def test_the_room_of_a_further_version_is_what_it_adds(
                 assert client.preload(second).loaded == SECOND
                 assert free_at(address) == 0
                 continue
-            with pytest.raises(PoolFullError, match=f"the set takes {sizes[1]:,} bytes"):
+            with pytest.raises(PoolFullError, match=f"the dataset takes {sizes[1]:,} bytes"):
                 client.preload(second)
             part = client.preload(second, fit="part")
             assert 0 < part.loaded < SECOND
-            assert [one.loaded for one in client.sets()] == [FIRST, part.loaded]
+            assert [one.loaded for one in client.cached_datasets()] == [FIRST, part.loaded]
             assert client.read_batch(second, [*range(SECOND)]) == numbers(SECOND)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool.planning.request_window import (
-    LEAST,
-    MOST,
+    MIN_WINDOW,
+    MAX_WINDOW,
     BatchWindow,
     ConnectionQueues,
     FixedWindow,
@@ -48,11 +48,11 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], s
         while waiting or under_way:
             for _ in range(window.grant(list(waiting), now)):
                 under_way.append(window.requested(waiting.popleft(), now))
-            assert window.bytes_out <= max(MOST, 1 << 20)
+            assert window.bytes_out <= max(MAX_WINDOW, 1 << 20)
             assert under_way
             now += chance.random() / 100
             window.arrived(under_way.popleft(), now)
-            assert LEAST <= window.size() <= max(MOST, 1 << 20)
+            assert MIN_WINDOW <= window.size() <= max(MAX_WINDOW, 1 << 20)
 
 
 @given(
@@ -174,7 +174,7 @@ def test_ours_fills_a_line_that_connections_share_with_no_more_than_it_takes(con
     links = Links(connections, 1.25e9, 12.5e6, 16_000)
     for _ in range(8):
         assert links.read(256) >= 0.9 * 12.5e6
-        assert links.window.size() <= 1.5 * 1.5 * LEAST
+        assert links.window.size() <= 1.5 * 1.5 * MIN_WINDOW
 
 
 @given(
@@ -222,7 +222,7 @@ def test_what_does_not_come_says_nothing_of_the_line() -> None:
         assert granted
         for token in [window.requested(1000, 0.0) for _ in range(granted)]:
             window.given_up(token)
-    assert (window.bytes_out, window.size()) == (0, LEAST)
+    assert (window.bytes_out, window.size()) == (0, MIN_WINDOW)
 
 
 def test_ours_halves_once_for_records_whose_timer_ran_out() -> None:

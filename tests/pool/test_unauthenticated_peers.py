@@ -207,7 +207,7 @@ def test_strangers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: py
             assert one.recv(10) == b""
 
 
-@pytest.mark.parametrize("lanes", [30, pytest.param(3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("connections", [30, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_lanes_that_speak_nonsense_disturb_no_other(
     stored: StoredDataset, tmp_path: Path, connections: int
 ) -> None:

@@ -43,7 +43,7 @@ def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo] = ()) ->
     """All sets and servers for programs."""
     names = ("directory", "host", "listen", "memory", "free")
     return {
-        "sets": [dataset_facts(info) for info in listed.sets],
+        "datasets": [dataset_facts(info) for info in listed.datasets],
         "servers": [{name: getattr(one, name) for name in names} for one in servers],
         "free": listed.free,
         "capacity": listed.capacity,
@@ -73,10 +73,10 @@ def read_rates(
     before: CachedDatasetList, now: CachedDatasetList, seconds: float
 ) -> dict[bytes, tuple[float, float]]:
     """Samples a second that the readers of each set have got from memory and from storage, between two lists."""
-    earlier = {one.identity: one for one in before.sets}
+    earlier = {one.identity: one for one in before.datasets}
     return {
         one.identity: ((one.hits - was.hits) / seconds, (one.misses - was.misses) / seconds)
-        for one in now.sets
+        for one in now.datasets
         if (was := earlier.get(one.identity)) is not None
     }
 
@@ -89,7 +89,7 @@ def datasets_table(
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
     for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():
         table.add_column(heading, justify="right")
-    for info in listed.sets:
+    for info in listed.datasets:
         hits, misses = (rates or {}).get(info.identity, (0.0, 0.0))
         share = f"{hits / (hits + misses):.1%}" if hits + misses else ""
         table.add_row(

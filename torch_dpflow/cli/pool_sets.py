@@ -37,7 +37,7 @@ def find_held(connection: PoolConnection, target: str) -> CachedDataset:
 
     Raises OptionError: none, or several, are meant.
     """
-    sets = connection.contents().sets
+    sets = connection.contents().datasets
     file = _array_file(target)
     ref = target if file is None else array_ref(*file)
     found = [

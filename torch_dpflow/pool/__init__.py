@@ -1,6 +1,6 @@
-"""The data service: a dataset's bytes in the memory of a few hosts, and reading ahead of a known order.
+"""Dataset pool: datasets cached in the memory of one or several hosts, and reading ahead of a known order.
 
-Users call it the pool. `cluster.cache` is another one: what a shard of a flow has loaded, one object a sample.
+Not to be confused with `cluster.cache`, which holds the loaded samples of a flow's shard.
 """
 
 from typing import TYPE_CHECKING

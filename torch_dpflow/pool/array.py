@@ -1,4 +1,4 @@
-"""PooledArray: an array as a dataset of its rows, which come from the pool's memory where they are cached."""
+"""PooledArray: an array as a dataset of its rows, which come from the pool's memory if they are cached there."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.data_connection import WantedRecord
 from torch_dpflow.pool.transport.segments import Segment
 
-#: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
+#: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 _Numbers: TypeAlias = npt.NDArray[np.int64]
-#: Lends memory of so many bytes; None: it has none.
+#: Lends memory of so many bytes; None if it has none.
 Lend: TypeAlias = Callable[[int], "npt.NDArray[np.uint8] | None"]
 
 
 class PooledArray(Dataset[Rows]):
-    """A map-style dataset of the rows of an array, which a server of this host reads from storage once for everybody.
+    """Map-style dataset of an array's rows, which a pool server reads from storage once for all processes.
 
-    As `PooledDataset`: the server begins to hold it when it is first read; where no server has a row, it is read from
-    storage. Rows are copies. Thread-safe; a forked child, or a pickle, opens its own connections.
+    As with `PooledDataset`, the server begins to cache it when it is first read, and a row that no server has is read
+    from storage. Rows are copies. Thread-safe; a forked child or an unpickled copy opens its own connections.
 
     Args:
-        source: what `open_array`, or `DataClient.push`, `append` or `array`, has returned.
+        source: from `open_array`, or `DataClient.push`, `append` or `array`.
         address, connection, trust_network, silence_s: as for `PooledDataset`.
-        read_options: timeouts, retries, concurrency of storage.
+        read_options: timeouts, retries and concurrency of storage.
 
-    Raises:
-        OptionError, OptionTypeError: an option is not allowed.
+    Raises OptionError, OptionTypeError.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class PooledArray(Dataset[Rows]):
         check_directory(pool)
         check_seconds("silence_s", silence_s)
         self._rows = array_layout(source)
-        name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
+        name, plain = array_identity(source), source_of(source, None)   # its options must be sent to a server
         self._reading = PerProcess(partial(PoolReader, pool, plain, name, silence_s))
         self._storage = PerProcess(partial(ArrayReader, source, read_options))
         self._lend: Lend = _lends_nothing
@@ -77,29 +76,29 @@ class PooledArray(Dataset[Rows]):
         return self._rows.records
 
     def __getitem__(self, index: int) -> Rows:
-        """Row `index`; a negative one counts from the end. Raises as `read_batch`."""
+        """Return row `index`; a negative one counts from the end. Raises as `read_batch`."""
         return self.read_batch([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Rows]:
         return [*self._read(indices, self._lend)]
 
     def fill_batches(self, lend: Lend) -> None:
-        """Have a loader's batches read into memory that it lends: its worker is told so, and sends it as it is."""
+        """Read a loader's batches into memory that it lends and sends as it is."""
         self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
-        """These rows, in order, as one tensor: its shape is their number, then that of a row.
+        """Return rows in order as one tensor, of shape (number of rows, *shape of a row).
 
         Raises:
             IndexError: there is no such row.
-            PeerLostError: a row that was pushed from memory is in no server any more.
-            StorageError: a row is not in memory, and cannot be read; ChecksumError: the file was replaced.
+            PeerLostError: no server has a row that was pushed from memory.
+            StorageError: a row is not in memory and cannot be read; ChecksumError: the file was replaced.
         """
         return self._read(indices, _lends_nothing)
 
     @property
     def hits(self) -> int:
-        """Rows that this process has got from memory."""
+        """Rows that this process has read from memory."""
         return self._reading.get().hits
 
     @property
@@ -131,7 +130,7 @@ class PooledArray(Dataset[Rows]):
         given = np.asarray(
             indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices]
         )
-        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"  # numbers beyond 64 bits
+        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"   # integers beyond 64 bits
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu" and not is_large):
             raise TypeError(f"indices are {given.dtype} of shape {given.shape}; give whole numbers in a row")
         count = len(self)
@@ -141,7 +140,7 @@ class PooledArray(Dataset[Rows]):
         return np.where(numbers < 0, numbers + count, numbers)
 
     def _copy(self, numbers: _Numbers, out: npt.NDArray[Any]) -> _Numbers:
-        """Copy the rows that are mapped; returns the positions of the others."""
+        """Copy mapped rows; return the positions of the others."""
         rows = self._rows
         blocks, block_of = np.unique(numbers // rows.per_block, return_inverse=True)
         is_there = np.zeros(len(numbers), dtype=bool)
@@ -156,7 +155,7 @@ class PooledArray(Dataset[Rows]):
         return np.flatnonzero(~is_there)
 
     def _receive(self, numbers: _Numbers, is_there: npt.NDArray[np.bool_], out: npt.NDArray[Any]) -> None:
-        """Receive the rows that are not there from other hosts, each where it stays."""
+        """Receive missing rows from other hosts, each directly to its place in `out`."""
         rows, content = self._rows, out.reshape(-1).view(np.uint8).data
         size = rows.record_bytes
         runs = _runs(np.flatnonzero(~is_there), numbers, rows.per_block)
@@ -174,7 +173,7 @@ class PooledArray(Dataset[Rows]):
 
     @staticmethod
     def _merged(places: list[tuple[Segment, _Numbers]]) -> list[tuple[Segment, _Numbers]]:
-        """One for each region."""
+        """Return one entry for each segment."""
         found: dict[int, tuple[Segment, _Numbers]] = {}
         for region, begins in places:
             known = found.get(id(region))
@@ -206,9 +205,9 @@ def _lends_nothing(nbytes: int) -> None:
 
 
 def _runs(positions: _Numbers, numbers: _Numbers, per_block: int) -> list[tuple[int, int, int]]:
-    """First position, first row and length of each run of rows that lie together, in a block and in the batch.
+    """Return first position, first row and length of each run of rows adjacent in a block and in the batch.
 
-    numbers: of the row at each position of the batch.
+    numbers: row at each position of the batch.
     """
     rows = numbers[positions]
     goes_on = (np.diff(positions) == 1) & (np.diff(rows) == 1) & (rows[1:] % per_block != 0)
@@ -222,14 +221,14 @@ def _gather(memory: Any, begins: _Numbers, positions: _Numbers, out: npt.NDArray
     size = out[:1].nbytes
     first = int(begins[0]) % size
     numbers, rest = np.divmod(begins - first, size)
-    if rest.any():  # rows that lie in blocks of rows larger than a cache line, with space between
+    if rest.any():   # rows are not at multiples of their size
         content = memoryview(memory)
         for at, begin in zip(positions.tolist(), begins.tolist()):
             out[at] = np.frombuffer(content[begin : begin + size], out.dtype).reshape(out.shape[1:])
         return
     row = np.dtype((np.void, size))
     table = np.frombuffer(memory, row, (len(memory) - first) // size, first)
-    if len(positions) == len(out):  # in order, all of them; "clip" because "raise" would copy once more
+    if len(positions) == len(out):   # all of them, in order; mode "raise" would copy once more
         assert numbers.max() < len(table)
         np.take(table, numbers, out=out.reshape(-1).view(row), mode="clip")
     else:

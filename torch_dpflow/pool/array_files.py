@@ -1,4 +1,4 @@
-"""Arrays as sets of the pool: `.npy` files and datasets of HDF5 files on any storage, whose rows are records."""
+"""Arrays in files: `.npy` files and datasets of HDF5 files on any storage, whose rows are records."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch_dpflow.pool.hdf5_files import HDF5Dataset, is_hdf5
 from torch_dpflow.pool.messages import ArraySource
 from torch_dpflow.pool.planning.layout import ArrayLayout, identity
 
-#: The first bytes of a file, with all headers of `.npy` that numpy reads (10,000 bytes).
+#: First bytes of a file to read; a `.npy` header has at most 10,000 bytes.
 _HEAD_BYTES = 16 << 10
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options: Any) -> ArraySource:
-    """Open an array in a file, whose first dimension counts records: reads its header.
+    """Open an array in a file, whose first dimension counts records; reads only its header.
 
     Args:
         url: a `.npy` file in C order, or an HDF5 file (extra `hdf5`), on any storage of `DatasetStore`.
@@ -34,7 +34,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
         storage_options: fsspec's options.
 
     Raises:
-        OptionError, OptionTypeError: it is no such array; the message says what to do.
+        OptionError, OptionTypeError: it is not such an array.
         StorageError: the file cannot be read.
         MissingExtraError: the extra is not installed.
     """
@@ -69,20 +69,20 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
 
 
 def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
-    """What an array in a file is called; `path` of the dataset in an HDF5 file."""
+    """Return the display name of an array in a file; `path` of the dataset in an HDF5 file."""
     name = without_login(_place_of(url))
     return f"{name}:{path}" if path else name
 
 
 def array_identity(source: ArraySource) -> bytes:
-    """The name of its set: of where it lies, what changes with its content, type and shape."""
+    """Return its identity: of its location, what changes with its content, dtype and shape."""
     where = [source.url or source.ref, source.path]
     facts = {"where": where, "stamp": source.stamp, "dtype": source.dtype, "shape": source.shape}
     return identity("array", facts)
 
 
 def array_layout(source: ArraySource) -> ArrayLayout:
-    """Where its rows lie. Raises OptionError, OptionTypeError: it cannot be a set."""
+    """Return the layout of its rows. Raises OptionError or OptionTypeError if it cannot be cached."""
     if not source.shape:
         raise OptionError(
             f"{source.ref} is a single number (0-d), and has no records; give it a first dimension"
@@ -93,7 +93,7 @@ def array_layout(source: ArraySource) -> ArrayLayout:
 class ArrayReader:
     """Reads rows of an array in a file. Thread-safe.
 
-    A file that is replaced meanwhile is found out: no row of another version is ever returned.
+    Detects a file that is replaced meanwhile: no row of another version is ever returned.
     """
 
     def __init__(self, source: ArraySource, read_options: ReadOptions | None = None) -> None:
@@ -103,13 +103,13 @@ class ArrayReader:
         self._hdf5: HDF5Dataset | None = None
 
     def read_each(self, blocks: Sequence[int]) -> list[tuple[bytes, dict[str, Any]] | DPFlowError]:
-        """Each block of rows, as readers of datasets return samples, or its error."""
+        """Return each block of rows, as readers of datasets return samples, or its error."""
         rows, count = self._rows.per_block, self._rows.records
         read = self.read_rows([(one * rows, min((one + 1) * rows, count)) for one in blocks])
         return [one if isinstance(one, DPFlowError) else (one, {}) for one in read]
 
     def read_rows(self, spans: Sequence[tuple[int, int]]) -> list[bytes | DPFlowError]:
-        """The bytes of the rows from each first to each last one (excluded), or the error."""
+        """Return the bytes of the rows from each first to each last one (excluded), or the error."""
         source, size = self._source, self._rows.record_bytes
         try:
             found: Sequence[bytes | DPFlowError]
@@ -122,14 +122,14 @@ class ArrayReader:
                 )
             if (
                 _stamp(source.url, source.options)[1] != source.stamp
-            ):  # after reading, or it might be replaced then
+            ):   # after reading, as it may be replaced until then
                 raise ChecksumError(f"{source.ref} was replaced since it was opened; open it again")
         except DPFlowError as error:
             return [error] * len(spans)
         return [*found]
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the file."""
         self._objects.close()
         with self._lock:
             opened, self._hdf5 = self._hdf5, None
@@ -144,13 +144,13 @@ class ArrayReader:
 
 
 def _place_of(url: str | os.PathLike[str]) -> str:
-    """A URL as it is, a path as every process finds it."""
+    """Return a URL unchanged, and a path as an absolute one."""
     place = os.fspath(url)
     return place if "://" in place else os.path.abspath(place)
 
 
 def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """Shape, type, and where the data begins."""
+    """Return shape, dtype, and where the data begins."""
     content = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(content)
@@ -168,7 +168,7 @@ def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any],
 
 
 def _stamp(url: str, options: dict[str, Any]) -> tuple[int, str]:
-    """The size of a file, and what changes with its content. Raises StorageError."""
+    """Return the size of a file, and what changes with its content. Raises StorageError."""
     with Objects(options) as objects:
         entry = objects.entry(url)
     if isinstance(entry, DPFlowError):
@@ -179,6 +179,6 @@ def _stamp(url: str, options: dict[str, Any]) -> tuple[int, str]:
     )
     if size is None or tag is None:
         raise StorageError(
-            f"{without_login(url)}: the storage tells neither an ETag nor a time of change; copy it to one that does"
+            f"{without_login(url)}: the storage reports no ETag and no modification time; copy it to one that does"
         )
     return int(size), f"{size} {tag}"

@@ -1,4 +1,4 @@
-"""DataClient: what programs do with the pool of this host."""
+"""DataClient: loads datasets and arrays into the pool, and reads them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from torch_dpflow.pool.transport.control_connection import PoolConnection
 
 
 class DataClient:
-    """Loads datasets and arrays into the memory of this host's server, and reads them.
+    """Loads datasets and arrays into the memory of a pool server, and reads them.
 
     Args:
         address, connection, trust_network, silence_s: as for `PooledDataset`.
-        storage_options: fsspec's options for the data of datasets; None: those of their stores.
+        storage_options: fsspec's options for the data of datasets; None for those of their stores.
 
     Raises OptionError, OptionTypeError.
     """
@@ -70,22 +70,22 @@ class DataClient:
         rank: int = 0,
         world: int = 1,
     ) -> CachedDataset:
-        """Load a dataset, or an array from `open_array`, which stays until it is unloaded; returns once it is there.
+        """Cache a dataset, or an array from `open_array`, until it is unloaded; return once it is loaded.
 
         Args:
             stored: what to load.
-            fit: "part" holds as much as there is room for, where "all" refuses.
-            on_error: "skip" leaves samples that cannot be read to those who read them; the result counts them.
+            fit: "part" caches as much as fits, where "all" raises.
+            on_error: "skip" leaves samples that cannot be read to storage; the result counts them.
             progress: called about ten times a second.
-            transform: of a dataset: decodes the bytes of a sample, in this process, to an array of a shape that all
-                have. The pool then holds these, as a set of its own that is read through the result's `pushed`, and
-                is lost with its server as what `push` holds. Another transform makes another set. Where it raises,
-                what was pushed stays.
-            rank, world: with a transform alone: this process decodes every world-th part, from its rank on.
+            transform: for a dataset: decodes a sample's bytes, in this process, to an array of a shape that all samples
+                share. The pool then caches these arrays as a dataset of its own, which is read through the result's
+                `pushed` and lost with its server, as what `push` caches. Another transform makes another dataset. If it
+                raises, what was pushed stays.
+            rank, world: only with a transform: this process decodes every world-th part, starting at its rank.
 
         Raises:
-            PoolFullError: there is no room for all of it.
-            OptionError: a value is not allowed, as `fit` with a transform; or the arrays of this differ in shape.
+            PoolFullError: it does not fit.
+            OptionError: a value is not allowed, such as `fit` with a transform; or the decoded arrays differ in shape.
             StorageError: a sample could not be read.
             PeerLostError: there is no server, or it has died.
         """
@@ -97,7 +97,7 @@ class DataClient:
         if transform is not None:
             if isinstance(stored, ArraySource) or (fit, on_error) != ("all", "raise"):
                 raise OptionError(
-                    "transform= is for datasets of a store, held as a whole, without fit= and on_error="
+                    "transform= is for datasets of a store, cached as a whole, without fit= and on_error="
                 )
             reader = SampleReader(stored, storage_options=self._storage_options)
             return push_decoded(
@@ -125,16 +125,16 @@ class DataClient:
         *,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
-        """Hold an array from memory, which stays until it is unloaded; the first dimension counts records.
+        """Cache an array from memory until it is unloaded; its first dimension counts records.
 
-        Other processes find it by name (`array`). No storage has it: when its server is lost, so is it, which reading
-        says (PeerLostError), until it is pushed again. The same array again changes nothing, and completes what
-        was interrupted.
+        Other processes find it by name (`array`). No storage has it: if its server is lost, so is the array, and
+        reading raises PeerLostError until it is pushed again. Pushing the same array again changes nothing, or
+        completes what was interrupted.
 
         name: NAMESPACE/NAME:VERSION.
 
         Raises:
-            OptionError, OptionTypeError: the array cannot be held, or the name is none.
+            OptionError, OptionTypeError: the array cannot be cached, or the name is invalid.
             UsageError: another array has this name.
             PoolFullError, PeerLostError: as for `preload`.
         """
@@ -151,42 +151,42 @@ class DataClient:
         version: str | None = None,
         progress: Callable[[CachedDataset], None] = lambda info: None,
     ) -> ArraySource:
-        """Push a further version of an array that was pushed: its rows, and these behind them.
+        """Push a further version of a pushed array: its rows, followed by `array`.
 
-        It shares every full stripe (64 MiB) of the old one, which stays as it is.
+        It shares every full stripe (64 MiB) of the old version, which stays unchanged.
 
-        version: its name; None: the next number.
+        version: its name; None for the next number.
 
-        Raises as `push`, and OptionTypeError for rows of another form; UsageError: there is no such array.
+        Raises as `push`; OptionTypeError for rows of another form, UsageError if there is no such array.
         """
         old, rows = self.array(name), np.asarray(array)
-        if any(one.pushed == old and one.loaded < one.records for one in self.sets()):
-            raise UsageError(f"{name} is not in memory as a whole; push it to its end first")
+        if any(one.pushed == old and one.loaded < one.records for one in self.cached_datasets()):
+            raise UsageError(f"{name} is not completely in memory; complete its push first")
         source = appended_source(old, rows, version)
         first, count = source.shared * array_layout(old).per_stripe, old.shape[0]
         tail = np.asarray(self.read_batch(old, range(first, count)))
 
         def rows_of(start: int, stop: int) -> npt.NDArray[Any]:
             both = tail[start - first : stop - first], rows[max(0, start - count) : max(0, stop - count)]
-            return np.concatenate(both).astype(old.dtype, copy=False)  # which numpy has made native
+            return np.concatenate(both).astype(old.dtype, copy=False)   # numpy has made the byte order native
 
         push(self._address, source, rows_of, progress=progress)
         return source
 
     def array(self, name: str) -> ArraySource:
-        """An array that was pushed under this name. Raises UsageError: there is none; PeerLostError."""
-        found = [one.pushed for one in self.sets() if one.pushed is not None and one.ref == name]
+        """Return an array that was pushed under this name. Raises UsageError if there is none; PeerLostError."""
+        found = [one.pushed for one in self.cached_datasets() if one.pushed is not None and one.ref == name]
         if not found:
             raise UsageError(f"no array {name!r} was pushed to this pool, or its server was lost; push it")
         return found[0]
 
-    def sets(self) -> list[CachedDataset]:
-        """What the server holds. Raises PeerLostError."""
+    def cached_datasets(self) -> list[CachedDataset]:
+        """Return what the pool caches. Raises PeerLostError."""
         with PoolConnection(self._address) as connection:
-            return connection.contents().sets
+            return connection.contents().datasets
 
     def unload(self, stored: StoredDataset | ArraySource) -> None:
-        """Give a dataset up; who reads it goes on from storage. Raises UsageError: it is not there; PeerLostError."""
+        """Unload a dataset; its readers continue from storage. Raises UsageError if it is not cached; PeerLostError."""
         with PoolConnection(self._address) as connection:
             connection.unload(identity_of(stored))
 
@@ -196,7 +196,7 @@ class DataClient:
     def dataset(self, stored: ArraySource) -> PooledArray: ...
 
     def dataset(self, stored: StoredDataset | ArraySource) -> PooledDataset | PooledArray:
-        """A dataset to read, for loaders too; the same one at each call."""
+        """Return a dataset for reading and for loaders; the same one at each call."""
         identity = identity_of(stored)
         if identity not in self._datasets:
             self._datasets[identity] = (
@@ -209,7 +209,7 @@ class DataClient:
         return self._datasets[identity]
 
     def samples(self, stored: StoredDataset) -> PoolSamples:
-        """What `DatasetReader(stored, through=...)` reads first. Raises OptionTypeError as `preload`."""
+        """Return what `DatasetReader(stored, through=...)` reads first. Raises OptionTypeError as `preload`."""
         return PoolSamples(stored, self._address, self._silence_s, self._storage_options)
 
     @overload
@@ -218,11 +218,12 @@ class DataClient:
     def read(self, stored: ArraySource, index: int) -> Rows: ...
 
     def read(self, stored: StoredDataset | ArraySource, index: int | str) -> Sample | Rows:
-        """One sample, or the row of an array, from memory or from storage.
+        """Return one sample, or a row of an array, from memory or from storage.
 
-        index: its number, or the path in the metadata of a stored dataset.
+        index: its number, or for a stored dataset its path in the metadata.
 
-        Raises ObjectMissingError: none lies at this path; OptionError: several do; and what the dataset's reading does.
+        Raises ObjectMissingError if the path does not exist, OptionError if several samples have it; and as the
+        dataset.
         """
         if isinstance(stored, ArraySource):
             return self.dataset(stored)[operator.index(index)]  # type: ignore[arg-type]
@@ -236,13 +237,13 @@ class DataClient:
     def read_batch(
         self, stored: StoredDataset | ArraySource, indices: Sequence[int] | Sequence[int | str]
     ) -> list[Sample] | Rows:
-        """These samples in order; of an array one tensor. Raises as `read`."""
+        """Return samples in order; for an array one tensor. Raises as `read`."""
         if isinstance(stored, ArraySource):
             return self.dataset(stored).read_batch(indices)  # type: ignore[arg-type]
         return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])
 
     def close(self) -> None:
-        """Close what was read; the client may be used again."""
+        """Close opened datasets; the client may be used again."""
         for dataset in self._datasets.values():
             dataset.close()
         self._datasets = {}

@@ -1,4 +1,4 @@
-"""PooledDataset: a stored dataset whose samples come from the pool's memory where they are cached."""
+"""PooledDataset: a stored dataset whose samples come from the pool's memory if they are cached there."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch_dpflow.pool.transport.authentication import check_keys
 
 
 class PoolSamples:
-    """For `DatasetReader(stored, through=...)`. Thread-safe; each process has connections of its own.
+    """Samples of a stored dataset that are in the pool, for `DatasetReader(stored, through=...)`.
 
-    copy: see `PooledDataset`.
+    Thread-safe; each process has its own connections. copy: see `PooledDataset`.
 
-    Raises OptionTypeError: an option of the storage is not text, a number or a list of such.
+    Raises OptionTypeError if a storage option is not text, a number, or a list of such.
     """
 
     def __init__(
@@ -42,65 +42,63 @@ class PoolSamples:
         self._copy = copy
         source, self._identity = source_of(stored, storage_options), identity_of(stored)
         self._reading = PerProcess(partial(PoolReader, address, source, self._identity, silence_s))
-        #: The name of the order that was announced, and the process that has announced it.
+        #: Name of the announced access plan, and the process that announced it.
         self._plan: str | None = None
         self._announcer = 0
 
     def is_of(self, stored: StoredDataset) -> bool:
-        """Whether they are samples of this dataset."""
+        """Return whether these are samples of this dataset."""
         return identity_of(stored) == self._identity
 
     @property
     def hits(self) -> int:
-        """Samples that this process has got from memory."""
+        """Samples that this process has read from memory."""
         return self._reading.get().hits
 
     @property
     def misses(self) -> int:
-        """Samples that were not there for this process."""
+        """Samples that were not in memory for this process."""
         return self._reading.get().misses
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
-        """Each sample that is in memory, or read ahead, a copy unless that was not wanted; None for the others."""
+        """Return each sample that is in memory or read ahead, a copy unless `copy=False`; None for the others."""
         return self._reading.get().read(numbers, lengths, self._plan, copy=self._copy)
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Have the server read ahead what it has no room for."""
+        """Have the server read ahead what has no place in memory."""
         if self._announcer != os.getpid():
-            # Ranks that are forked from one process read each in an order of its own.
+            # Ranks forked from one process read in different orders.
             self._announcer, self._plan = os.getpid(), secrets.token_hex(8)
         assert self._plan is not None
         self._reading.get().announce(self._plan, order, spread, extends)
 
     def close(self) -> None:
-        """End this process's connections. It may be used again."""
+        """Close this process's connections. It may be used again."""
         reading = self._reading.drop()
         if reading is not None:
             reading.close()
 
 
 class PooledDataset(DatasetReader):
-    """As `DatasetReader`, with the same samples, which a server of this host reads from storage once for everybody.
+    """A `DatasetReader` whose samples come from a pool server, which reads each from storage once for all processes.
 
-    The server begins to hold the dataset when it is first read, and gives it up some time after the last process that
-    reads it has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. Where there is no server,
-    where it has no room, and where it dies, samples are read from storage as by a DatasetReader.
+    The server begins to cache the dataset when it is first read. It drops it some time after the last reading process
+    has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. If there is no server, no memory
+    left, or the server dies, samples are read from storage as by a DatasetReader.
 
     Args:
         stored: a variant from `DatasetStore.open`.
-        address: the directory of the pool's socket, or tcp://HOST:PORT of a server on another host; "auto" for what
+        address: directory of the pool's socket, or tcp://HOST:PORT of a server on another host; "auto" for what
             `DPFLOW_POOL` names, or else this user's on this host.
-        connection: the file with the keys of another host's server; None: what `DPFLOW_POOL_CONNECTION` names.
-        trust_network: samples come from another host as they are, without TLS, as its server has been told too.
-        silence_s: after how long without an answer of the server, or a sample that it is to read, samples are read
-            from storage, seconds.
-        copy: False gives the memory of the pool itself where it is on this host, and large samples of other hosts where
-            they were received: a `memoryview`, which nobody can write to and which stays while somebody has it, for
-            decoders that take one, as `torch_dpflow.vision` does. Other samples are bytes.
+        connection: connection file with the keys for a server on another host; None for `DPFLOW_POOL_CONNECTION`.
+        trust_network: receive samples from another host without TLS, if its server was started so too.
+        silence_s: after this long without an answer, or an expected sample, samples are read from storage, seconds.
+        copy: False returns the pool's memory itself on this host, and receive buffers for large samples of other hosts:
+            read-only `memoryview` objects that stay valid while referenced, for decoders that accept them, such as
+            `torch_dpflow.vision`. Other samples are bytes.
         storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
 
-    Raises:
-        OptionError, OptionTypeError: an option is not allowed.
+    Raises OptionError, OptionTypeError.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class PooledDataset(DatasetReader):
 
     @property
     def hits(self) -> int:
-        """Samples that this process has got from memory."""
+        """Samples that this process has read from memory."""
         return self._pool.hits
 
     @property

@@ -9,25 +9,25 @@ from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError
 
-#: Most names of datasets in an error.
+#: Maximum names of datasets in an error.
 _MAX_NAMES = 20
 
 
-#: The offsets at which an HDF5 file may begin: before it lies a user block, as in MATLAB's files.
+#: Offsets at which an HDF5 file may begin, after a user block, as in MATLAB's files.
 _STARTS = (0, *(512 << power for power in range(5)))
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def is_hdf5(head: bytes) -> bool:
-    """Whether a file that begins with `head` is an HDF5 file."""
+    """Return whether a file that begins with `head` is an HDF5 file."""
     return any(head.startswith(_SIGNATURE, start) for start in _STARTS)
 
 
 class HDF5Dataset:
-    """A dataset in an HDF5 file, opened; not thread-safe.
+    """An opened dataset of an HDF5 file. Not thread-safe.
 
-    All of its rows are in the file. Of a virtual dataset, a link or an external storage that lead to other files, HDF5
-    would return fill values where it does not find them, and a change of those files would not be detected.
+    All of its rows are in the file. For a virtual dataset, link or external storage that leads to other files, HDF5
+    would return fill values if it does not find them, and changes of those files would not be detected.
 
     Raises MissingExtraError, OptionError, StorageError.
     """
@@ -64,7 +64,7 @@ class HDF5Dataset:
             raise
 
     def rows(self, first: int, stop: int) -> bytes:
-        """The bytes of these rows. Raises StorageError."""
+        """Return the bytes of rows. Raises StorageError."""
         try:
             return bytes(self._data[first:stop].tobytes())
         except OSError as error:
@@ -88,7 +88,7 @@ class HDF5Dataset:
     def _check_stored(self, h5py: Any, data: Any, above: frozenset[str]) -> None:
         """Raise OptionError unless this file has all rows of a dataset.
 
-        above: the names of the virtual datasets of which it is a source.
+        above: names of the virtual datasets of which it is a source.
         """
         if data.file != self._file:  # by a soft link to an external one
             raise self._elsewhere(data.file.filename)
@@ -122,12 +122,12 @@ class HDF5Dataset:
 
 
 def _has_all(h5py: Any, mapped: Any, source: Any) -> bool:
-    """Whether the source of a virtual dataset has all elements that are mapped."""
+    """Return whether the source of a virtual dataset has all mapped elements."""
     space = mapped.src_space
     if space.get_select_type() == h5py.h5s.SEL_ALL:
         return bool(mapped.vspace.get_select_npoints() == source.size)
     try:
         end = space.get_select_bounds()[1]
-    except (ValueError, RuntimeError):  # without an end: the source's size is that of the virtual dataset
+    except (ValueError, RuntimeError):   # unlimited: the source's size is that of the virtual dataset
         return True
     return len(end) == len(source.shape) and all(last < size for last, size in zip(end, source.shape))

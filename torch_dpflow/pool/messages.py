@@ -1,8 +1,4 @@
-"""What a server of the pool and its clients on one host say to each other, and where its socket is.
-
-Each message is one packet of a Unix socket (SOCK_SEQPACKET), in MessagePack; regions come with it as descriptors. The
-socket lies in a directory of mode 0700, and its owner is the only user who is answered.
-"""
+"""Messages between pool servers and their clients, in MessagePack."""
 
 from __future__ import annotations
 
@@ -15,86 +11,86 @@ from torch_dpflow.errors import DPFlowError
 
 
 class DatasetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A stored dataset whose bytes a set has."""
+    """Stored dataset to cache."""
 
-    #: The directory of the dataset store, and fsspec's options for it.
+    #: Directory of the dataset store, and fsspec's options for it.
     store: str
     options: dict[str, Any]
-    #: The full name of the variant.
+    #: Full name of the variant.
     ref: str
-    #: fsspec's options for the data; None: those of the store.
+    #: fsspec's options for the data; None for those of the store.
     data_options: dict[str, Any] | None = None
 
 
 class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An array whose rows are the records of a set: in a file of any storage, or pushed by clients.
+    """Array whose rows are the records: in a file on any storage, or pushed by clients.
 
     `pool.open_array` makes it.
     """
 
-    #: Its name for people.
+    #: Display name.
     ref: str
-    #: numpy's name of the type of its elements, and its shape, records first.
+    #: numpy's dtype string of the elements, and the shape, records first.
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]]
-    #: What changes with its content: size and tag or time of the file; a digest of what is pushed.
+    #: Changes with the content: size and ETag or time of the file, or a digest of a pushed array.
     stamp: str
-    #: The file, and fsspec's options for it; "": it is pushed.
+    #: URL of the file, and fsspec's options for it; "" for a pushed array.
     url: str = ""
     options: dict[str, Any] = {}
-    #: Where its first row begins, bytes; in an HDF5 file None, with the path of the dataset in it.
+    #: Byte offset of the first row; None for an HDF5 file, with the path of the dataset in it.
     start: int | None = None
     path: str = ""
-    #: Of a further version that is pushed: the set of the older one, and how many stripes it shares with it.
+    #: For a further version of a pushed array: identity of the older one, and how many stripes both share.
     base: bytes = b""
     shared: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def is_pushed(self) -> bool:
-        """Whether there is no storage to read it from."""
+        """Whether no storage has it."""
         return not self.url
 
 
 AnySource: TypeAlias = DatasetSource | ArraySource
 
 
-#: Most records in one message, and in all orders of a set: 2^27 take a GiB.
+#: Maximum records in one message, and in all access plans of a dataset: 2^27 take a GiB.
 MAX_ANNOUNCED, MAX_PLAN_RECORDS = 15_000, 1 << 27
-#: Records of an order that is extended which are announced and not read, at most: earlier ones are passed over.
+#: Maximum unread records of a plan that is extended; earlier ones are skipped.
 MAX_UPCOMING = 1 << 16
-#: Most orders of a set; each has its part of the memory.
+#: Maximum access plans of a dataset; they share its memory.
 MAX_PLANS = 4096
-#: In the place of a length.
-LEFT, COMES = -1, -2
+#: In place of a length: read the record from storage; the record is on its way.
+IN_STORAGE_ONLY, ON_ITS_WAY = -1, -2
 
 
 class AnnounceAccessPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Records are read in this order from now on, which comes in parts; answered by Noted.
+    """Announce the order in which records are read from now on, in parts; answered by Acknowledged.
 
-    Of an earlier order of this name nothing is left unless this extends it, and none of it when the connection ends.
+    It replaces an earlier plan of this name unless it extends it. The plan ends with the connection.
     """
 
     identity: bytes
     plan: str
-    #: The place of the part's first record in the order, and the records of the whole.
+    #: Position of the part's first record in the order, and the number of records of the whole.
     first: int
     total: int
-    #: Records that readers ask for between an earlier one and its turn, at most.
+    #: Maximum distance from a record's position at which it may be requested.
     spread: int
-    #: Whether they are read after those that this connection has announced by this name, if there are any.
+    #: Whether to append to the plan of this name and connection, if there is one.
     extends: bool = False
-    #: Little-endian numbers of 4 bytes, at most `MAX_ANNOUNCED`.
+    #: Little-endian 4-byte numbers, at most `MAX_ANNOUNCED`.
     records: bytes
 
 
 class OpenAhead(msgspec.Struct, frozen=True, tag=True):
-    """Where this set's records are read ahead; answered by AheadOpened, with the memory."""
+    """Request the memory that a dataset is read ahead into; answered by AheadOpened, with its descriptor."""
 
     identity: bytes
 
 
 class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """These records of an order are needed now, at most `MAX_RECORDS`; answered by AheadPlaces."""
+    """Request the places of records of a plan, at most `MAX_RECORDS`; answered by AheadPlaces."""
 
     identity: bytes
     plan: str
@@ -102,9 +98,9 @@ class GetAheadPlaces(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConfirmAhead(msgspec.Struct, frozen=True, tag=True):
-    """These records, which this connection was told the places of, were copied; answered by Noted.
+    """Confirm copies of records whose places this connection was given; answered by Acknowledged.
 
-    Only that answer says that what was copied is right: until then nothing else was written there.
+    Only the answer proves that the copies are right: until then nothing else was written to those places.
     """
 
     identity: bytes
@@ -112,13 +108,13 @@ class ConfirmAhead(msgspec.Struct, frozen=True, tag=True):
 
 
 class AheadOpened(msgspec.Struct, frozen=True, tag=True):
-    """The number of the memory that a set's records are read ahead into."""
+    """Number of the memory that a dataset's records are read ahead into."""
 
     memory: int
 
 
 class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Where each record lies in that memory; instead of a length `COMES`, or `LEFT` for one to read from storage."""
+    """Place of each record in that memory; in place of a length `ON_ITS_WAY` or `IN_STORAGE_ONLY`."""
 
     memory: int
     offsets: list[int]
@@ -130,21 +126,21 @@ AheadAnswer: TypeAlias = AheadOpened | AheadPlaces
 
 
 def memory_name(memory: int) -> bytes:
-    """What lanes call that memory, in the place of a set: its records there are offsets of what lies in it."""
+    """Return the name of that memory on data connections, in place of a dataset's identity; offsets are its records."""
     return memory.to_bytes(16, "big")
 
 
-#: Most bytes of a message.
+#: Maximum bytes of a message.
 MAX_MESSAGE_BYTES = 64 << 10
-#: Most records that one message asks for.
+#: Maximum records that one message requests.
 MAX_RECORDS = 4096
-#: Most regions of a set, which come with one message (SCM_MAX_FD is 253).
+#: Maximum segments that come with one message (SCM_MAX_FD is 253).
 MAX_SEGMENTS = 250
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Hold this set; answered by CachedDataset, which is asked for again until it is placed."""
+    """Cache this dataset; answered by CachedDataset, to be repeated until it is placed."""
 
     source: AnySource
     identity: bytes
@@ -153,22 +149,22 @@ class PreloadDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StartReading(msgspec.Struct, frozen=True, tag=True):
-    """This process reads this set from now on, until the connection ends; answered by Noted."""
+    """This process reads this dataset until the connection ends; answered by Acknowledged."""
 
     identity: bytes
 
 
 class OpenDataset(msgspec.Struct, frozen=True, tag=True):
-    """Map what this server holds of a set; answered by DatasetOpened, with regions from this one on."""
+    """Map this server's segments of a dataset; answered by DatasetOpened, with segments from `first` on."""
 
     identity: bytes
     first: int = 0
 
 
 class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
-    """These records are needed now, at most `MAX_RECORDS`; answered by RecordStates.
+    """Request records now, at most `MAX_RECORDS`; answered by RecordStates.
 
-    patience_s: how long the answer may wait for those that are on their way, seconds.
+    wait_s: how long the answer may wait for records that are on their way, seconds.
     """
 
     identity: bytes
@@ -177,14 +173,14 @@ class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushStripe(msgspec.Struct, frozen=True, tag=True):
-    """The rows of a stripe come as sealed memory, one descriptor; answered by RecordStates."""
+    """Push the rows of a stripe as sealed memory, one descriptor; answered by RecordStates."""
 
     identity: bytes
     stripe: int
 
 
 class CountReads(msgspec.Struct, frozen=True, tag=True):
-    """So many more records were read from memory, and from storage. It has no answer, so no reader waits for it."""
+    """Report further reads from memory and from storage. Has no answer, so no reader waits for it."""
 
     identity: bytes
     hits: _Count
@@ -192,94 +188,94 @@ class CountReads(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListDatasets(msgspec.Struct, frozen=True, tag=True):
-    """Answered by CachedDatasetList, from the set with this number on."""
+    """List datasets from this number on; answered by CachedDatasetList."""
 
     first: int = 0
 
 
 class UnloadDataset(msgspec.Struct, frozen=True, tag=True):
-    """Give up this set; answered by CachedDatasetList."""
+    """Unload this dataset; answered by CachedDatasetList."""
 
     identity: bytes
 
 
 class CachedDataset(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One set in the pool."""
+    """One dataset in the pool."""
 
     identity: bytes
     ref: str
-    #: Where its dataset lies.
+    #: URL of the dataset.
     url: str
-    #: Samples of the dataset; those that the pool has room for, has read, and could not read.
+    #: Samples of the dataset; of these, placed in memory, loaded, and failed.
     records: int = 0
     placed: int = 0
     loaded: int = 0
     failed: int = 0
-    #: Bytes that are reserved for it.
+    #: Bytes reserved for it.
     reserved_bytes: int = 0
     #: Whether it stays until it is unloaded.
     is_explicit: bool
-    #: Processes that read it.
+    #: Number of processes that read it.
     readers: int = 0
-    #: Whether its places are known; before that `placed` is 0.
+    #: Whether all memory for it is reserved; before that `placed` is 0.
     is_placed: bool = False
-    #: Samples that its readers have got from memory, and from storage.
+    #: Samples read from memory, and from storage.
     hits: int = 0
     misses: int = 0
-    #: Of a set that clients have pushed: what opens it.
+    #: Source of a pushed array.
     pushed: ArraySource | None = None
-    #: What kept a sample from being read, the first such error.
+    #: First error of a failed sample.
     error: str = ""
 
 
 class DatasetOpened(msgspec.Struct, frozen=True, tag=True):
-    """Regions come as descriptors, as many as `regions`, of `total` that this server has of the set."""
+    """Number of segments that come as descriptors, and of all segments that this server has of the dataset."""
 
     segments: int
     total: int
-    #: Sets of older versions whose regions come too, and how many of their first stripes are this set's.
+    #: Older versions whose segments come too, and how many of their first stripes belong to this dataset.
     shares: dict[bytes, int] = {}
     #: As of `RecordStates`.
     held: int = 0
 
 
-#: States of records: it is on its way; it is in memory; it has to be read from storage; it is not this server's.
+#: States of records: on its way; in memory; only in storage; not this server's.
 PENDING, HERE, IN_STORAGE, ELSEWHERE = range(4)
 
 
 class RecordStates(msgspec.Struct, frozen=True, tag=True):
-    """The state of each record, one byte each, and the stripes of them that are in memory as a whole."""
+    """State of each record, one byte each, and the stripes of them that are completely in memory."""
 
     states: bytes
     stripes: list[int]
-    #: Number of the holding that these are of; a set that is held again has new regions and a new number. 0: not held.
+    #: Number of the held dataset; one that is dropped and cached again has a new number. 0 if it is not held.
     held: int = 0
 
 
 class CachedDatasetList(msgspec.Struct, frozen=True, tag=True):
-    """As many sets as one message has room for, and the bytes of the pool that are free and in all."""
+    """As many datasets as fit in one message, and the pool's free and total bytes."""
 
-    sets: list[CachedDataset]
+    datasets: list[CachedDataset]
     free: int
     capacity: int
-    #: Sets in the pool.
+    #: Number of datasets in the pool.
     total: int
 
 
 class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
-    """The request was wrong, or cannot be done."""
+    """The request was wrong, or cannot be fulfilled."""
 
-    #: The class of the error, one of `errors`.
+    #: Name of the error's class in `errors`.
     kind: str
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> PoolRefusal:
-        """What tells this error to the other side."""
+        """Return the refusal that reports this error."""
         return cls(type(error).__name__, str(error))
 
     def error(self) -> DPFlowError:
-        """The error, of the class that it names if the library has it."""
+        """Return the error, of the class named if the library has it."""
         kind = getattr(errors, self.kind, DPFlowError)
         if not (isinstance(kind, type) and issubclass(kind, DPFlowError)):
             return DPFlowError(f"{self.kind}: {self.text}")

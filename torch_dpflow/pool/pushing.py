@@ -1,4 +1,7 @@
-"""Arrays that clients push into the pool: stripe by stripe, each as sealed memory that the server copies."""
+"""Pushes arrays into the pool: stripe by stripe, each as sealed memory that the server copies.
+
+Arrays come from memory, or from a transform that decodes the samples of a stored dataset to rows of one shape.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,16 @@ from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.segments import PUSH_SEALS
 
 _Array: TypeAlias = npt.NDArray[Any]
-#: The rows from one on, up to another (excluded), in C order.
+#: Returns rows from a first one up to a last one (excluded), in C order.
 RowsOf: TypeAlias = Callable[[int, int], _Array]
-#: How often a server is asked whether memory is there, seconds.
+#: How often the server is asked whether memory is reserved, seconds.
 _POLL_S = 0.02
 
 
 def pushed_source(name: str, array: _Array) -> ArraySource:
-    """What names an array in memory: its content too, so whoever pushes the same again goes on with the same set.
+    """Return the source of an array in memory. It depends on the content, so pushing the same array again continues.
 
-    Raises OptionError, OptionTypeError: it cannot be a set, or the name is not NAMESPACE/NAME:VERSION.
+    Raises OptionError or OptionTypeError if it cannot be cached, or the name is not NAMESPACE/NAME:VERSION.
     """
     _check_name(name)
     stamp = hashlib.blake2b(_bytes_of(array), digest_size=16).hexdigest()
@@ -54,9 +57,9 @@ def pushed_source(name: str, array: _Array) -> ArraySource:
 
 
 def appended_source(old: ArraySource, array: _Array, version: str | None) -> ArraySource:
-    """What names a further version of a pushed array, which shares every full stripe of the old one.
+    """Return the source of a further version of a pushed array, which shares every full stripe of the old one.
 
-    Raises OptionError, OptionTypeError: the rows are of another form, or none; or the name is taken or wrong.
+    Raises OptionError or OptionTypeError for rows of another form, no rows, or an invalid or used name.
     """
     if array.dtype.str != old.dtype or [*array.shape[1:]] != old.shape[1:] or not array.ndim:
         raise OptionTypeError(
@@ -90,15 +93,15 @@ def push(
     stripes: Iterable[int] | None = None,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Have a server hold these rows, all or, by `stripes`, some of them; those that it has already are left out.
+    """Push rows, all or the given `stripes`; stripes that the server has already are skipped.
 
-    Raises PoolFullError: there is no room; PeerLostError: there is no server, or it has died.
+    Raises PoolFullError if they do not fit; PeerLostError if there is no server, or it has died.
     """
     rows = array_layout(source)
     request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
     with ExitStack() as opened:
         connection = opened.enter_context(PoolConnection(address))
-        leader = connection.servers()[0]  # which has it, whomever this process asks
+        leader = connection.servers()[0]  # pushed arrays lie at the leader, whichever server this process uses
         if leader.is_near:
             connection = opened.enter_context(PoolConnection(leader.directory))
         while not (info := connection.get(request, CachedDataset)).is_placed:
@@ -156,7 +159,7 @@ def _check_name(name: str) -> None:
         )
 
 
-#: The bytes of a sample to an array.
+#: Decodes a sample's bytes to an array.
 Transform: TypeAlias = Callable[[bytes], npt.ArrayLike]
 _Pixels: TypeAlias = npt.NDArray[Any]
 
@@ -171,16 +174,16 @@ def push_decoded(
     world: int = 1,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Decode the stripes of this rank, every world-th one from its own number on, and push them.
+    """Decode and push the stripes of this rank: every world-th one, starting at its number.
 
     Raises:
-        OptionError: the transform gives arrays of several shapes or types, or such as cannot be held.
+        OptionError: the transform returns arrays of several shapes or dtypes, or ones that cannot be cached.
         StorageError, and what the transform raises: a sample cannot be read or decoded; what was pushed stays.
         PoolFullError, PeerLostError: as for `push`.
     """
     with closing(reader):
         like = np.asarray(transform(reader.read(0)[0]))
-        # A transform that differs makes another set: its fingerprint is that of flows' stages.
+        # Another transform makes another dataset; its fingerprint is that of flows' stages.
         name = f"{stored.ref} by {fingerprint(transform)}"
         shape = [len(stored), *like.shape]
         source = ArraySource(ref=name, dtype=like.dtype.str, shape=shape, stamp=identity_of(stored).hex())
@@ -190,14 +193,14 @@ def push_decoded(
 
 
 def check_part(rank: int, world: int) -> None:
-    """Raise OptionError, or OptionTypeError, unless a process of this rank is one of so many."""
+    """Raise OptionError or OptionTypeError unless 0 <= rank < world."""
     check_int("world", world, minimum=1)
     if check_int("rank", rank, minimum=0) >= world:
         raise OptionError(f"rank={rank} of world={world}: give one below it")
 
 
 def _decoded(reader: SampleReader, transform: Transform, like: _Pixels, first: int, stop: int) -> _Pixels:
-    """Rows of decoded samples, each of the form of `like`."""
+    """Return rows of decoded samples, each of the shape and dtype of `like`."""
     out = np.empty((stop - first, *like.shape), like.dtype)
     for at, sample in enumerate(reader.read_each(range(first, stop))):
         if isinstance(sample, DPFlowError):

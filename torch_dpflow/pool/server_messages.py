@@ -1,7 +1,7 @@
-"""What servers of a pool say to each other, and where a reader finds what it reads.
+"""Messages between servers of a pool, and the table of which server holds what.
 
-a member -> DatasetPart for each set that it holds, Enlist, then Beat about once a second, and soon again after orders
-its head -> Noted, then Orders
+follower -> DatasetPart for each dataset that it holds, JoinPool, then Heartbeat about once a second
+leader   -> Acknowledged, then Instructions
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import msgspec
 
 from torch_dpflow.pool.messages import AnySource
 
-#: Most servers of a pool.
+#: Maximum servers of a pool.
 MAX_SERVERS = 100
-#: In a server's directory: the lock of its address, with the name of its incarnation.
+#: File in a server's directory: the lock of its address, with its incarnation.
 LOCK_FILE = "lock"
-#: Most stripes in one message; a table or an order that has more comes in parts.
+#: Maximum stripes in one message; larger tables and instructions come in parts.
 MAX_STRIPES = 8192
 
 
 @cache
 def boot_id() -> str:
-    """What no other machine has, and this one until it starts again; its name where a sandbox hides that."""
+    """Return an id of this boot of the machine; the host name if a sandbox hides it."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -36,29 +36,29 @@ def boot_id() -> str:
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One server of a pool."""
 
-    #: The directory of its socket, on its host; no two have the same on one host.
+    #: Directory of its socket, unique on its host.
     directory: str
-    #: The name of its host, and of the boot of its kernel.
+    #: Name of its host, and id of the host's boot.
     host: str
     boot: str
-    #: tcp://HOST:PORT, where other hosts reach it; None: nowhere.
+    #: tcp://HOST:PORT at which other hosts reach it; None if they do not.
     listen: str | None = None
-    #: What it has drawn as it began, which is in its directory too; "": an older release's.
+    #: Random id of this start, which its directory has too; "" for an older release.
     incarnation: str = ""
-    #: Bytes for samples, and those that are free.
+    #: Bytes for samples, and free bytes.
     memory: int
     free: int = 0
 
     @property
     def name(self) -> str:
-        """What no other server of the pool has."""
+        """Name that is unique in the pool."""
         return f"{self.host}:{self.directory}"
 
     @property
     def is_near(self) -> bool:
-        """Whether this process may map its memory: it runs on this machine, and its directory is here and this user's.
+        """Whether this process may map its memory: same machine, and its directory is this user's.
 
-        In another container there may be none, or that of another server.
+        In another container the directory may be missing, or be that of another server.
         """
         try:
             lock = Path(self.directory, LOCK_FILE)
@@ -69,21 +69,21 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stripes of a set, at most `MAX_STRIPES`: of a member those that it holds, of its head what it is to hold too.
+    """Stripes of a dataset, at most `MAX_STRIPES`: reported by a follower that holds them, or to be held by it.
 
-    A member says so of all of its sets before it enlists; answered by Noted. An order with no stripes: the set's other
-    facts have changed.
+    A follower reports all of its datasets before it joins; answered by Acknowledged. An instruction without stripes
+    updates the dataset's other fields.
     """
 
     source: AnySource
     identity: bytes
     is_explicit: bool
-    #: Of the records that have a place; see `residents`.
+    #: Cut of the records that have a place; see `placement`.
     cut: int
     stripes: list[int]
 
     def split(self) -> list[DatasetPart]:
-        """The same, of any number of stripes, in parts that may be sent."""
+        """Split any number of stripes into parts that may be sent."""
         firsts = range(0, max(1, len(self.stripes)), MAX_STRIPES)
         return [
             msgspec.structs.replace(self, stripes=self.stripes[first : first + MAX_STRIPES])
@@ -92,24 +92,24 @@ class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """It was understood."""
+    """The message was accepted."""
 
 
 class JoinPool(msgspec.Struct, frozen=True, tag=True):
-    """This server joins the pool, with what it has reported; answered by Noted."""
+    """Join the pool, with the datasets reported before; answered by Acknowledged."""
 
     server: ServerInfo
 
 
-#: In the place of a count: all that a member was to read, as the set's metadata could not be read.
+#: In place of a count: everything failed, as the dataset's metadata could not be read.
 ALL_FAILED = -1
 
 
 class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a member is with a set."""
+    """A follower's progress with a dataset."""
 
     identity: bytes
-    #: Whether all memory that it is to have is there.
+    #: Whether all memory for it is reserved.
     is_placed: bool
     loaded: int
     failed: int
@@ -118,9 +118,9 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A member lives; answered by Orders, after so many seconds at most.
+    """Renew a follower's lease; answered by Instructions after at most `wait_s`.
 
-    obeyed: the number of the last order that `states` tell of, which are those that have changed.
+    applied: the number of the last instruction that `states` reflect; only changed states are sent.
     """
 
     applied: int
@@ -129,48 +129,48 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class DropDataset(msgspec.Struct, frozen=True, tag=True):
-    """Give up a set; readers are told why."""
+    """Drop a dataset, and report the reason to readers."""
 
     identity: bytes
     why: int
 
 
 class Instructions(msgspec.Struct, frozen=True, tag=True):
-    """What a member has to do, in order, and the number of the last of them."""
+    """What a follower has to do, in order, and the number of the last instruction."""
 
     instructions: list[DatasetPart | DropDataset]
     last: int
 
 
 class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
-    """Who holds the stripes of a set from this one on; answered by StripeTablePart."""
+    """Request who holds the stripes of a dataset from this one on; answered by StripeTablePart."""
 
     identity: bytes
     first: int = 0
 
 
 class StripeTablePart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The owners of at most `MAX_STRIPES` stripes: places in `servers`, or -1, little-endian numbers of 2 bytes."""
+    """Owners of at most `MAX_STRIPES` stripes: indices in `servers`, or -1, little-endian 2-byte numbers."""
 
-    #: Another one: stripes have other owners.
+    #: Changes whenever owners change.
     generation: int
     per_stripe: int
-    #: Stripes of the set.
+    #: Number of stripes of the dataset.
     stripes: int
     servers: list[ServerInfo]
     owners: bytes
-    #: Whether some samples have no place in memory: those are read ahead where an order is announced.
+    #: Whether some samples have no place in memory; these are read ahead if an access plan is announced.
     is_part: bool
-    #: The name of the server that was asked.
+    #: Name of the server that answers.
     answered_by: str
 
 
 class ListServers(msgspec.Struct, frozen=True, tag=True):
-    """Answered by ServerList."""
+    """List the pool's servers; answered by ServerList."""
 
 
 class ServerList(msgspec.Struct, frozen=True, tag=True):
-    """The servers of the pool; the first is its head."""
+    """The pool's servers, its leader first."""
 
     servers: list[ServerInfo]
 

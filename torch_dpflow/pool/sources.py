@@ -1,4 +1,4 @@
-"""Stored datasets and arrays as datasets of the pool: their identity, and what a server needs to read them."""
+"""Sources of cached datasets: their identity, and what a server needs to read them."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_lay
 from torch_dpflow.pool.messages import AnySource, ArraySource, DatasetSource
 from torch_dpflow.pool.planning.layout import SampleLayout, identity
 
-#: Metadata shards that are read at the same time.
+#: Metadata shards read at the same time.
 _READ_THREADS = 16
-#: Samples of a set that a server reads at the same time.
+#: Samples of a dataset that a server reads at the same time.
 _CONCURRENCY = 64
-#: Attempts of a read, after which its samples count as failed and are read again later.
+#: Attempts of a read before its samples count as failed and are read again later.
 _ATTEMPTS = 5
 _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgspec.msgpack.Decoder(AnySource)
 
 
 class RecordReader(Protocol):
-    """Reads records of a set; those of arrays are blocks of rows."""
+    """Reads records of a dataset; those of arrays are blocks of rows."""
 
     def read_each(self, indices: Sequence[int]) -> Sequence[Sample | DPFlowError]:
-        """Each record, or its error."""
+        """Return each record, or its error."""
 
     def close(self) -> None:
         """Close what was opened."""
 
 
 class StripePart(NamedTuple):
-    """A stripe of a stored dataset: its metadata shard, and where the samples that this names lie."""
+    """Stripe of a stored dataset: its metadata shard, and where its samples lie."""
 
     dataset: str
     data: str
@@ -56,20 +56,20 @@ class StripePart(NamedTuple):
 
 
 class OpenedSource(NamedTuple):
-    """What a server needs of a set."""
+    """What a server needs of a dataset."""
 
     url: str
     records: SampleLayout
-    #: Whether the length of each record is known.
+    #: Whether each record's length is known.
     known: npt.NDArray[np.bool_]
-    #: None: clients push them.
+    #: None if clients push the records.
     reader: RecordReader | None
-    #: What each stripe is made of, where versions may have some in common: equal ones hold the same objects.
+    #: Parts of stripes that versions may share: equal parts hold the same objects.
     parts: Sequence[StripePart] = ()
 
 
 def identity_of(stored: StoredDataset | ArraySource) -> bytes:
-    """The name of the set of a variant, which never changes once it is published, or of an array."""
+    """Return the identity of a variant, which never changes once published, or of an array."""
     _check_kind(stored)
     if isinstance(stored, ArraySource):
         return array_identity(stored)
@@ -79,7 +79,10 @@ def identity_of(stored: StoredDataset | ArraySource) -> bytes:
 
 
 def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
-    """What a server needs to read it. Raises OptionTypeError: an option is not text, a number or a list of such."""
+    """Return what a server needs to read it.
+
+    Raises OptionTypeError for options that are not text, numbers or lists of such.
+    """
     _check_kind(stored)
     source: AnySource = (
         stored
@@ -100,7 +103,7 @@ def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, An
 
 
 def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
-    """Open what is to be read. Raises DatasetError, StorageError, or OptionError: it is none."""
+    """Open a source for reading. Raises DatasetError, StorageError, or OptionError if it is not valid."""
     if isinstance(source, ArraySource):
         blocks = array_layout(source).blocks()
         _check_name(array_identity(source), wanted, source.ref)
@@ -110,7 +113,7 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
     stored = DatasetStore(source.store, **source.options).open(source.ref)
     _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
     records, known = sample_layout(stored)
-    # Clients that wait read for themselves if the storage is away, and do so up to their deadline.
+    # Waiting clients read from storage themselves, up to their deadline, if it does not answer.
     limits = ReadOptions(concurrency=_CONCURRENCY, attempts=_ATTEMPTS)
     reader = SampleReader(stored, storage_options=source.data_options, read_options=limits)
     variant = stored.variant
@@ -119,7 +122,7 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
 
 
 def samples_in(source: AnySource, records: int) -> int:
-    """How many samples so many records of a set are, for people: a record of an array is a block of rows."""
+    """Return the number of samples in so many records, for display: a record of an array is a block of rows."""
     if isinstance(source, ArraySource):
         return min(records * array_layout(source).per_block, source.shape[0])
     return records
@@ -136,21 +139,24 @@ def _check_name(found: bytes, wanted: bytes, what: str) -> None:
 
 
 def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
-    """As `StoredDataset.samples`, with metadata shards that are read at the same time."""
+    """Yield as `StoredDataset.samples`, reading several metadata shards at the same time."""
     with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
         for shard in threads.map(stored.shard, range(len(stored.variant.shards))):
             yield from shard.samples
 
 
 def sample_layout(stored: StoredDataset) -> tuple[SampleLayout, npt.NDArray[np.bool_]]:
-    """Where each sample lies, and whether its length is known: reads all metadata. Raises as `StoredDataset.shard`."""
+    """Return the layout of the samples, and whether each length is known.
+
+    Reads all metadata; raises as `StoredDataset.shard`.
+    """
     lengths = [-1 if one.length is None else one.length for one in all_samples(stored)]
     known = np.array(lengths, dtype=np.int64)
     return SampleLayout(identity_of(stored), np.maximum(known, 0), stored.variant.shard_size), known >= 0
 
 
 class RecordPaths:
-    """The numbers of records by path, as the metadata of the dataset has it: 16 bytes a record.
+    """Record numbers by path, as in the dataset's metadata: 16 bytes per record.
 
     Reads all metadata when it is made. Raises as `StoredDataset.shard`.
     """
@@ -162,11 +168,9 @@ class RecordPaths:
         self._digests = digests[self._order]
 
     def number(self, path: str) -> int:
-        """The number of the record at this path: reads its metadata again, so that no digest is trusted.
+        """Return the number of the record at this path. Reads its metadata again, so no digest is trusted.
 
-        Raises:
-            ObjectMissingError: there is none.
-            OptionError: several lie there.
+        Raises ObjectMissingError if there is none, OptionError if several lie there.
         """
         first, last = (
             np.searchsorted(self._digests, np.uint64(_digest(path)), side) for side in ("left", "right")

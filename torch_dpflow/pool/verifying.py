@@ -1,4 +1,4 @@
-"""Compares what the pool holds of a dataset, or of an array, with what its storage has."""
+"""Compares what the pool caches with its storage."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch_dpflow.pool.sources import RecordReader, identity_of, source_of
 from torch_dpflow.pool.transport.address import AddressLike, find_address
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 
-#: Samples that are read at the same time; or rows, of so many bytes unless one has more.
+#: Samples per read; or bytes of rows, but at least one block.
 _AT_ONCE, _AT_ONCE_BYTES = 256, 64 << 20
-#: After how long without an answer a server is left, seconds.
+#: A server is not used after this long without an answer, seconds.
 _SILENCE_S = 5.0
 
 
 @dataclass
 class PoolComparison:
-    """How many samples are equal in memory and in storage, and how many are in storage alone."""
+    """Number of samples equal in memory and storage, and number only in storage."""
 
     equal: int = 0
     in_storage: int = 0
 
 
 def samples_of(stored: StoredDataset | ArraySource) -> int:
-    """How many samples, or rows, there are."""
+    """Return the number of samples or rows."""
     return stored.shape[0] if isinstance(stored, ArraySource) else len(stored)
 
 
@@ -43,16 +43,17 @@ def verify_pool(
     progress: Callable[[int], None] = lambda samples: None,
     compared: PoolComparison | None = None,
 ) -> Iterator[Problem]:
-    """Read every sample, or row, of a held set from storage again, past the pool; yields those that differ from memory.
+    """Read every sample, or row, of a cached dataset from storage again; yield those that differ from memory.
 
-    progress: is told how many samples were looked at.
-    compared: filled with how many are equal.
+    Args:
+        progress: called with the number of compared samples.
+        compared: filled with the counts.
 
-    Raises UsageError: the pool does not hold it; OptionError: no storage has it; PeerLostError: there is no server.
+    Raises UsageError if it is not cached, OptionError if no storage has it, PeerLostError if there is no server.
     """
     source, identity = source_of(stored, None), identity_of(stored)
     with PoolConnection(address) as connection:
-        if all(one.identity != identity for one in connection.contents().sets):
+        if all(one.identity != identity for one in connection.contents().datasets):
             raise UsageError(f"{stored.ref} is not in the pool; `dpflow pool list` has what is")
     counts, samples = compared if compared is not None else PoolComparison(), samples_of(stored)
     reader, per_record, at_once = _past_the_pool(stored)
@@ -75,7 +76,7 @@ def verify_pool(
 
 
 def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, int, int]:
-    """What reads records from storage, the samples of each, and how many records are read at the same time."""
+    """Return a reader of records from storage, the samples of each record, and the number of records per read."""
     if not isinstance(stored, ArraySource):
         return SampleReader(stored, check=True), 1, _AT_ONCE
     if stored.is_pushed:
@@ -85,7 +86,7 @@ def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, i
 
 
 def _problems(own: range, held: bytes, found: tuple[bytes, object] | DPFlowError) -> Iterator[Problem]:
-    """What is wrong with the samples of one record: one, or rows of the same length."""
+    """Yield what is wrong with the samples of one record, which are one sample or rows of the same length."""
     if isinstance(found, DPFlowError):
         what = f"is in memory, and cannot be compared: {type(found).__name__}: {found}"
         yield Problem(own.start, len(own), what)

@@ -1,1 +1,1 @@
-"""What decides in the data service: pure, no sockets, threads or clocks."""
+"""Decisions of the pool: pure functions and state machines."""

@@ -1,16 +1,15 @@
-"""Which sets the pool holds, which server holds which stripe, and who has room: a pure state machine.
+"""Allocation of pool memory: which datasets are cached, and which server holds which stripe. Pure state machine.
 
-A set is reserved before a byte of it is read, so no server fills up in the midst of one. A stripe has one owner, who
-reads it from storage; one that nobody has room for stays there. An explicit set stays until it is unloaded. An
-implicit one goes when nobody has read it for `idle_s`, or at once where another set needs its room, the longest idle
-first. A server that is lost takes its stripes with it: others that have room get them and read them again, and what
-they hold stays where it is. One that joins gets what nobody has room for, and nothing that another holds: memory that
-readers have mapped cannot move, so to deal it anew would be to read it from storage once more. Storage is the second
-copy, so a reader needs none of this to go on.
+Memory for a dataset is reserved before any of it is read, so no server runs full halfway. Each stripe has one owner,
+which reads it from storage; a stripe that fits nowhere stays there. An explicit dataset stays until it is unloaded. An
+implicit one is dropped once nobody has read it for `idle_s`, or as soon as another dataset needs its memory, the
+longest idle first. The stripes of a lost server go to others with free memory, which read them again; other stripes
+stay where they are. A server that joins gets only stripes without an owner: memory that readers have mapped cannot
+move, so rebalancing would mean reading from storage again. Storage is the second copy: a reader needs none of this.
 
-    preload -> Fill to each owner        unload, idle, lack of room -> Drop to each owner
-    a server is lost -> Fill to the new owners of its stripes, under a new generation of the table
-    a machine that begins anew -> recover, from what servers say they hold; they have a lease's time to come back
+    preload -> Fill to each owner        unload, idle, lack of memory -> Drop to each owner
+    server lost -> Fill to the new owners of its stripes, under a new generation of the table
+    new leader -> recover, from what servers report to hold; they have a lease's time to come back
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ from torch_dpflow.pool.planning.placement import UNPLACED, place
 
 @dataclass(eq=False)
 class AllocatedDataset:
-    """A set of the keeper; it reserves the room."""
+    """A cached dataset, for which memory is reserved."""
 
     sizes: npt.NDArray[np.int64]
     is_explicit: bool
-    #: The name of each stripe's owner; None: nobody has room.
+    #: Name of each stripe's owner; None if it fits nowhere.
     owners: list[str | None]
     generation: int = 1
-    #: Stripes that a server holds beside their owners.
+    #: Additional copies of stripes, by server.
     copies: dict[str, set[int]] = field(default_factory=dict)
-    #: How many processes read it at each server.
+    #: Number of reading processes at each server.
     readers: dict[str, int] = field(default_factory=dict)
-    #: Since when nobody reads it; seconds.
+    #: Since when nobody reads it, seconds.
     idle_since: float = 0.0
-    #: Until when servers may come back with what they hold of it, before that is given to others; None: it is over.
+    #: Until when servers may return with their stripes before others get them; None once that time is over.
     returns_until: float | None = None
-    #: The only server that may have it; None: any.
+    #: The only server that may hold it; None for any.
     only: str | None = None
-    #: The set whose memory it shares; empty: none.
+    #: Identity of the dataset whose memory it shares; empty if none.
     base: bytes = b""
 
     def owned_by(self, server: str | None) -> list[int]:
-        """The stripes of a server; None: those of nobody."""
+        """Return the stripes of a server; None for those without an owner."""
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
     def copied_bytes(self, server: str) -> int:
-        """What a server holds beside its own."""
+        """Return the bytes of a server's copies."""
         return int(self.sizes[[*self.copies.get(server, ())]].sum())
 
     def own_copies(self) -> None:
-        """Give stripes that nobody owns any more to servers that have copies."""
+        """Make servers that have copies the owners of stripes without one."""
         for server, copied in self.copies.items():
             for stripe in [one for one in copied if self.owners[one] is None]:
                 copied.remove(stripe)
@@ -69,12 +68,12 @@ class AllocatedDataset:
                 self.generation += 1
 
     def without_owner(self) -> npt.NDArray[np.int64]:
-        """The stripes of nobody."""
+        """Return the stripes without an owner."""
         return np.array(self.owned_by(None), dtype=np.int64)
 
 
 class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Who owns each stripe: places in `servers`, or `UNPLACED`. A later table has a higher generation."""
+    """Owner of each stripe: an index in `servers`, or `UNPLACED`. A later table has a higher generation."""
 
     generation: int
     servers: list[str]
@@ -83,13 +82,13 @@ class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
     copies: dict[str, list[int]]
     #: Bytes of the stripes that have an owner.
     placed_bytes: int
-    #: Processes that read the set.
+    #: Number of reading processes.
     readers: int
-    #: Whether what has no owner waits for no server to come back with it.
+    #: Whether no stripe waits for a server to return with it.
     is_settled: bool
 
     def owned(self) -> dict[str, list[int]]:
-        """The stripes of each server."""
+        """Return the stripes of each server."""
         of_each = [list[int]() for _ in self.servers]
         for stripe, owner in enumerate(self.owners):
             if owner != UNPLACED:
@@ -98,7 +97,7 @@ class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Have this server read these stripes from storage."""
+    """Instruct a server to read stripes from storage."""
 
     server: str
     identity: bytes
@@ -106,7 +105,7 @@ class Fill(msgspec.Struct, frozen=True):
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Have this server give up what it holds of this set."""
+    """Instruct a server to drop a dataset."""
 
     server: str
     identity: bytes
@@ -119,15 +118,15 @@ class StripeAllocator:
     """Decides what is held where. One thread owns it.
 
     Args:
-        lease_s: silence after which a server is lost, seconds.
-        idle_s: how long an implicit set stays that nobody reads, seconds.
+        lease_s: a server is lost after this much silence, seconds.
+        idle_s: how long an implicit dataset stays that nobody reads, seconds.
     """
 
     def __init__(self, *, lease_s: float, idle_s: float) -> None:
         self._leases = Leases(lease_s=lease_s)
         self._lease_s = lease_s
         self._idle_s = check_seconds("idle_s", idle_s, zero=True)
-        #: The bytes of each server, and those that are not reserved.
+        #: Total and unreserved bytes of each server.
         self._capacity: dict[str, int] = {}
         self._room: dict[str, int] = {}
         self._sets: dict[bytes, AllocatedDataset] = {}
@@ -142,10 +141,10 @@ class StripeAllocator:
         now: float,
         held: Mapping[bytes, Sequence[int]] | None = None,
     ) -> list[AllocatorInstruction]:
-        """A server has begun, or lives on. A generation that was lost before is ignored.
+        """Add a server, or renew its lease. A generation that was lost before is ignored.
 
-        held: stripes of sets that are in its memory already; it keeps a set's, those that others own by now as copies
-            that take room, unless these are most of it: a part of a region cannot be freed.
+        held: stripes that are already in its memory. It becomes the owner of those without one, and keeps the others as
+            copies, unless these are most of the dataset: a part of a segment cannot be freed.
         """
         self._lose(self._leases.handle(RenewLease(server, generation, now)), now)
         if not self.lives(server, generation) or server in self._capacity:
@@ -155,20 +154,20 @@ class StripeAllocator:
         return [*itertools.chain(*adopted), *self._place_all()]
 
     def lives(self, server: str, generation: int) -> bool:
-        """Whether this generation of a server is one of the pool's."""
+        """Return whether this generation of a server is in the pool."""
         return self._leases.generation_of(server) == generation
 
     def servers(self) -> dict[str, tuple[int, int]]:
-        """The bytes of each server, and those that are free."""
+        """Return the total and free bytes of each server."""
         return {name: (self._capacity[name], room) for name, room in sorted(self._room.items())}
 
     def leave(self, server: str, generation: int, now: float) -> list[AllocatorInstruction]:
-        """A server ends, or its end was seen."""
+        """Remove a server that ends, or whose end was seen."""
         self._lose(self._leases.handle(Leave(server, generation, now)), now)
         return self._place_all()
 
     def expire(self, now: float) -> list[AllocatorInstruction]:
-        """Time has passed: servers that were silent are lost, sets that nobody reads go."""
+        """Advance time: remove silent servers and idle datasets."""
         out: list[AllocatorInstruction] = []
         for identity, one in list(self._sets.items()):
             if self._may_go(identity) and now - one.idle_since >= self._idle_s:
@@ -191,12 +190,13 @@ class StripeAllocator:
         only: str | None = None,
         base: bytes = b"",
     ) -> list[AllocatorInstruction]:
-        """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
+        """Reserve memory for a dataset, and have it read; for a cached one, `whole` adds the stripes without an owner.
 
-        only: the one server that may have it; None: any.
-        base: the set whose memory it shares, which stays as long as this one; its stripes there take 0 bytes.
-        whole: refuse a set that does not fit as a whole; else a part of it is held.
-        Raises PoolFullError: there is not enough room; nothing has changed.
+        only: the one server that may hold it; None for any.
+        base: the dataset whose memory it shares, which then stays as long as this one; shared stripes take 0 bytes.
+        whole: refuse a dataset that does not fit completely; else hold a part.
+
+        Raises PoolFullError if it does not fit; nothing has changed.
         """
         known = self._sets.get(identity)
         if known is None:
@@ -213,7 +213,7 @@ class StripeAllocator:
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
-        """Bytes that a further set may have of each server: free ones, and those of sets that may go, but `base`."""
+        """Return each server's bytes for a further dataset: free ones, and those of droppable datasets but `base`."""
         may_go = (one for one in self._sets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 
@@ -226,7 +226,7 @@ class StripeAllocator:
         *,
         explicit: bool,
     ) -> list[AllocatorInstruction]:
-        """Know a set that servers hold and this machine has not known; held: their stripes, as for `renew`."""
+        """Add a dataset that servers hold and this machine does not know; held: their stripes, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
         self._sets[identity] = AllocatedDataset(
@@ -235,7 +235,7 @@ class StripeAllocator:
         return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
 
     def read_by(self, identity: bytes, server: str, readers: int, now: float) -> None:
-        """So many processes read a set at this server. Of a set or a server that is gone: ignored."""
+        """Set the number of processes that read a dataset at a server. Unknown ones are ignored."""
         known = self._sets.get(identity)
         if known is None or server not in self._capacity:
             return
@@ -245,12 +245,12 @@ class StripeAllocator:
             known.idle_since = now
 
     def unload(self, identity: bytes) -> list[AllocatorInstruction]:
-        """Give up a set, whoever reads it. Raises UsageError: there is no such set."""
+        """Drop a dataset, even if it is read. Raises UsageError if it is not cached."""
         self._set(identity)
         return [*self._drop(identity), *self._place_all()]
 
     def table(self, identity: bytes) -> StripeTable:
-        """Who owns what of a set. Raises UsageError: there is no such set."""
+        """Return who owns the stripes of a dataset. Raises UsageError if it is not cached."""
         one = self._set(identity)
         names = sorted({owner for owner in one.owners if owner is not None})
         place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
@@ -266,24 +266,24 @@ class StripeAllocator:
         )
 
     def holds(self, identity: bytes) -> bool:
-        """Whether there is such a set."""
+        """Return whether a dataset is cached."""
         return identity in self._sets
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _set(self, identity: bytes) -> AllocatedDataset:
         if identity not in self._sets:
-            raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
+            raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")
         return self._sets[identity]
 
     def _may_go(self, identity: bytes) -> bool:
-        """Whether nobody misses a set, or has memory of it."""
+        """Return whether a dataset may be dropped: it is implicit, unread, and its memory is not shared."""
         one = self._sets[identity]
         is_base = any(other.base == identity for other in self._sets.values())
         return not (one.is_explicit or one.readers or is_base)
 
     def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[AllocatorInstruction]:
-        """What a server holds already is its own, or a copy; Drop where most of it is others' by now."""
+        """Add stripes that a server already holds; Drop if most of them have other owners by now."""
         known = self._sets.get(identity)
         if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
             own = [one for one in {*stripes} if known.owners[one] is None]
@@ -301,9 +301,9 @@ class StripeAllocator:
     def _make_room(
         self, identity: bytes, known: AllocatedDataset, *, whole: bool
     ) -> list[AllocatorInstruction]:
-        """Drop idle sets, the oldest first, until what has no owner of this one fits, or none is left.
+        """Drop idle datasets, the oldest first, until the stripes without an owner fit, or no idle one is left.
 
-        whole: raise PoolFullError, with nothing dropped, where it does not fit even so.
+        whole: raise PoolFullError, with nothing dropped, if they do not fit even so.
         """
         stripes = known.without_owner()
         sizes = known.sizes[stripes]
@@ -313,8 +313,8 @@ class StripeAllocator:
         if whole and UNPLACED in place(identity, sizes, capacity, room, stripes):
             free = sum(room[name] for name in capacity)
             raise PoolFullError(
-                f"the set takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
-                "memory, unload another set, or have a part of this one held"
+                f"the dataset takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
+                "memory, unload another dataset, or have a part of this one held"
             )
         out: list[AllocatorInstruction] = []
         for oldest in idle:
@@ -324,11 +324,11 @@ class StripeAllocator:
         return out
 
     def _open_to(self, one: AllocatedDataset) -> dict[str, int]:
-        """The capacities of the servers that may have it."""
+        """Return the capacities of the servers that may hold a dataset."""
         return {name: size for name, size in self._capacity.items() if one.only in (None, name)}
 
     def _room_without(self, idle: Iterable[bytes]) -> dict[str, int]:
-        """The room that each server would have without these sets."""
+        """Return each server's free bytes if these datasets were dropped."""
         room = dict(self._room)
         for one in (self._sets[identity] for identity in idle):
             for size, owner in zip(one.sizes.tolist(), one.owners):
@@ -360,7 +360,7 @@ class StripeAllocator:
         return [one for identity in self._sets for one in self._place(identity)]
 
     def _place(self, identity: bytes) -> list[AllocatorInstruction]:
-        """Give the stripes that nobody has to servers that have room."""
+        """Assign stripes without an owner to servers with free memory."""
         one = self._sets[identity]
         one.own_copies()
         if one.returns_until is not None:

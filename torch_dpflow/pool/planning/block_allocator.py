@@ -1,7 +1,7 @@
-"""Where fetched samples lie in one block of memory: pure; the owner of the memory copies and frees as it is told.
+"""Allocation of places for samples in one block of memory. Pure; the memory's owner copies the bytes.
 
-The samples of a request lie together in a block that is free once all of them were read: nothing moves, for more
-room. The patent's layout, behind the same contract, is in `benchmarks/sliding_space`.
+The samples of a request lie together in a block, which is free once all of them were read: nothing moves, at the cost
+of some capacity. The patent's layout, behind the same interface, is in `benchmarks/sliding_space`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch_dpflow.errors import UsageError
 class _Block:
     offset: int
     length: int
-    #: Samples in it that were not read.
+    #: Unread samples in it.
     left: int
 
 
 class BlockAllocator:
-    """Places for samples in `capacity` bytes: each request's in one block, the first gap that is large enough.
+    """Places for samples in `capacity` bytes: one block per request, in the first gap that is large enough.
 
-    One thread owns it. Raises OptionError: a capacity below 1.
+    One thread owns it. Raises OptionError for a capacity below 1.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = check_int("capacity", capacity, minimum=1)
-        #: (offset, length) of what is free, by offset, no two of them neighbours.
+        #: (offset, length) of the free gaps, by offset; no two are adjacent.
         self._gaps: list[tuple[int, int]] = [(0, capacity)]
-        #: The block, offset and length of each sample.
+        #: Block, offset and length of each sample.
         self._samples: dict[Hashable, tuple[_Block, int, int]] = {}
 
     @property
     def used(self) -> int:
-        """Bytes that cannot be given out now."""
+        """Bytes that are not free."""
         return self.capacity - sum(length for _, length in self._gaps)
 
     def store(self, samples: Sequence[tuple[Hashable, int]]) -> bool:
-        """Place the samples of one request, (key, length) each; False: there is no room, and nothing has changed.
+        """Place the samples of one request, (key, length) each; return False, with nothing changed, if they do not fit.
 
-        Raises UsageError: a key is stored already, or a length is below 0.
+        Raises UsageError if a key is stored already, or a length is negative.
         """
         seen: set[Hashable] = set()
         for key, length in samples:
@@ -64,12 +64,12 @@ class BlockAllocator:
         return True
 
     def locate(self, key: Hashable) -> tuple[int, int]:
-        """Offset and length of a sample. Raises UsageError: it is not there."""
+        """Return offset and length of a sample. Raises UsageError if it is not stored."""
         _, offset, length = self._entry(key)
         return offset, length
 
     def spend(self, key: Hashable) -> None:
-        """A sample was read, and nobody uses its bytes any more. Raises UsageError: it is not there."""
+        """Free a sample after it was read. Raises UsageError if it is not stored."""
         block, _, _ = self._entry(key)
         del self._samples[key]
         block.left -= 1

@@ -1,8 +1,8 @@
-"""What the pool holds: sets of records, their identity, and where each record lies in them. Pure.
+"""Layout of a cached dataset: its identity, and where each record lies. Pure.
 
-A set is an immutable version of samples. A file set has records of any length, an array set records of one shape and
-type. Consecutive records lie together in a stripe, which one server holds. Where a record lies in its stripe follows
-from the set alone, before any byte has come: so it can be loaded, or asked for, in any order.
+A dataset here is an immutable version of samples. Records of a stored dataset may have any length; records of an array
+have one shape and type. Consecutive records lie together in a stripe, which one server holds. A record's place in its
+stripe follows from the layout alone, so records can be loaded or requested in any order.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ import numpy.typing as npt
 from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: Records of a file set begin at multiples of so many bytes, a cache line.
+#: Records of any length begin at multiples of this many bytes, a cache line.
 ALIGNMENT = 64
-#: Bytes of a stripe of an array set, at most, unless a record is larger.
+#: Maximum bytes of a stripe of an array.
 ARRAY_STRIPE_BYTES = 64 << 20
-#: Bytes of a block of rows, at most, unless a row is larger; and how many blocks a set may have: 4 TiB.
+#: Maximum bytes of a block of rows, unless a row is larger; and of blocks of an array: 4 TiB.
 ARRAY_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 24
 _IDENTITY_BYTES = 16
 
 
 def identity(kind: str, facts: dict[str, Any]) -> bytes:
-    """The name of a set: equal for equal facts alone, whoever makes it and wherever.
+    """Return the identity of a dataset: equal only for equal facts, on any host.
 
-    kind: what sort of set it is.
-    facts: everything that determines its bytes, of types that msgspec knows.
+    kind: kind of dataset.
+    facts: everything that determines its bytes, of types that msgspec encodes.
     """
     encoded = msgspec.msgpack.encode([kind, facts], order="deterministic")
     return hashlib.blake2b(encoded, digest_size=_IDENTITY_BYTES).digest()
 
 
 class RecordLayout:
-    """How the records of one set are dealt to stripes.
+    """Assignment of records to stripes.
 
     Args:
-        identity: its name.
-        records: how many there are, at least one.
-        per_stripe: how many lie together.
+        identity: of the dataset.
+        records: number of records, at least one.
+        per_stripe: number of records in a stripe.
 
-    Raises:
-        OptionError: a number is below 1.
+    Raises OptionError if a number is below 1.
     """
 
     def __init__(self, identity: bytes, records: int, per_stripe: int) -> None:
@@ -57,20 +56,21 @@ class RecordLayout:
 
     @property
     def stripes(self) -> int:
-        """How many stripes there are."""
+        """Number of stripes."""
         return -(-self.records // self.per_stripe)
 
     def records_of(self, stripe: int) -> range:
-        """The records in a stripe."""
+        """Return the records of a stripe."""
         first = stripe * self.per_stripe
         return range(first, min(first + self.per_stripe, self.records))
 
 
 class SampleLayout(RecordLayout):
-    """Records of any length, one behind the other, each at a multiple of `ALIGNMENT`.
+    """Records of any length, one after the other, each at a multiple of `ALIGNMENT`.
 
     lengths: bytes of each record.
-    Raises OptionError: there is no record, a length is below 0, or it is no list of whole numbers.
+
+    Raises OptionError unless this is a non-empty list of non-negative integers.
     """
 
     def __init__(self, identity: bytes, lengths: npt.ArrayLike, per_stripe: int) -> None:
@@ -79,17 +79,17 @@ class SampleLayout(RecordLayout):
             raise OptionError("lengths: a list of whole numbers from 0 is needed, one for each record")
         super().__init__(identity, len(self.lengths), per_stripe)
         padded = -(-self.lengths.astype(np.int64) // ALIGNMENT) * ALIGNMENT
-        #: Where each record would end if all stripes were one.
+        #: Where each record would end in a single stripe.
         self._ends = np.cumsum(padded)
 
     def offsets(self, stripe: int) -> npt.NDArray[np.int64]:
-        """Where each record of a stripe begins in it."""
+        """Return where each record of a stripe begins in it."""
         own = self.records_of(stripe)
         ends = self._ends[own.start : own.stop]
         return np.concatenate([[self._start(stripe)], ends[:-1]]) - self._start(stripe)
 
     def stripe_bytes(self, stripe: int) -> int:
-        """The bytes that a stripe takes."""
+        """Return the bytes of a stripe."""
         return int(self._ends[self.records_of(stripe)[-1]]) - self._start(stripe)
 
     def _start(self, stripe: int) -> int:
@@ -100,16 +100,16 @@ class SampleLayout(RecordLayout):
 class ArrayLayout(RecordLayout):
     """Rows of an array, in stripes of whole rows.
 
-    A server knows blocks of rows, as files of one length (`blocks`): what it keeps of each row would take more memory
-    than the row. Blocks of small rows fill cache lines, so that rows lie at multiples of their bytes all through.
+    A server stores blocks of rows, as records of one length (`blocks`): an index entry per row would take more memory
+    than small rows do. Blocks fill whole cache lines, so rows lie at multiples of their size throughout.
 
     Args:
         dtype: of the elements, as numpy writes it; no Python objects, no fields.
-        shape: of one record; empty for a number.
+        shape: of one record; empty for a scalar.
 
     Raises:
-        OptionTypeError: the type is of objects, or has fields.
-        OptionError: records have no bytes, or there are too many; or one takes more than a stripe.
+        OptionTypeError: the dtype is of objects, or has fields.
+        OptionError: records have no bytes, are too many, or one is larger than a stripe.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ArrayLayout(RecordLayout):
             )
 
     def blocks(self) -> SampleLayout:
-        """The blocks of rows, as a server holds them."""
+        """Return the layout of the blocks of rows, as a server stores them."""
         lengths = np.full(-(-self.records // self.per_block), self.per_block * self.record_bytes)
         lengths[-1] = (self.records - (len(lengths) - 1) * self.per_block) * self.record_bytes
         return SampleLayout(self.identity, lengths, self.blocks_per_stripe)

@@ -1,24 +1,24 @@
-"""Reading ahead of a known order, several samples a request: a pure state machine.
+"""Reading ahead of a known order, several samples per request. Pure state machine.
 
-What is held, who wants it and what has room is decided by `cluster.cache.SampleCache`, whose jobs are the readers and
-whose tickets are positions of their epochs: a sample that several readers want soon is fetched once, is gone when all
-have had it, and one that a reader waits for can always be fetched. Here is decided when the next samples are wanted.
+`cluster.cache.SampleCache` decides what is held, who wants it and what fits. Its jobs are the readers, and its tickets
+are positions in their epochs. So a sample that several readers want soon is fetched once and dropped when all have had
+it, and a sample that a reader waits for can always be fetched. This module decides when the next samples are wanted.
 
-With `lead=0` this is the patent's way ([0009]): a sample that is not there when it is read is fetched with the next
-k-1 of its list (the patent has a list for each storage node; see `order_of`). So every k-th read waits for storage.
-Otherwise the same is done `lead` reads earlier: as soon as one of the next `lead` positions was not asked for, it is,
-with the next k-1 of its list; but what lies beyond those positions may only take the room that they leave.
+`lead=0` is the patent's way ([0009]): a sample that is missing when it is read is fetched together with the next k-1 of
+its list (the patent has a list per storage node; see `order_of`). Every k-th read then waits for storage. With a larger
+lead the same happens `lead` reads earlier: as soon as one of the next `lead` positions was not requested, it is, with
+the next k-1 of its list; but positions beyond the lead may only use the capacity that those within it leave.
 
-Theorem. R samples of one size fit, and a reader consumes each position before it reads the next. If 0 < lead < R,
-then whatever the order and the lists, each position was asked for before the one `lead` places before it was waited
-for; so every read hits if a request takes no longer than `lead` reads. Proof: let W be the positions that were asked
-for and not consumed, and G those not asked for among the next `lead` and the present one. At first W = 0 and
-G = lead + 1 <= R. A position among them moves from G to W, one beyond them is asked for only while W + G < R, and
-with the next read one position leaves W and at most one enters G. So W + G <= R always; as long as G > 0 there is
-room for one, and it is asked for at once.
+Theorem. Let R samples of one size fit, and let a reader consume each position before it reads the next. If
+0 < lead < R, then for any order and lists each position is requested before the reader waits for the one `lead` places
+earlier; so every read hits if a request takes no longer than `lead` reads. Proof: let W be the number of positions
+requested and not consumed, and G the number of those not requested among the next `lead` and the present one. At first
+W = 0 and G = lead + 1 <= R. A position within the lead moves from G to W; one beyond it is requested only while
+W + G < R; with the next read one position leaves W and at most one enters G. So W + G <= R always, and while G > 0
+there is capacity for one, which is requested at once.
 
-So a small room costs requests and no hits. They are of k samples while R is above `lead` and what the patent's way
-holds, which is N(k-1)/2 in the mean and N(k-1) at most, over N lists.
+So a small capacity costs requests, not hits. Requests have k samples while R exceeds `lead` plus what the patent's way
+holds, which is N(k-1)/2 on average and at most N(k-1), over N lists.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ _MAX_KEY = (1 << 31) - 1
 
 
 class KnownOrder:
-    """One epoch's order; each position is taken once, and several behind it with it.
+    """Order of one epoch; each position is taken once, and several later ones with it.
 
-    `following` and `left_before` look at each position up to their last one that was not taken; in reading ahead those
-    are few. It takes 4 bytes a position.
+    `following` and `left_before` visit each position up to their last one that was not taken; in reading ahead those
+    are few. Takes 4 bytes per position.
 
-    order: the keys in the order in which they are read, below 2^31; kept as it is if it is an array of int32.
-    Raises OptionError: the order has more dimensions than one, or a key is too large.
+    order: keys below 2^31 in reading order; not copied if it is an array of int32.
+
+    Raises OptionError if the order is not one-dimensional, or a key is too large.
     """
 
     def __init__(self, order: npt.ArrayLike) -> None:
@@ -59,9 +60,9 @@ class KnownOrder:
         if len(given) and int(given.max()) > _MAX_KEY:
             raise OptionError(f"key {int(given.max())} is above {_MAX_KEY}; give smaller ones")
         self._order = given.astype(np.int32, copy=False)
-        #: Every position before it was taken, and these behind it.
+        #: All positions before `_nearest` were taken, and those in `_taken`.
         self._nearest = 0
-        #: The position of the first key that is kept.
+        #: Position of the first key that is kept.
         self._first = 0
         self._taken: set[int] = set()
 
@@ -69,28 +70,28 @@ class KnownOrder:
         return self._first + len(self._order)
 
     def extend(self, keys: npt.NDArray[np.int32]) -> None:
-        """These come behind the others, and keys that were taken are forgotten."""
+        """Append keys, and forget keys that were taken."""
         self._order = np.concatenate([self._order[self._nearest - self._first :], keys])
         self._first = self._nearest
 
     def key(self, position: int) -> int:
-        """What is read there, where that is not taken."""
+        """Return the key at a position that was not taken."""
         return int(self._order[position - self._first])
 
     def is_taken(self, position: int) -> bool:
-        """Whether it was taken."""
+        """Return whether a position was taken."""
         return position < self._nearest or position in self._taken
 
     def nearest(self) -> int | None:
-        """The first position of all that was not taken; None where every one was."""
+        """Return the first position that was not taken; None if all were."""
         return self._nearest if self._nearest < len(self) else None
 
     def left_before(self, end: int) -> int:
-        """How many positions before `end` were not taken."""
+        """Return how many positions before `end` were not taken."""
         return max(0, end - self._nearest) - sum(position < end for position in self._taken)
 
     def following(self, position: int, count: int) -> list[int]:
-        """This position and those that one request takes with it, which were not taken, at most `count`."""
+        """Return up to `count` positions, not taken, that one request takes together with `position`."""
         found: list[int] = []
         for one in self.behind(position):
             if len(found) >= count:
@@ -100,11 +101,11 @@ class KnownOrder:
         return found
 
     def behind(self, position: int) -> Iterable[int]:
-        """This position and those that one request may take with it, rising."""
+        """Return `position` and the later ones that a request may take with it, rising."""
         return range(position, len(self))
 
     def take(self, positions: Sequence[int]) -> None:
-        """Take these. Raises UsageError: one of them was taken before."""
+        """Take positions. Raises UsageError if one of them was taken before."""
         taken = next((one for one in positions if self.is_taken(one)), None)
         if taken is not None:
             raise UsageError(f"position {taken} was taken already; each one is read once an epoch")
@@ -114,12 +115,12 @@ class KnownOrder:
             self._nearest += 1
 
 
-#: More fetches than any room has samples: the room bounds them.
+#: No limit on concurrent loads: the capacity bounds them.
 _UNBOUNDED = 1 << 30
 
 
 class StorageRequest(msgspec.Struct, frozen=True):
-    """Ask storage for these samples in one request, then call `arrived` with the number of each load."""
+    """Read these samples in one request, then call `arrived` with the number of each load."""
 
     loads: list[Load]
 
@@ -130,28 +131,27 @@ ReadAheadInstruction: TypeAlias = StorageRequest | Serve | Cancel
 @dataclass(slots=True)
 class _AheadReader:
     order: KnownOrder
-    #: No position from here on has been read; reading ahead, the first one counts as being read from the beginning.
+    #: No position from here on was read; with a lead, the first one counts as read from the beginning.
     next: int
-    #: Positions that it has asked for and not consumed.
+    #: Number of positions requested and not consumed.
     out: int = 0
-    #: A heap of positions that it has asked for, consumed ones too.
+    #: Heap of requested positions, including consumed ones.
     asked: list[int] = field(default_factory=list)
 
 
 class ReadAhead:
-    """Decides what is fetched ahead, for readers that announce what they read. One thread owns it.
+    """Decides what to fetch ahead, for readers that announce what they read. One thread owns it.
 
     Args:
-        capacity_bytes: most bytes of samples that are held or on their way, in equal parts for all readers; one that
+        capacity_bytes: limit of samples that are held or on their way, shared equally by the readers; a reader that
             waits may exceed it by one sample.
-        k: samples that one request asks for, at most.
-        lead: how many positions behind the one that is read have to be asked for: as many as are read while a
-            request takes. 0: nothing is, before it is read. May be changed at any time.
-        sample_bytes: the mean size of a sample, where it is known; else it is learned.
-        order_of: splits an order into lists, of which one request asks for one; else it is one list.
+        k: maximum samples per request.
+        lead: number of positions after the one being read that have to be requested: as many as are read while a
+            request takes. 0 requests nothing before it is read. May be changed at any time.
+        sample_bytes: mean size of a sample, if known; else it is learned.
+        order_of: splits an order into lists, one of which a request is made from; the default is one list.
 
-    Raises:
-        OptionError: a number is too small.
+    Raises OptionError if a number is too small.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class ReadAhead:
         self._cache = SampleCache(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
         self._readers: dict[str, _AheadReader] = {}
         self._requests = itertools.count()
-        #: The mean size of samples that have arrived, and how many have.
+        #: Mean size, and number, of samples that have arrived.
         self._mean, self._arrived = float(sample_bytes), int(sample_bytes > 0)
-        #: Reads that found their sample held, and those that did not.
+        #: Reads that found their sample in memory, and others.
         self.hits = self.misses = 0
 
     @property
@@ -181,23 +181,23 @@ class ReadAhead:
 
     @property
     def room(self) -> int:
-        """Samples that fit for each reader; until the size of one is known, as many as a request has."""
+        """Samples that fit for each reader; the number in a request until the size of one is known."""
         if not self._arrived:
             return self._k
         return int(self._cache.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
 
     @staticmethod
     def asked_by(request: RequestId) -> tuple[str, int]:
-        """The reader and the position of what is served."""
+        """Return the reader and the position of a served request."""
         assert isinstance(request, tuple)
         return request[0], request[1]
 
     def is_open(self, reader: str, position: int) -> bool:
-        """Whether `reader` may read this position: it has not consumed it. Raises UsageError."""
+        """Return whether `reader` may read this position: it was not consumed. Raises UsageError."""
         return not self._reader(reader).order.is_taken(position) or self._cache.is_wanted(reader, position)
 
     def announce(self, reader: str, order: npt.ArrayLike) -> list[ReadAheadInstruction]:
-        """`reader` begins to read these keys in this order; what is left of an earlier order is dropped."""
+        """Begin a reader's order, which replaces an earlier one."""
         known = self._order_of(order)
         out = self.leave(reader)
         self._cache.join(reader)
@@ -205,17 +205,17 @@ class ReadAhead:
         return [*out, *self._fill(reader)]
 
     def extend(self, reader: str, keys: npt.NDArray[np.int32]) -> list[ReadAheadInstruction]:
-        """`reader` reads these after what it has announced. Raises UsageError."""
+        """Append keys to a reader's order. Raises UsageError."""
         self._reader(reader).order.extend(keys)
         return self._fill(reader)
 
     def read(self, reader: str, position: int) -> list[ReadAheadInstruction]:
-        """`reader` waits for this position; one `Serve` has its sample, under the name and the position.
+        """Wait for a position; one `Serve` then carries its sample, with the reader's name and the position.
 
-        It may have to wait until what readers have not consumed leaves room for it. What was served and is not
-        consumed may be read again, and positions in any order.
+        It may have to wait until unconsumed samples leave capacity for it. What was served and is not consumed may be
+        read again. Positions may be read in any order.
 
-        Raises UsageError: the reader has announced nothing, or has consumed this position, or it is none.
+        Raises UsageError if the reader has announced nothing, or the position is consumed or out of range.
         """
         state = self._reader(reader)
         if not 0 <= position < len(state.order):
@@ -226,7 +226,7 @@ class ReadAhead:
             raise UsageError(f"position {position} was consumed already; each one is read once an epoch")
         state.next = max(state.next, position + 1)
         out = self._fill(reader)
-        if not state.order.is_taken(position):  # there is no room, which what is waited for need not have
+        if not state.order.is_taken(position):   # it does not fit, but a reader waits for it
             out += self._want(reader, [position])
         waiting = self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
         served = any(isinstance(one, Serve) and one.samples for one in waiting)
@@ -235,14 +235,14 @@ class ReadAhead:
         return [*out, *waiting]
 
     def consumed(self, reader: str, positions: Iterable[int]) -> list[ReadAheadInstruction]:
-        """`reader` has these, or does not need them any more; unknown ones are ignored."""
+        """Record that `reader` has these positions, or no longer needs them; unknown ones are ignored."""
         state = self._reader(reader)
         known = {one for one in positions if self._cache.is_wanted(reader, one)}
         state.out -= len(known)
         return [*self._run(self._cache.release(reader, known)), *self._fill(reader)]
 
     def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
-        """`reader` needs none of the positions before this one any more, whether it has read them or not."""
+        """Record that `reader` no longer needs any position before `before`, read or not."""
         state, passed = self._reader(reader), list[int]()
         known, asked, nearest = state.order, state.asked, state.order.nearest()
         if nearest is not None:
@@ -252,7 +252,7 @@ class ReadAhead:
         return self.consumed(reader, passed) if passed else []
 
     def arrived(self, arrivals: Sequence[Arrival]) -> list[ReadAheadInstruction]:
-        """These loads have ended; a load that failed brings its error as value. Cancelled ones are ignored."""
+        """Record loads that have ended; a failed load has its error as value. Cancelled ones are ignored."""
         for one in arrivals:
             self._arrived += 1
             self._mean += (one.size - self._mean) / min(self._arrived, 100)
@@ -260,7 +260,7 @@ class ReadAhead:
         return [*out, *itertools.chain.from_iterable(self._fill(reader) for reader in self._readers)]
 
     def leave(self, reader: str) -> list[ReadAheadInstruction]:
-        """`reader` has ended: everything that only it wants goes. An unknown one is ignored."""
+        """Remove a reader and everything that only it wants. An unknown one is ignored."""
         self._readers.pop(reader, None)
         return self._run(self._cache.leave(reader))
 
@@ -282,7 +282,7 @@ class ReadAhead:
         return self._run(self._cache.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
-        """Ask for what the window lacks, each with what follows it in its list, as far as there is room."""
+        """Request what the window lacks, together with what follows in its list, as far as capacity allows."""
         state, out = self._readers[reader], list[ReadAheadInstruction]()
         end = min(state.next + self.lead, len(state.order))
         while (first := state.order.nearest()) is not None and first < end:
@@ -293,12 +293,12 @@ class ReadAhead:
             within = sum(position < end for position in positions)
             beyond = max(0, room - state.order.left_before(end))
             if self.lead and not self._arrived:
-                beyond = 0  # it may take the room of what is read sooner: how many fit is not known yet
+                beyond = 0   # until the sample size is known it might displace what is read sooner
             out += self._want(reader, positions[: within + beyond])
         return out
 
     def _run(self, instructions: Iterable[CacheInstruction]) -> list[ReadAheadInstruction]:
-        """The cache's instructions, loads joined."""
+        """Return the cache's instructions, with loads joined to one request."""
         given = [*instructions]
         loads = [one for one in given if isinstance(one, Load)]
         out: list[ReadAheadInstruction] = [one for one in given if not isinstance(one, Load)]

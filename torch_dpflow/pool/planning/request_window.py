@@ -1,12 +1,12 @@
-"""How many bytes a reader may have asked for and not got: pure; times are arguments, in seconds.
+"""Limit of the bytes that a reader has requested and not received. Pure; times are arguments, in seconds.
 
-Where many servers answer at once, their answers meet in the buffer of one switch port; what does not fit is lost, and
-a connection whose last packets are lost waits for its retransmission timer: incast. So the reader bounds what is
-under way.
+If many servers answer at once, their answers meet in the buffer of one switch port. What does not fit is lost, and a
+connection that loses its last packets waits for its retransmission timer: incast. So the reader bounds what is
+outstanding.
 
-Algorithm 1 of the DataServer paper counts records, and is told bandwidth and latency (`benchmarks/staged_window`).
-`MeasuredWindow` knows neither, nor whether servers share one line or have a link each: it tries what is of use.
-Between processes of one host nothing is lost on the way: `FixedWindow`.
+Algorithm 1 of the DataServer paper counts records, and is given bandwidth and latency (`benchmarks/staged_window`).
+`MeasuredWindow` knows neither, nor whether servers share one line or have a link each: it tries sizes. Between
+processes of one host nothing is lost: `FixedWindow`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import NamedTuple
 
 from torch_dpflow._core.checks import check_int
 
-#: How many times as large a size is tried.
+#: Factor between a size and the next one tried.
 STEP = 1.5
-#: A size is worth it if the rate grows by at least this power of how much larger it is.
+#: A larger size is kept if the rate grows by at least this power of the factor.
 WORTH = 0.15
-#: A rate is that of so many windows' bytes, as records of several lanes come in bursts, and of so many records.
+#: A rate is measured over this many windows' bytes, as records arrive in bursts, and this many records.
 MEASURED, MEASURED_RECORDS = 8, 64
-#: A size is clearly worth it, or not, by this power; that is known after so many windows' bytes alone.
+#: A size is clearly better, or not, by this power; then the number of records does not matter.
 CLEARLY = 0.5
-#: Between trials that were of no use, seconds: ever longer. A reader that is suspended for a while looks like a timer
-#: that ran out; with pauses of up to 30 s, one such in 500 records kept the size at a third of what four links need.
+#: Growing pauses between useless trials, seconds. A suspended reader looks like a retransmission timer
+#: that expired; with pauses of up to 30 s, one in 500 records kept the size at a third of what four links need.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0
 
 
 class SizeTrials:
-    """The size of a window with which bytes come about as fast as with a larger one.
+    """Smallest window size with which bytes arrive about as fast as with a larger one, found by trials.
 
     From time to time another size is tried: a larger one is kept if the rate grows with it, a smaller one if the rate
     does not fall by as much.
@@ -42,33 +42,33 @@ class SizeTrials:
     def __init__(self) -> None:
         self._least, self._most, self._unit = 1.0, 1.0, 1
         self._kept = 1.0
-        #: What is tried now; None: nothing.
+        #: Size on trial; None if there is none.
         self._tried: float | None = None
-        #: The next trial: so many times as large; when; and how many there were of no use since one was.
+        #: Next trial: factor, time, and the number of useless trials in a row.
         self._step, self._at, self._in_vain = STEP, 0.0, 0
         self._pause_s = FIRST_PAUSE_S
-        #: What was the most when a trial was of no use last.
+        #: Upper bound at the last useless trial.
         self._most_in_vain = math.inf
         self._usual_rate = 0.0
-        #: Bytes until measuring begins; bytes and records that were measured since, in how many seconds.
+        #: Bytes until measuring begins; bytes, records and seconds measured since.
         self._settling, self._came, self._records, self._seconds = 0.0, 0, 0, 0.0
-        #: The last arrival.
+        #: Time of the last arrival.
         self._last = 0.0
 
     @property
     def size(self) -> float:
-        """How many bytes may be out now."""
+        """Bytes that may be outstanding now."""
         return self._clamped(self._kept if self._tried is None else self._tried)
 
     def bound(self, least: float, most: float, unit: int) -> None:
-        """The size is between these from now on; unit: what a larger one has more, at least."""
+        """Set the bounds of the size. unit: minimum step to a larger size."""
         self._least, self._most, self._unit = least, most, unit
         if most > 2 * self._most_in_vain:
             self._most_in_vain, self._step = math.inf, STEP
             self._at, self._pause_s = 0.0, FIRST_PAUSE_S
 
     def came(self, length: int, now: float) -> float | None:
-        """Bytes came while the size alone kept more from being under way; their rate, where it is known by now."""
+        """Record bytes that arrived while only the size limited requests; return their rate once it is known."""
         if self._settling > 0:
             self._settling, self._last = self._settling - length, now
             return None
@@ -86,11 +86,11 @@ class SizeTrials:
         return rate
 
     def pause(self) -> None:
-        """Something else than the size keeps more from being under way."""
+        """Record that something other than the size limits requests."""
         self._settling = self.size
 
     def shrink(self, now: float) -> None:
-        """The size was too large: what is tried is given up, or what is kept halved."""
+        """Record that the size was too large: end a trial, or halve the kept size."""
         if self._tried is None:
             self._kept = self.size / 2
         self._tried = None
@@ -107,11 +107,11 @@ class SizeTrials:
         self._settling, self._came, self._records, self._seconds = self.size, 0, 0, 0.0
 
     def _is_worth(self, rate: float, power: float) -> bool:
-        """Whether the rate follows the size that is tried."""
+        """Return whether the rate follows the size on trial."""
         return rate >= self._usual_rate * math.pow(self.size / self._clamped(self._kept), power)
 
     def _is_clear(self, rate: float) -> bool:
-        """Whether a larger size is worth it for certain, or a smaller one is not."""
+        """Return whether a larger size is clearly better, or a smaller one clearly worse."""
         return self._tried is not None and self._is_worth(rate, CLEARLY) == (self._step > 1)
 
     def _judge(self, rate: float, now: float) -> None:
@@ -125,7 +125,7 @@ class SizeTrials:
             self._turn(now)
 
     def _turn(self, now: float) -> None:
-        """The other direction is next, after a pause where neither was of use."""
+        """Try the other direction next, after a pause if neither helped."""
         self._step = 1 / self._step
         self._in_vain += 1
         self._most_in_vain = self._most
@@ -138,56 +138,55 @@ class SizeTrials:
         own = self.size
         tried = self._clamped(max(own * self._step, own + self._unit) if self._step > 1 else own * self._step)
         if abs(tried - own) < self._unit / 2:
-            self._turn(now)  # there is no such size
+            self._turn(now)  # out of bounds
         else:
             self._tried = tried
 
 
-#: A reader may ask for so many bytes at least, and at most.
-LEAST, MOST = 32 << 10, 8 << 20
-#: How long a rate and a round trip count, seconds.
+#: Bounds of the window, bytes.
+MIN_WINDOW, MAX_WINDOW = 32 << 10, 8 << 20
+#: How long a measured rate or round trip counts, seconds.
 MEMORY_S = 10.0
-#: What may be asked for beyond what the line needs by Little's law.
+#: Factor beyond what the line needs by Little's law.
 SURPLUS = 1.5
-#: What may be asked of each lane: while one record comes, the next one is under way.
+#: Outstanding records per connection: while one arrives, the next is on its way.
 RECORDS_PER_CONNECTION = 2
-#: Bytes of a stage at most: while one of several lanes waits for it, its link is idle.
+#: Maximum bytes of a stage: while one of several connections waits for it, its link is idle.
 STAGE = 64 << 10
-#: So much longer than usual, seconds, a record comes for which a retransmission timer ran out: Linux' least one.
+#: Linux' minimum retransmission timeout, seconds: a record that takes this much longer than usual was lost once.
 TIMEOUT_S = 0.2
 
 
 class BatchWindow(ABC):
-    """Says how many of the next records may be asked for now."""
+    """Decides how many of the next records may be requested now."""
 
     def __init__(self, stages: int) -> None:
         self._stages = check_int("stages", stages, minimum=1)
-        #: Bytes, and records, that were asked for and have not come.
+        #: Outstanding bytes and records.
         self.bytes_out = self.records_out = 0
 
     @abstractmethod
     def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
-        """How many of the next records, of these lengths, are to be asked for now.
+        """Return how many of the next records, of these lengths, to request now; at least one if none is outstanding.
 
-        At least one if nothing is out. Call `asked` for each of them. Call it after each arrival, also with no lengths:
-        nothing is left then.
+        Call `requested` for each of them. Call this after each arrival, also with no lengths once nothing is left.
 
-        lanes: over which those that are left come.
+        connections: number of connections over which the remaining records come.
         """
 
     def requested(self, length: int, now: float) -> object:
-        """A record was asked for; hand in what this returns when it has come."""
+        """Record a request; return a token for when the record has arrived."""
         self.bytes_out += length
         self.records_out += 1
         return length
 
     def arrived(self, token: object, now: float) -> None:
-        """A record has come."""
+        """Record that a record has arrived."""
         assert isinstance(token, int)
         self._leave(token)
 
     def given_up(self, token: object) -> None:
-        """A record does not come, or not now."""
+        """Record that a record will not arrive, or not now."""
         assert isinstance(token, int)
         self._leave(token)
 
@@ -195,10 +194,10 @@ class BatchWindow(ABC):
         self.bytes_out -= length
         self.records_out -= 1
 
-    def _fitting(self, lengths: Sequence[int], size: int, most: int = MOST) -> int:
-        """How many of the next records a window of so many bytes has room for, once a stage of it is free.
+    def _fitting(self, lengths: Sequence[int], size: int, most: int = MAX_WINDOW) -> int:
+        """Return how many of the next records fit into the window, once a stage of it is free.
 
-        most: bytes of a stage.
+        most: maximum bytes of a stage.
         """
         if self.bytes_out > size - min(most, size // self._stages):
             return 0
@@ -211,7 +210,7 @@ class BatchWindow(ABC):
 
 
 class FixedWindow(BatchWindow):
-    """So many bytes, and never less than one record."""
+    """Window of constant size, but at least one record."""
 
     def __init__(self, size: int, *, stages: int = 4) -> None:
         super().__init__(stages)
@@ -224,34 +223,34 @@ class FixedWindow(BatchWindow):
 class _OutRecord(NamedTuple):
     length: int
     at: float
-    #: Whether the window alone kept more from being asked for.
+    #: Whether only the window limited requests.
     is_limited: bool
 
 
 class MeasuredWindow(BatchWindow):
-    """The least with which records come about as fast as with more, and never less than one record.
+    """Smallest window with which records arrive about as fast as with a larger one, and at least one record.
 
-    Where each server has a link of its own, records come the faster the more of them are under way, until each link has
-    its own; where servers share the reader's line, they do not. A round trip does not tell the two apart: one record
-    fills a slow link, and a link that was idle lets a burst through. So other sizes are tried (`SizeTrials`). None is
-    larger than what can be of use: two records for each lane, or Little's law on the best rate and the least round
-    trip. After a round trip in which a retransmission timer has run out it is halved.
+    If each server has a link of its own, records arrive faster the more are outstanding, until each link is busy;
+    if servers share the reader's line, they do not. The round trip does not tell the two apart: one record fills a slow
+    link, and an idle link lets a burst through. So other sizes are tried (`SizeTrials`), none larger than is useful:
+    two records per connection, or Little's law on the best rate and the shortest round trip. After a round trip with a
+    retransmission timeout the window is halved.
     """
 
     def __init__(self, *, stages: int = 4) -> None:
         super().__init__(stages)
         self._trials = SizeTrials()
         self._rate, self._round_trip = _Extreme(best=max), _Extreme(best=min)
-        #: A usual round trip, seconds; None: not known yet.
+        #: Usual round trip, seconds; None if unknown.
         self._usual_s: float | None = None
         self._shrunk_at = -math.inf
-        #: Lanes of the batch, and the longest of its records.
-        self._lanes, self._longest = 1, 0
-        #: Whether the window alone keeps more from being asked for.
+        #: Connections of the batch, and its longest record.
+        self._connections, self._longest = 1, 0
+        #: Whether only the window limits requests.
         self._is_limited = False
 
     def size(self) -> int:
-        """Bytes that may be out."""
+        """Bytes that may be outstanding."""
         return int(self._trials.size)
 
     def grant(self, lengths: Sequence[int], now: float, connections: int = 1) -> int:
@@ -260,12 +259,12 @@ class MeasuredWindow(BatchWindow):
             self._trials.pause()
             return 0
         if not self.records_out:
-            self._lanes, self._longest = connections, 0
+            self._connections, self._longest = connections, 0
         self._longest = max(self._longest, *lengths)
         self._bound(now)
         granted = self._fitting(lengths, self.size(), STAGE)
         self._is_limited = granted < len(lengths) and connections >= min(
-            self._lanes, self.records_out + granted
+            self._connections, self.records_out + granted
         )
         if not self._is_limited:
             self._trials.pause()
@@ -297,17 +296,17 @@ class MeasuredWindow(BatchWindow):
     def _bound(self, now: float) -> None:
         rate, round_trip = self._rate.value(now), self._round_trip.value(now)
         held = 0.0 if rate is None or round_trip is None else SURPLUS * rate * round_trip
-        least = max(LEAST, self._longest)
-        of_use = max(RECORDS_PER_CONNECTION * self._lanes * self._longest, held)
-        self._trials.bound(least, max(least, min(MOST, of_use)), max(1, self._longest))
+        least = max(MIN_WINDOW, self._longest)
+        of_use = max(RECORDS_PER_CONNECTION * self._connections * self._longest, held)
+        self._trials.bound(least, max(least, min(MAX_WINDOW, of_use)), max(1, self._longest))
 
 
 class _Extreme:
-    """The best value seen in the last `MEMORY_S`; the latest one where there is none."""
+    """Best value of the last `MEMORY_S`; the latest one if there is none."""
 
     def __init__(self, best: object) -> None:
         self._is_max = best is max
-        #: (when, value), each better than all that follow.
+        #: (time, value), each better than all that follow.
         self._seen: deque[tuple[float, float]] = deque()
 
     def see(self, value: float, now: float) -> None:
@@ -324,39 +323,40 @@ class _Extreme:
 
 
 class ConnectionQueues:
-    """Places of a batch's records, by lane. The lane that has the fewest bytes under way is asked next.
+    """Records of a batch that are still to be requested, by connection.
 
-    Lanes that have the same are asked in the order of what they have left, so that all of them end together.
+    The connection with the fewest outstanding bytes is next; among equal ones that with the most records left, so that
+    all finish together.
 
     Args:
-        lanes: of each record, any names.
+        connections: connection of each record, any names.
         sizes: of each record, bytes.
-        together: what one lane is asked for before the next at least, bytes, where so much may be asked for.
+        together: minimum bytes to request over one connection before the next, if that many may be requested.
     """
 
     def __init__(self, connections: Sequence[str], sizes: Sequence[int], together: int = 0) -> None:
-        self._lanes, self._sizes, self._together = connections, sizes, together
+        self._connections, self._sizes, self._together = connections, sizes, together
         self._waiting: dict[str, deque[int]] = {}
         for place, connection in enumerate(connections):
             self._waiting.setdefault(connection, deque()).append(place)
-        #: Bytes under way, by lane.
+        #: Outstanding bytes by connection.
         self._out = dict.fromkeys(self._waiting, 0)
-        #: The lane that is asked, and for how many bytes in a row it was.
+        #: The current connection, and the bytes requested over it in a row.
         self._asked, self._run = "", 0
-        #: Sizes of records, as many of which are still to be asked for as follow this one.
+        #: Sizes of records; those from `_at` on are still to be requested.
         self._order, self._at = [*sizes], 0
 
     @property
     def connections(self) -> list[str]:
-        """Those that have something left."""
+        """Connections that have records left."""
         return [*self._waiting]
 
     def sizes(self, count: int) -> list[int]:
-        """What those that are left are like, bytes: of so many records, in any order."""
+        """Return the sizes of up to `count` records that are left, in any order."""
         return self._order[self._at : self._at + count]
 
     def take(self, room: int) -> list[int]:
-        """The next places, at least one where something is left, and more while they fit in so many bytes."""
+        """Return the indices of the next records: at least one if any is left, and more up to `room` bytes."""
         share = (sum(self._out.values()) + room) / max(1, len(self._waiting))
         taken = list[int]()
         while self._waiting:
@@ -379,7 +379,7 @@ class ConnectionQueues:
         return taken
 
     def _next(self) -> str:
-        """The lane that has not been asked for enough yet, or that has the fewest bytes under way."""
+        """Return the current connection until its run is long enough, then the least loaded one."""
         if self._asked not in self._waiting or self._run >= self._together:
             self._asked = min(self._waiting, key=lambda one: (self._out[one], -len(self._waiting[one])))
             self._run = 0
@@ -389,15 +389,15 @@ class ConnectionQueues:
         return self._out[connection] + self._sizes[self._waiting[connection][0]] <= share
 
     def came(self, place: int) -> None:
-        """It is not under way any more."""
-        self._out[self._lanes[place]] -= self._sizes[place]
+        """Record that a record is no longer outstanding."""
+        self._out[self._connections[place]] -= self._sizes[place]
 
     def again(self, place: int) -> None:
-        """It is to be asked for once more."""
-        self._waiting.setdefault(self._lanes[place], deque()).append(place)
+        """Queue a record once more."""
+        self._waiting.setdefault(self._connections[place], deque()).append(place)
         self._order.append(self._sizes[place])
 
     def drop(self, connection: str) -> None:
-        """Nothing is asked for over it any more, and nothing comes."""
+        """Remove a connection: nothing more is requested or expected over it."""
         self._at += len(self._waiting.pop(connection, ()))
         self._out[connection] = 0

@@ -1,1 +1,1 @@
-"""What a process that reads from the pool sees of a set: which server has what, and where it is mapped."""
+"""Reading one cached dataset in one process: which server has each stripe, and where it is mapped."""

@@ -1,4 +1,4 @@
-"""What a process gets of samples that a server reads ahead: mapped, or over lanes from a server of another host."""
+"""Reads samples that a server reads ahead: from mapped memory, or over a data connection from another host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
-    COMES,
+    ON_ITS_WAY,
     MAX_ANNOUNCED,
     MAX_RECORDS,
     AheadOpened,
@@ -30,18 +30,18 @@ from torch_dpflow.pool.transport.data_connection import WantedRecord
 from torch_dpflow.pool.transport.data_reader import DataReader
 from torch_dpflow.pool.transport.segments import map_sealed
 
-#: A record, and where it lies: offset and length.
+#: Record, offset and length.
 AheadRecord: TypeAlias = tuple[int, int, int]
 
 
 class RemoteMemory:
-    """What a server of another host reads ahead into, through its lanes."""
+    """Memory of another host's server that samples are read ahead into."""
 
-    def __init__(self, connections: DataReader, server: str) -> None:
-        self._data_reader, self._server = connections, server
+    def __init__(self, data_reader: DataReader, server: str) -> None:
+        self._data_reader, self._server = data_reader, server
 
     def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-        """Those of these records that have come; what lies in the memory of this number."""
+        """Return those of these records that arrived. number: of the memory."""
         filled = [one for one in there if one[2]]
         name, servers = memory_name(number), [self._server] * len(filled)
         contents = self._data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
@@ -53,14 +53,14 @@ class RemoteMemory:
 
 
 class AheadReader:
-    """Reads one set for one process, one call at a time.
+    """Reads one dataset for one process, one call at a time.
 
-    silence_s: after how long without any sample the rest is left, seconds.
+    silence_s: the rest is left to storage after this long without a sample, seconds.
     """
 
     def __init__(self, identity: bytes, silence_s: float) -> None:
         self._identity, self._silence_s = identity, silence_s
-        #: What is mapped, and its number.
+        #: Mapped memory, and its number.
         self._memory: mmap.mmap | None = None
         self._number = 0
 
@@ -72,9 +72,9 @@ class AheadReader:
         spread: int,
         extends: bool,
     ) -> None:
-        """These records are read in this order from now on, or then. Raises as `PoolConnection.ask`.
+        """Announce the order in which records are read. Raises as `PoolConnection.request`.
 
-        extends: without waiting for the server, as a training loop draws them.
+        extends: append to the plan without waiting for the server, as a training loop draws it.
         """
         numbers = keys.astype("<i4")
         for first in range(0, max(len(numbers), not extends), MAX_ANNOUNCED):
@@ -92,16 +92,18 @@ class AheadReader:
                     connection.post(part)
                 else:
                     connection.request(part)
-            except (UsageError, PoolFullError) as error:  # it has no memory for that
-                DATASETS.info("the pool reads nothing ahead: %s", error)
+            except (UsageError, PoolFullError) as error:   # the server has no memory for it
+                DATASETS.info("the pool does not read ahead: %s", error)
                 return
 
     def read(
         self, connection: PoolConnection, plan: str, records: Sequence[int], far: RemoteMemory | None
     ) -> dict[int, bytes]:
-        """Those of these records that the server has read, or reads now. Raises as `PoolConnection.ask`.
+        """Return those of these records that the server has read ahead or reads now.
 
-        far: how to read from it, if it is on another host.
+        far: the server's memory, if it is on another host.
+
+        Raises as `PoolConnection.request`.
         """
         found: dict[int, bytes] = {}
         left = list(dict.fromkeys(records))
@@ -120,8 +122,8 @@ class AheadReader:
                     connection.request(ConfirmAhead(self._identity, [*copied]))
                     found |= copied
                     deadline = time.monotonic() + self._silence_s
-                left = [one for one, length in zip(asked, places.lengths) if length == COMES] + rest
-        except (UsageError, PoolFullError):  # nothing is announced any more: by this process or its parent
+                left = [one for one, length in zip(asked, places.lengths) if length == ON_ITS_WAY] + rest
+        except (UsageError, PoolFullError):   # the plan of this process or its parent has ended
             pass
         return found
 

@@ -1,4 +1,4 @@
-"""One server whose regions a process maps, and what it has said of one set."""
+"""Reads records from the mapped segments of one server on this host."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from torch_dpflow.pool.reader.lookup import log_fallback
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.segments import Segment, map_segment
 
-#: Between attempts to reach a server, seconds: doubles from the first to the second with each that fails.
+#: Pauses between attempts to connect, seconds; each failure doubles the pause.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-#: How long an answer may wait for records that are on their way, seconds; half a client's patience if that is less.
+#: How long an answer may wait for records on their way, seconds; at most half of `silence_s`.
 _ANSWER_S = 1.0
 
 
 class LocalServer:
-    """Reads records of one set that a server on this host holds. One thread at a time.
+    """Reads records of one dataset from a server on this host. One thread at a time.
 
-    What was mapped stays readable when the server is gone.
+    Mapped segments stay readable after the server is gone.
 
-    directory: of its socket.
-    silence_s: after how long without an answer it is left, seconds.
-    ready: stripes that are in memory as a whole, and where, also of other servers and earlier ones; this adds its own.
+    Args:
+        directory: of its socket.
+        silence_s: the server is left after this long without an answer, seconds.
+        ready: completely loaded stripes and their segments, also of other and earlier servers; this adds its own.
     """
 
     def __init__(
@@ -54,29 +55,29 @@ class LocalServer:
         self._per_stripe, self._silence_s = per_stripe, silence_s
         self._connection: PoolConnection | None = None
         self._retry_at, self._pause_s = 0.0, FIRST_PAUSE_S
-        #: Number of the holding that `_mapped`, `_regions` and `_states` are of; see `RecordStates`.
+        #: Number of the held dataset that `_mapped`, `_segments` and `_states` belong to; see `RecordStates`.
         self._held = 0
-        #: Regions in the order in which the server has them, and each stripe's.
+        #: Segments in the server's order, and by stripe.
         self._mapped: list[Segment] = []
         self._segments: dict[int, Segment] = {}
         self._ready = ready
-        #: What it has mapped and some of which is still read.
+        #: Mapped segments that are still in use.
         self._known: set[Segment] = set()
-        #: What the server has said of records in other stripes, where that is final.
+        #: Final states of records in other stripes, as the server reported them.
         self._states: dict[int, int] = {}
 
     @property
     def retired(self) -> set[int]:
-        """Why the server has given up what is mapped, if it has."""
+        """Why the server has dropped mapped segments, if it has."""
         return {why for segment in self._known if (why := segment.retired) is not None}
 
     @property
     def is_there(self) -> bool:
-        """Whether the server can be asked, as far as is known."""
+        """Whether the server is connected, or may be retried."""
         return self._connection is not None or time.monotonic() >= self._retry_at
 
     def read(self, record: int, *, copy: bool) -> bytes | memoryview | None:
-        """A record, if it is known to be there: a copy, or its memory."""
+        """Return a record that is known to be in memory, as a copy or a view; else None."""
         stripe, number = divmod(record, self._per_stripe)
         segment = self._ready.get(stripe)
         if segment is None and self._states.get(record) == HERE:
@@ -86,7 +87,7 @@ class LocalServer:
     def offsets(
         self, stripe: int, records: npt.NDArray[np.int64]
     ) -> tuple[Segment, npt.NDArray[np.int64]] | None:
-        """The region of a stripe, and where these records of it begin there; -1: not there, as far as is known."""
+        """Return a stripe's segment, and where its records begin there; -1 for those not known to be in memory."""
         segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True
         if segment is None and stripe in self._segments:
@@ -97,7 +98,7 @@ class LocalServer:
         return segment, np.where(here, segment.offsets(stripe, records % self._per_stripe), -1)
 
     def pending(self, records: Iterable[int]) -> list[int]:
-        """Those of these that only the server can tell of, at most `MAX_RECORDS`."""
+        """Return up to `MAX_RECORDS` records whose state must be requested from the server."""
         return [
             one
             for one in records
@@ -105,20 +106,20 @@ class LocalServer:
         ][:MAX_RECORDS]
 
     def lacks(self, record: int) -> bool:
-        """Whether the server is gone, or has said that the record is not its own."""
+        """Return whether the server is gone, or has reported that the record is not its own."""
         if record // self._per_stripe in self._ready:
             return False
         state = self._states.get(record, PENDING)
         return state == ELSEWHERE or (state == PENDING and not self.is_there)
 
     def refresh(self) -> None:
-        """Map what the server has more by now, and forget which records it has said are not its own."""
+        """Map further segments, and forget which records were not this server's."""
         self._states = {one: state for one, state in self._states.items() if state != ELSEWHERE}
         if self._connection is not None:
             self._try(self._map_more)
 
     def send(self, records: Sequence[int]) -> bool:
-        """Ask for these, at most `MAX_RECORDS`; whether `hear` is to be called."""
+        """Request records, at most `MAX_RECORDS`; return whether `receive` must follow."""
         if not self.is_there:
             return False
 
@@ -132,7 +133,7 @@ class LocalServer:
         return self._try(request)
 
     def receive(self, records: Sequence[int]) -> bool:
-        """Take the answer to `send` for the same records; whether it tells of any."""
+        """Receive the answer to `send` for the same records; return whether it settles any."""
         came = dict[int, int]()
 
         def take() -> None:
@@ -144,7 +145,7 @@ class LocalServer:
             if self._is_of_another(answer) or not self._segments.keys() >= here:
                 self._map_more()
             if self._is_of_another(answer):
-                return  # the set was given up and held again meanwhile: other regions are filled
+                return   # dropped and cached again meanwhile, in other segments
             came.update(states)
             self._states |= {
                 one: state
@@ -156,7 +157,7 @@ class LocalServer:
         return self._try(take) and bool(came)
 
     def disconnect(self) -> None:
-        """End the connection; what is mapped stays."""
+        """Close the connection; mapped segments stay."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -170,12 +171,12 @@ class LocalServer:
         self._pause_s = FIRST_PAUSE_S
 
     def _leave_regions(self, held: int) -> None:
-        """Go on with a new holding: what was said of records holds for earlier regions alone; whole stripes stay."""
+        """Begin a new holding: states are of earlier segments only, while whole stripes stay."""
         self._held, self._states, self._mapped, self._segments = held, {}, [], {}
         self._known &= {*self._ready.values()}
 
     def _is_of_another(self, answer: RecordStates | DatasetOpened) -> bool:
-        """Whether an answer is of a holding whose regions are not those that are mapped."""
+        """Return whether an answer belongs to other segments than the mapped ones."""
         return answer.held not in (0, self._held)
 
     def _map_more(self) -> None:
@@ -187,7 +188,7 @@ class LocalServer:
                 segments = [map_segment(fd, [self._identity, *opened.shares]) for fd in fds]
             finally:
                 for fd in fds:
-                    os.close(fd)  # a mapping has a descriptor of its own
+                    os.close(fd)   # a mapping has its own descriptor
             if self._is_of_another(opened):
                 are_first = not self._mapped
                 self._leave_regions(opened.held)
@@ -209,8 +210,8 @@ class LocalServer:
             self.disconnect()
             self._retry_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-            log_fallback(f"the server of the pool at {self._directory} is left for now", error)
+            log_fallback(f"the pool server at {self._directory} is not used for now", error)
             return False
-        except BaseException:  # Control-C: what has come is not noted, and would be waited for
+        except BaseException:   # after Control-C the answer would be taken for that of the next request
             self.disconnect()
             raise

@@ -1,4 +1,4 @@
-"""Where a reader asks what a pool holds of a set: the server that it was given, or another that it has heard of."""
+"""Finds out which servers hold a dataset, by asking the configured server or another one that it has reported."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch_dpflow.pool.server_messages import GetStripeTable, ServerInfo, Stripe
 from torch_dpflow.pool.transport.address import PoolAddress, check_private
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 
-#: Settings that this process, or the one that it was forked from, has warned of.
+#: Warnings that this process, or its parent before a fork, has logged.
 _WARNED: set[str] = set()
 
 
 def check_directory(address: PoolAddress) -> None:
-    """Warn if the directory of a server's socket is there and cannot be used. Raises nothing."""
+    """Warn if the directory of a server's socket exists and cannot be used. Raises nothing."""
     if address.directory is None:
         return
-    with suppress(OSError):  # no server has run here yet
+    with suppress(OSError):   # no server has run here yet
         try:
             check_private(address.directory)
         except OptionError as error:
@@ -32,9 +32,9 @@ def check_directory(address: PoolAddress) -> None:
 
 
 def log_fallback(what: str, error: DPFlowError) -> None:
-    """Log that storage is read in place of a server: as a warning, once, where a setting has to be changed for it.
+    """Log that storage is read in place of a server: once as a warning if a setting must be changed.
 
-    A server that is not there, or does not answer, may come back, and is no reason to warn.
+    A server that is missing or does not answer may come back, and is no reason to warn.
     """
     if isinstance(error, OptionError) and str(error) not in _WARNED:
         _WARNED.add(str(error))
@@ -43,26 +43,26 @@ def log_fallback(what: str, error: DPFlowError) -> None:
         DATASETS.info("%s: %s", what, error)
 
 
-#: How often a server is told how many samples were read, seconds.
+#: How often counts of read samples are reported, seconds.
 _COUNTS_INTERVAL_S = 1.0
 
 
 class StripeOwners(NamedTuple):
-    """Who holds each stripe of a set: places in `servers`, or -1."""
+    """Owner of each stripe of a dataset: an index in `servers`, or -1."""
 
     per_stripe: int
     servers: list[ServerInfo]
     owners: list[int]
-    #: Whether all of them have made room for it.
+    #: Whether all servers have reserved memory for it.
     is_placed: bool
-    #: The name of the server that was asked.
+    #: Name of the server that answered.
     answered_by: str
     #: Whether some samples have no place in memory.
     is_part: bool
 
 
 class PoolLookup:
-    """Asks a pool for one set, for one process. One thread at a time.
+    """Looks up one dataset in a pool, for one process. One thread at a time.
 
     Args:
         address: of a server of the pool.
@@ -71,22 +71,22 @@ class PoolLookup:
 
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._address, self._source, self._identity = address, source, identity
-        #: Where the server is that was asked last.
+        #: Address of the server that was contacted last.
         self.contacted = address
         self._silence_s = silence_s
-        #: To the server that is asked; None: there is none for now.
+        #: Control connection; None if there is none for now.
         self.connection: PoolConnection | None = None
-        #: Whether the latest that was asked has not answered in time.
+        #: Whether the last server that was contacted timed out.
         self.is_silent = False
-        #: Other servers of this host.
+        #: Other servers that this process can reach.
         self._others: list[PoolAddress] = []
-        #: How many samples were read from memory and from storage, as servers were told, and when.
+        #: Last reported numbers of samples read from memory and storage, and when.
         self._reported, self._reported_at = (0, 0), 0.0
 
     def table(self) -> StripeOwners | None:
-        """Who holds the set, which the pool begins to hold if it does not; None: that is not known yet.
+        """Return who holds the dataset, and have the pool cache it if it does not; None if that is not known yet.
 
-        Raises PeerLostError: no server answers; and what keeps the set from being held.
+        Raises PeerLostError if no server answers; and what keeps the dataset from being cached.
         """
         for address in [self._address, *self._others]:
             if self.connection is None:
@@ -105,20 +105,20 @@ class PoolLookup:
         raise lost
 
     def address_of(self, server: ServerInfo) -> PoolAddress | None:
-        """How this process reaches a server; None: it cannot."""
+        """Return how this process reaches a server; None if it cannot."""
         if server.is_near:
             return PoolAddress(directory=Path(server.directory))
         has_keys = self._address.connection is not None
         return self._address.at(server.listen) if server.listen and has_keys else None
 
     def is_unloaded(self) -> bool:
-        """Whether the pool does not hold the set. Raises PeerLostError: the server that was given does not answer."""
+        """Return whether the pool does not hold the dataset. Raises PeerLostError if the configured server is lost."""
         if self.connection is None:
             self.connection = PoolConnection(self._address, silence_s=self._silence_s)
-        return all(one.identity != self._identity for one in self.connection.contents().sets)
+        return all(one.identity != self._identity for one in self.connection.contents().datasets)
 
-    def send_nowait(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
-        """Tell a server how many samples were read in all, for people, if the last time is so long ago."""
+    def report_reads(self, hits: int, misses: int, pause_s: float = _COUNTS_INTERVAL_S) -> None:
+        """Report how many samples were read in total, at most once per `pause_s`; for display."""
         now = time.monotonic()
         if self.connection is None or now < self._reported_at + pause_s:
             return
@@ -127,7 +127,7 @@ class PoolLookup:
             self._reported, self._reported_at = (hits, misses), now
 
     def close(self) -> None:
-        """End the connection; the pool then knows that this reader has ended."""
+        """Close the connection, which ends this reader at the server."""
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
@@ -146,7 +146,7 @@ class PoolLookup:
                 parts.append(connection.get(GetStripeTable(self._identity, known), StripeTablePart))
                 if parts[-1].generation != parts[0].generation or not parts[-1].owners:
                     return None
-        except UsageError:  # it has been given up since
+        except UsageError:   # dropped since
             return None
         table = parts[0]
         self._come_near(table)
@@ -159,7 +159,7 @@ class PoolLookup:
         )
 
     def _come_near(self, table: StripeTablePart) -> None:
-        """Ask the server over its socket, by which memory comes, where this process may map it."""
+        """Switch to the server's Unix socket, which passes memory, if this process may map it."""
         contacted = next((one for one in table.servers if one.name == table.answered_by), None)
         if (
             self.connection is None
@@ -171,7 +171,7 @@ class PoolLookup:
         try:
             near = PoolConnection(PoolAddress(directory=Path(contacted.directory)), silence_s=self._silence_s)
             near.request(StartReading(self._identity))
-        except DPFlowError:  # it answers over the network
+        except DPFlowError:   # it does answer over the network
             return
         self.connection.close()
         self.connection = near

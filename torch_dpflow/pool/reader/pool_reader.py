@@ -1,4 +1,4 @@
-"""What a process sees of one set in the pool: which server has each sample, and the memory of those on this host."""
+"""Reads samples of one cached dataset, from mapped memory and from servers of other hosts."""
 
 from __future__ import annotations
 
@@ -25,59 +25,59 @@ from torch_dpflow.pool.transport.data_connection import WantedRecord
 from torch_dpflow.pool.transport.data_reader import Content, DataReader
 from torch_dpflow.pool.transport.segments import UNLOADED, Segment
 
-#: How long a set's places are waited for before samples are read from storage again, seconds.
+#: How long to wait for a dataset's placement before storage is read, seconds.
 _PLANNING_S = 0.2
-#: How often the pool is asked who has what is in nobody's memory, seconds.
+#: How often to look up who has records that no known server has, seconds.
 _TABLE_S = 1.0
-#: How long an epoch begins later for that, seconds: its order can be announced at its beginning only.
+#: How long the beginning of an epoch may wait to announce its order, seconds.
 _ANNOUNCING_S = 2.0
 
 
 class PoolReader:
-    """Reads samples of one set from memory, for one process. Thread-safe; never waits for a server that is gone.
+    """Reads samples of one dataset from memory, for one process. Thread-safe; never waits for a lost server.
 
-    What has been mapped stays readable when its server dies, so its samples still come from memory.
+    Mapped segments stay readable when their server dies, so its samples still come from memory.
 
-    silence_s: after how long without an answer, or a sample that it waits for, it goes on without a server, seconds.
+    silence_s: after this long without an answer, or an expected sample, reading continues without the server, seconds.
     """
 
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._silence_s = silence_s
         self._ref, self._identity = source.ref, identity
-        #: How servers on other hosts are read from, where there are keys for it.
+        #: Reads from servers of other hosts, if there are keys.
         self._data_reader = None if address.connection is None else DataReader(address, silence_s)
-        self._entry = PoolLookup(address, source, identity, silence_s)
+        self._lookup = PoolLookup(address, source, identity, silence_s)
         self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
         self._is_closed = False
         self._table: StripeOwners | None = None
-        #: Stripes that are mapped as a whole, and where.
+        #: Segments of completely loaded stripes.
         self._ready: dict[int, Segment] = {}
-        #: Servers by name, those that are lost and whose memory is mapped too.
+        #: Servers by name, also lost ones whose memory is mapped.
         self._servers: dict[str, LocalServer] = {}
-        #: The owner of each stripe, where it is near; or where its lanes are.
+        #: Owner of each stripe: a local server, or the address for data connections.
         self._owners: list[LocalServer | str | None] = []
-        #: The lanes of the server that was asked for that.
+        #: Address for data connections of the server that answered the lookup.
         self._asked: str | None = None
-        #: Whether another host has not given what it should have.
+        #: Whether another host did not send a record that it should have.
         self._is_stale = False
-        #: Whether somebody has unloaded it, so that this process loads it no more, and reads what others have loaded.
+        #: Whether it was unloaded by a command: this process does not load it, but reads what others load.
         self._is_unloaded = False
-        #: When the pool may be asked again.
+        #: When the pool may be looked up again.
         self._ask_at, self._pause_s = 0.0, FIRST_PAUSE_S
-        #: Samples that came from memory, and that did not.
+        #: Samples read from memory, and others.
         self.hits = self.misses = 0
 
     def announce(self, plan: str, keys: Order, spread: int, extends: bool) -> None:
-        """Tell the server in which order, of this name, records are read from now on, if that is of use.
+        """Announce to the server the order in which records are read from now on, if that is useful.
 
         keys: called at most once.
         spread, extends: as of `announcing.announce_order`.
         """
         with self._lock, self._from_storage():
-            deadline = 0.0 if extends and self._entry.is_silent else time.monotonic() + _ANNOUNCING_S
-            wait_s = 0.0 if extends else _PLANNING_S  # there is more to come, once it knows
-            while self._is_unheard() and self._ask_at - wait_s < (now := time.monotonic()) <= deadline:
+            deadline = 0.0 if extends and self._lookup.is_silent else time.monotonic() + _ANNOUNCING_S
+            wait_s = 0.0 if extends else _PLANNING_S   # further parts follow
+            while self._is_unanswered() and self._ask_at - wait_s < (now := time.monotonic()) <= deadline:
                 time.sleep(max(0.0, self._ask_at - now))
                 self._ask_pool()
             if (connection := self._ahead_from()) is not None:
@@ -90,15 +90,15 @@ class PoolReader:
         plan: str | None = None,
         copy: bool = True,
     ) -> list[Any]:
-        """A copy of each record that is in memory; None for those that have to be read from storage.
+        """Return a copy of each record that is in memory; None for those that must be read from storage.
 
-        copy: False gives memoryviews that nobody can write to: mapped memory, and where large records of other hosts
-            were received, which is used again when nobody has a view of it.
-        lengths: of each; None: unknown. What has another one is not taken from another host.
-        order: the name of what was announced, in this process or its parent.
+        copy: False returns read-only memoryviews: of mapped memory, and of receive buffers, which are reused once no
+            view is left.
+        lengths: of each record, None if unknown. A record of another length is not accepted from other hosts.
+        plan: name of the access plan that this process or its parent announced.
         """
         with self._lock:
-            self._see_what_is_given_up()
+            self._check_retired()
             found = self._mapped(records, copy=copy)
             left = [place for place, content in enumerate(found) if content is None]
             if left and not self._is_closed:
@@ -107,16 +107,16 @@ class PoolReader:
                 found[place] = self._read(records[place], copy=copy)
             if self._data_reader is not None and left:
                 wanted = [*map(WantedRecord, records, lengths or repeat(None))]
-                self._read_afar(self._data_reader, wanted, found, copy=copy)
+                self._read_remote(self._data_reader, wanted, found, copy=copy)
             if plan is not None and None in found:
                 found = self._read_ahead(plan, records, found)
             self.misses += found.count(None)
             self.hits += len(found) - found.count(None)
-            self._entry.send_nowait(self.hits, self.misses)
+            self._lookup.report_reads(self.hits, self.misses)
         return found
 
     def places(self, records: npt.NDArray[np.int64]) -> list[tuple[Segment, npt.NDArray[np.int64]]]:
-        """Regions in which some of these records are mapped, and where each begins there; -1: not in this one."""
+        """Return segments in which some of these records are mapped, and where each begins there; -1 for the others."""
         found: list[tuple[Segment, npt.NDArray[np.int64]]] = []
         with self._lock:
             if not self._is_closed:
@@ -134,56 +134,56 @@ class PoolReader:
         return found
 
     def fetch(self, wanted: Sequence[WantedRecord]) -> list[bool]:
-        """Receive what servers of other hosts hold, and has been looked up by `places`; whether each has come."""
+        """Receive records from servers of other hosts that `places` has looked up; return whether each arrived."""
         found: list[Content | None] = [None] * len(wanted)
         with self._lock:
             if self._data_reader is not None and self._table is not None:
-                self._read_afar(self._data_reader, wanted, found, copy=False)
+                self._read_remote(self._data_reader, wanted, found, copy=False)
         return [content is not None for content in found]
 
     def count(self, hits: int, misses: int) -> None:
-        """So many more samples were found in memory by `places`, and were not."""
+        """Count further samples that `places` found in memory, and did not find."""
         with self._lock:
             self.hits += hits
             self.misses += misses
-            self._entry.send_nowait(self.hits, self.misses)
+            self._lookup.report_reads(self.hits, self.misses)
 
     def close(self) -> None:
-        """End reading; memory is freed, and everything is in storage from now on."""
+        """Stop reading: memory is freed, and all further records come from storage."""
         with self._lock:
             self._is_closed = True
-            self._entry.send_nowait(self.hits, self.misses, 0.0)
+            self._lookup.report_reads(self.hits, self.misses, 0.0)
             self._forget()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _is_unheard(self) -> bool:
-        """Whether no server has said that it reads ahead for this process, or need not."""
-        return self._table is None or (self._table.is_part and self._entry.connection is None)
+    def _is_unanswered(self) -> bool:
+        """Return whether no server has said yet whether it reads ahead for this process."""
+        return self._table is None or (self._table.is_part and self._lookup.connection is None)
 
     def _ahead_from(self) -> PoolConnection | None:
-        """Who reads ahead for this process; None: nobody, or all has a place in memory."""
-        return self._entry.connection if self._table is not None and self._table.is_part else None
+        """Return the connection to the server that reads ahead for this process; None if none does."""
+        return self._lookup.connection if self._table is not None and self._table.is_part else None
 
-    def _far_memory(self, connection: PoolConnection) -> RemoteMemory | None:
-        """What that server reads ahead into, where it is on another host."""
+    def _remote_memory(self, connection: PoolConnection) -> RemoteMemory | None:
+        """Return that server's memory for reading ahead, if it is on another host."""
         if connection.passes_memory or self._data_reader is None or self._asked is None:
             return None
         return RemoteMemory(self._data_reader, self._asked)
 
     def _read_ahead(self, plan: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
-        """What was found, and what the server reads ahead of the rest."""
+        """Fill in what the server reads ahead."""
         if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
-                ahead = self._ahead.read(connection, plan, missing, self._far_memory(connection))
+                ahead = self._ahead.read(connection, plan, missing, self._remote_memory(connection))
                 return [
                     ahead.get(one) if content is None else content for one, content in zip(records, found)
                 ]
         return [*found]
 
     def _mapped(self, records: Sequence[int], *, copy: bool) -> list[Any]:
-        """Each record of a stripe that is mapped as a whole; None for the others."""
+        """Return each record of completely loaded, mapped stripes; None for the others."""
         if self._table is None:
             return [None] * len(records)
         ready, size, found = self._ready, self._table.per_stripe, []
@@ -198,7 +198,7 @@ class PoolReader:
         return server.read(record, copy=copy) if isinstance(server, LocalServer) else None
 
     def _server_of(self, record: int) -> LocalServer | str | None:
-        """Who has a record's stripe mapped as a whole, or else its owner."""
+        """Return a server with the record's stripe completely mapped, or else the stripe's owner."""
         if self._table is None:
             return None
         stripe = record // self._table.per_stripe
@@ -207,7 +207,7 @@ class PoolReader:
             return next(iter(self._servers.values()))
         return owner
 
-    def _read_afar(
+    def _read_remote(
         self,
         connections: DataReader,
         wanted: Sequence[WantedRecord],
@@ -215,7 +215,7 @@ class PoolReader:
         *,
         copy: bool,
     ) -> None:
-        """Put what servers of other hosts hold into `found`."""
+        """Fill in records that servers of other hosts hold."""
         owners = (self._server_of(one.record) for one in wanted)
         afar = {place: owner for place, owner in enumerate(owners) if isinstance(owner, str)}
         contents = connections.read(
@@ -226,20 +226,20 @@ class PoolReader:
         self._is_stale |= None in contents
         if self._identity in connections.gone:
             connections.gone.clear()
-            self._see_what_is_gone()
+            self._check_unloaded()
 
-    def _see_what_is_gone(self) -> None:
-        """A server of another host does not hold the set: it is not there yet, is new, or somebody has unloaded it."""
+    def _check_unloaded(self) -> None:
+        """Handle a remote server that does not hold the dataset: it is not placed yet, or was unloaded."""
         try:
-            if self._entry.is_unloaded():  # by somebody: this reader has kept it from being idle
+            if self._lookup.is_unloaded():   # by a command, as this reader kept it from being idle
                 self._forget()
                 self._is_unloaded, self._ask_at = True, 0.0
         except DPFlowError:
             self._forget()
 
     def _look(self, records: Sequence[int]) -> None:
-        """Learn where these are, and wait for those that are on their way to memory."""
-        self._see_what_is_given_up()
+        """Look up records, and wait for those on their way to memory."""
+        self._check_retired()
         if self._table is None:
             self._ask_pool()
         self._ask_servers(records)
@@ -250,7 +250,8 @@ class PoolReader:
             self._ask_pool()
             self._ask_servers(records)
 
-    def _see_what_is_given_up(self) -> None:
+    def _check_retired(self) -> None:
+        """Forget the table and segments of a dataset that a server has dropped."""
         for server in self._servers.values():
             if why := server.retired:
                 self._forget()
@@ -258,7 +259,7 @@ class PoolReader:
                 return
 
     def _is_unplaced(self, record: int) -> bool:
-        """Whether a record is in storage as far as is known, though another server may have it by now."""
+        """Return whether a record is only in storage as far as is known, though another server may have it by now."""
         server = self._server_of(record)
         return server is None or (isinstance(server, LocalServer) and server.lacks(record))
 
@@ -266,11 +267,11 @@ class PoolReader:
         if time.monotonic() < self._ask_at:
             return
         with self._from_storage():
-            if self._is_unloaded and self._entry.is_unloaded():
+            if self._is_unloaded and self._lookup.is_unloaded():
                 self._ask_at = time.monotonic() + _TABLE_S
                 return
             self._is_unloaded = False
-            table = self._entry.table()
+            table = self._lookup.table()
             self._pause_s = FIRST_PAUSE_S
             is_settled = table is not None and table.is_placed
             self._ask_at = time.monotonic() + (_TABLE_S if is_settled else _PLANNING_S)
@@ -279,41 +280,41 @@ class PoolReader:
 
     @contextmanager
     def _from_storage(self) -> Iterator[None]:
-        """Go on without the server that was asked where it is not there, or does not answer."""
+        """Continue without the contacted server if it is missing or does not answer."""
         try:
             yield
         except DPFlowError as error:
-            self._entry.close()
+            self._lookup.close()
             self._ask_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             log_fallback(f"{self._ref} is read from storage for now", error)
 
     def _take(self, table: StripeOwners) -> None:
         owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
-        asked = (self._lane_address(info, table) for info in table.servers if info.name == table.answered_by)
+        asked = (self._data_address(info, table) for info in table.servers if info.name == table.answered_by)
         self._asked = next(asked, None)
-        # Together, as Control-C may come between any two calls.
+        # In one statement, as Control-C may come between any two.
         self._owners, self._table = [owners[one] if one >= 0 else None for one in table.owners], table
         for server in owners:
             if isinstance(server, LocalServer):
                 server.refresh()
 
     def _open(self, info: ServerInfo, table: StripeOwners) -> LocalServer | str | None:
-        """How to read from a server; None: it cannot be reached."""
-        address = self._entry.address_of(info)
+        """Return how to read from a server; None if it cannot be reached."""
+        address = self._lookup.address_of(info)
         if address is not None and address.directory is not None:
             server = LocalServer(
                 address.directory, self._identity, table.per_stripe, self._silence_s, self._ready
             )
             self._servers[info.name] = server
             return server
-        return self._lane_address(info, table)
+        return self._data_address(info, table)
 
-    def _lane_address(self, info: ServerInfo, table: StripeOwners) -> str | None:
-        """Where a server's lanes are; None: this process has no keys for them, or there are none."""
-        asked = self._entry.contacted
+    def _data_address(self, info: ServerInfo, table: StripeOwners) -> str | None:
+        """Return where to open data connections to a server; None without keys or address."""
+        asked = self._lookup.contacted
         if info.name == table.answered_by and asked.directory is None:
-            return str(asked)  # as it was given
+            return str(asked)   # as the user gave it
         return info.listen if self._data_reader is not None else None
 
     def _ask_servers(self, records: Sequence[int]) -> None:
@@ -322,10 +323,10 @@ class PoolReader:
             if sum(server.receive(own) for server, own in asked):
                 deadline = time.monotonic() + self._silence_s
             elif time.monotonic() > deadline:
-                return  # their storage does not answer; ours may, and says so if it does not
+                return   # the servers' storage does not answer; this reader's may
 
     def _send(self, records: Sequence[int]) -> list[tuple[LocalServer, Sequence[int]]]:
-        """Ask each server for what only it can tell of."""
+        """Request the states that only the servers know."""
         by_server = dict[LocalServer, list[int]]()
         for record in records:
             server = self._server_of(record)
@@ -335,7 +336,7 @@ class PoolReader:
         return [(server, own) for server, own in wanted if own and server.send(own)]
 
     def _forget(self) -> None:
-        self._entry.close()
+        self._lookup.close()
         if self._data_reader is not None:
             self._data_reader.close()
         for server in self._servers.values():

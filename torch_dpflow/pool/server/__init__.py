@@ -9,10 +9,10 @@ from torch_dpflow.errors import PoolFullError
 
 
 def start_thread(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread. Raises PoolFullError: this process may have no more."""
+    """Start a daemon thread. Raises PoolFullError if this process may have no more threads."""
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
         raise PoolFullError(
-            f"the server of the pool: {error}; let it have more threads (ulimit -u)"
+            f"the pool server: {error}; allow it more threads (ulimit -u)"
         ) from error

@@ -1,9 +1,9 @@
-"""Reading ahead in a server: what a set has no place for is read in the orders that its readers announce.
+"""Reading ahead in a server: records without a place in memory are read in the order that readers announce.
 
-What is read for one of them is there for all who want it soon, and its place is free when nobody does. Its bytes lie
-in memory that readers map and copy from, and that is written to again. So a place is kept while a reader may copy from
-it, and what a reader copied counts once the server has told it that the place was its until then (`took`): a reader
-whose connection ends meanwhile drops its copy.
+A record that was read for one reader is served to all that want it soon; its place is freed when none does. Its bytes
+lie in memory that readers map and copy from, and that is written to again. So a place is kept while a reader may copy
+from it, and a copy counts only once the server has confirmed that the place was still the reader's (`took`). A reader
+whose connection ends before that discards its copy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, Serve
 from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    COMES,
+    ON_ITS_WAY,
     IN_STORAGE,
-    LEFT,
+    IN_STORAGE_ONLY,
     MAX_PLAN_RECORDS,
     MAX_PLANS,
     MAX_UPCOMING,
@@ -44,7 +44,7 @@ _SIDES: tuple[Any, Any] = ("left", "right")
 
 
 class AheadPlace:
-    """A sample in memory, whose bytes stay as long as somebody refers to this."""
+    """Place of a sample in memory, freed with the last reference to this object."""
 
     __slots__ = ("_free", "length", "offset")
 
@@ -57,61 +57,60 @@ class AheadPlace:
 
 
 class AccessPlan:
-    """One reader's order, of those records that have no place in memory.
+    """One reader's order of the records that have no place in memory.
 
-    owner: the connection that has announced it.
+    owner: the connection that announced it.
     grows: whether more of it may be on its way.
     """
 
     def __init__(self, owner: str, spread: int, keys: Keys, *, grows: bool = False) -> None:
         self.owner, self.spread, self.keys, self.grows = owner, spread, keys, grows
         self._by_key = np.argsort(keys, kind="stable").astype(np.int32)
-        #: The position of the first of `keys`, and of the first one that may be read.
+        #: Position of the first of `keys`, and of the first one that may be read.
         self._first = self.passed = 0
-        #: What was served and not taken, by position: its place, or why there is none.
+        #: Served and not confirmed, by position: the place, or the error.
         self.served: dict[int, AheadPlace | DPFlowError] = {}
-        #: Positions whose answer was that there is no room until others are taken.
+        #: Positions for which there is no room until others are confirmed.
         self.refused: set[int] = set()
 
     def positions(self, key: int) -> list[int]:
-        """Where this record is read."""
+        """Return the positions at which a record is read."""
         first, end = (int(np.searchsorted(self.keys, key, side, sorter=self._by_key)) for side in _SIDES)
         return [self._first + one for one in self._by_key[first:end].tolist()]
 
     @property
     def end(self) -> int:
-        """The position after the last one."""
+        """Position after the last one."""
         return self._first + len(self.keys)
 
     def extend(self, keys: Keys, spread: int) -> None:
-        """These are read then; what was passed over is forgotten."""
+        """Append records, and forget those that were passed."""
         self.keys = np.concatenate([self.keys[self.passed - self._first :], keys])
         self._first, self.spread, self.grows = self.passed, spread, True
         self._by_key = np.argsort(self.keys, kind="stable").astype(np.int32)
 
 
-#: Samples of one request to the storage, and the threads that make them.
+#: Samples per storage request, and threads that make requests.
 REQUEST_SAMPLES, FETCHERS = 16, 4
-#: The part of the memory that is planned with: blocks of several samples are free once all of them were read.
+#: Share of the memory to plan with: a block of several samples is only free once all of them were read.
 _PLANNED = 0.85
-#: Requests for which there is room at least.
+#: Minimum number of requests that fit.
 _MIN_BLOCKS = 16
-#: How long an answer waits for room that others have to free, and for a piece of an order that is on its way, seconds.
+#: How long an answer waits for other readers to free memory, and for a part of a plan on its way, seconds.
 _REFUSED_S, _ON_ITS_WAY_S = 0.05, 0.05
 
 
 class AheadReading:
-    """The records of one set that have no place in memory. Thread-safe.
+    """Reads ahead the records of one dataset that have no place in memory. Thread-safe.
 
     Args:
         may_read: whether each record is read ahead.
-        lengths: of each of those, bytes.
-        reader: of the set's samples; not closed.
-        memory_bytes: that samples are read into.
-        number: of this memory, among all that this server has had.
+        lengths: bytes of each of those records.
+        reader: of the dataset's samples; not closed.
+        memory_bytes: to read samples into.
+        number: of this memory, unique in this server.
 
-    Raises:
-        PoolFullError: there is not so much memory.
+    Raises PoolFullError if the memory is not available.
     """
 
     def __init__(
@@ -127,18 +126,18 @@ class AheadReading:
         self.memory_bytes, self.number = memory_bytes, number
         mean = max(1, int(lengths[may_read].mean())) if may_read.any() else 1
         planned = max(1, int(_PLANNED * memory_bytes))
-        # A block is in use until the last of its samples was read, so many small ones waste less.
+        # A block is in use until the last of its samples was read, so many small blocks waste less.
         k = min(REQUEST_SAMPLES, max(1, planned // mean // _MIN_BLOCKS))
         self._machine = ReadAhead(capacity_bytes=planned, k=k, lead=1, sample_bytes=mean)
         self._space = BlockAllocator(memory_bytes)
-        #: The length of what lies at each offset.
+        #: Length of the sample at each offset.
         self._stored_at: dict[int, int] = {}
-        # Reentrant: a place is freed by whoever drops the last reference to it.
+        # Reentrant: dropping the last reference to a place frees it, on any thread.
         self._changed = threading.Condition(threading.RLock())
         self._plans: dict[str, AccessPlan] = {}
-        #: Of orders that are not whole, by connection and name.
+        #: Parts of incomplete plans, by connection and name.
         self._parts: dict[str, dict[str, list[Keys]]] = {}
-        #: What each connection may copy: order and position of each record, and its place.
+        #: Places that each connection may copy from: plan, position and place of each record.
         self._lent: dict[str, dict[int, tuple[AccessPlan, int, AheadPlace]]] = {}
         self._requests: deque[list[Load]] = deque()
         self._cancelled: set[int] = set()
@@ -146,10 +145,10 @@ class AheadReading:
         self._is_closed = False
 
     def announce(self, connection: str, part: AnnounceAccessPlan) -> None:
-        """Take a part of an order; with the last one reading begins. Raises UsageError: it is no such part."""
+        """Take a part of a plan; reading begins with the last one. Raises UsageError for an invalid part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
-            raise UsageError(f"an order with records that the set of {len(self._may_read)} does not have")
+            raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
         with self._changed:
             whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
             if whole is not None:
@@ -162,19 +161,19 @@ class AheadReading:
                     self._begin(part.plan, AccessPlan(connection, spread, keys, grows=grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
-        """Where these are, once none is on its way, or after so many seconds, or when there is no room for all."""
+        """Return where records are, once none is on its way, after `wait_s`, or when they do not all fit."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             plan = self._known(name, records)
             positions = {} if plan is None else self._open(name, plan, records)
             if plan is None:
-                return AheadPlaces(self.number, [0] * len(records), [LEFT] * len(records))
+                return AheadPlaces(self.number, [0] * len(records), [IN_STORAGE_ONLY] * len(records))
             for position in positions.values():
                 if position not in plan.served:
                     self._apply(self._machine.read(name, position), is_urgent=True)
             due = positions.values() - plan.served.keys()
             while due and not self._is_closed:
-                # What is refused has room once others are taken: at once if the asker has some, and else soon.
+                # Refused records fit once others are confirmed: answer at once if this reader has some, else wait.
                 refused = bool(due & plan.refused)
                 left = min(deadline - time.monotonic(), _REFUSED_S if refused else wait_s)
                 if (refused and due < set(positions.values())) or not self._changed.wait(left):
@@ -188,7 +187,7 @@ class AheadReading:
     def _places(
         self, connection: str, name: str, plan: AccessPlan, asked: list[tuple[int, int]], due: set[int]
     ) -> AheadPlaces:
-        """The answer, by which the connection may copy what is there; what cannot be read is consumed."""
+        """Return the answer, which allows the connection to copy; consume what cannot be read."""
         lent = self._lent.setdefault(connection, {})
         places: list[tuple[int, int]] = []
         for record, position in asked:
@@ -197,13 +196,13 @@ class AheadReading:
                 lent[record] = plan, position, place
                 places.append((place.offset, place.length))
             else:
-                places.append((0, COMES if position in due and not self._is_closed else LEFT))
+                places.append((0, ON_ITS_WAY if position in due and not self._is_closed else IN_STORAGE_ONLY))
         failed = [position for _, position in asked if isinstance(plan.served.get(position), DPFlowError)]
         self._consume(name, plan, failed)
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
-        """For lanes, as of `HeldDataset`: what lies there, or `IN_STORAGE`. Whether that was right `took` says."""
+        """Return a sample's memory or `IN_STORAGE`, for data connections; `took` verifies it later."""
         with self._changed:
             length = self._stored_at.get(offset)
             if length is None or self._is_closed:
@@ -211,7 +210,7 @@ class AheadReading:
             return memoryview(self._memory)[offset : offset + length]
 
     def took(self, connection: str, records: Sequence[int]) -> None:
-        """A connection has copied these. Raises UsageError: it was not told where one of them is."""
+        """Confirm copies. Raises UsageError if this connection was not given one of the places."""
         with self._changed:
             lent = self._lent.get(connection, {})
             if missing := [one for one in records if one not in lent]:
@@ -223,7 +222,7 @@ class AheadReading:
                 lent.pop(record, None)
 
     def leave(self, connection: str) -> None:
-        """A connection has ended: with it its orders, and what it may copy."""
+        """Drop a connection's plans, and its right to copy."""
         with self._changed:
             self._lent.pop(connection, None)
             self._parts.pop(connection, None)
@@ -232,11 +231,11 @@ class AheadReading:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has announced an order."""
+        """Whether there is no plan."""
         return not self._plans and not any(self._parts.values())
 
     def close(self) -> None:
-        """Give everything up; readers that map the memory drop what they copy."""
+        """Drop everything; readers that have mapped the memory discard their copies."""
         with self._changed:
             self._is_closed = True
             for name in list(self._plans):
@@ -244,17 +243,17 @@ class AheadReading:
             self._lent = {}
             self._changed.notify_all()
             os.close(self.fd)
-            with suppress(BufferError):  # a lane still sends from it; it goes with that
+            with suppress(BufferError):   # a data connection still sends from it, and frees it then
                 self._memory.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _joined(self, own: dict[str, list[Keys]], part: AnnounceAccessPlan, keys: Keys) -> Keys | None:
-        """The whole order, if this is its last part. Raises UsageError: it is no such part, or there are too many."""
+        """Return the whole plan if this is its last part. Raises UsageError for an invalid part, or too many plans."""
         parts = own.get(part.plan, []) if part.first else []
         come = sum(map(len, parts))
         if part.first != come or not come + len(keys) <= part.total <= MAX_PLAN_RECORDS:
-            raise UsageError(f"records {part.first} of an order of {part.total}, of which {come} have come")
+            raise UsageError(f"part {part.first} of an access plan of {part.total} records, of which {come} arrived")
         others = [len(plan.keys) for name, plan in self._plans.items() if name != part.plan]
         others += [
             sum(map(len, of))
@@ -264,7 +263,7 @@ class AheadReading:
         ]
         if len(others) >= MAX_PLANS or sum(others) + come + len(keys) > MAX_PLAN_RECORDS:
             raise UsageError(
-                f"{len(others)} orders of {sum(others)} records in all are announced of this set; at most "
+                f"{len(others)} access plans of {sum(others)} records are announced for this dataset; at most "
                 f"{MAX_PLANS} of {MAX_PLAN_RECORDS} are allowed"
             )
         own[part.plan] = parts
@@ -280,7 +279,7 @@ class AheadReading:
         for _ in range(FETCHERS - self._threads):
             try:
                 start_thread(self._fetch, "dpflow-ahead")
-            except PoolFullError as error:  # those that there are do it, or readers themselves
+            except PoolFullError as error:   # the existing threads do it, or readers themselves
                 SERVICE.warning("reading ahead has %d threads: %s", self._threads, error)
                 break
             self._threads += 1
@@ -292,7 +291,7 @@ class AheadReading:
         self._changed.notify_all()
 
     def _pass_over(self, name: str, plan: AccessPlan, before: int) -> None:
-        """Positions before this one are not read any more."""
+        """Drop all positions before `before`."""
         plan.passed = max(plan.passed, min(before, plan.end))
         self._apply(self._machine.pass_over(name, plan.passed))
         for position in [one for one in plan.served if one < plan.passed]:
@@ -303,7 +302,7 @@ class AheadReading:
         self._apply(self._machine.leave(name))
 
     def _known(self, name: str, records: Sequence[int]) -> AccessPlan | None:
-        """An order, once it has these records, or after a while: nobody waits until his is announced."""
+        """Return a plan once it has these records, or after a short wait."""
         deadline = time.monotonic() + _ON_ITS_WAY_S
         while (plan := self._plans.get(name)) is not None and plan.grows:
             left = deadline - time.monotonic()
@@ -312,7 +311,7 @@ class AheadReading:
         return plan
 
     def _open(self, name: str, plan: AccessPlan, records: Sequence[int]) -> dict[int, int]:
-        """The position of each of these that was not consumed; those that were passed over are now."""
+        """Return the position of each record that was not consumed; drop positions too far behind."""
         found: dict[int, int] = {}
         for record in records:
             where = (one for one in plan.positions(record) if self._machine.is_open(name, one))
@@ -347,12 +346,12 @@ class AheadReading:
         while (loads := self._next()) is not None:
             try:
                 samples = self._reader.read_each([one.key for one in loads])
-            except Exception as error:  # whatever it is, its readers have to go on
+            except Exception as error:   # whatever it is, its readers must continue
                 samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(loads)
             self._arrive(loads, [one if isinstance(one, DPFlowError) else one[0] for one in samples])
 
     def _next(self) -> list[Load] | None:
-        """What is to be read next; None once this is closed."""
+        """Return the next loads; None once this is closed."""
         with self._changed:
             while not self._requests and not self._is_closed:
                 self._changed.wait()
@@ -375,7 +374,7 @@ class AheadReading:
             self._apply(self._machine.arrived(arrivals))
 
     def _stored(self, contents: Sequence[bytes | DPFlowError]) -> list[AheadPlace | DPFlowError]:
-        """Put these into memory together, or where there is no such room, each by itself."""
+        """Store samples together, or each alone if they do not fit together."""
         keys = [object() for _ in contents]
         sized = [(key, len(one)) for key, one in zip(keys, contents) if isinstance(one, bytes)]
         is_together = self._space.store(sized)

@@ -1,4 +1,4 @@
-"""The server's side of stream lanes: one thread answers all of them, straight from the memory of regions."""
+"""Server side of data connections: one thread answers all of them, directly from the memory of segments."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from torch_dpflow.pool.transport.data_frames import (
     take_request,
 )
 
-#: Bytes that a lane sends before it is another's turn.
+#: Bytes that a connection sends per turn.
 TURN_BYTES = 1 << 20
-#: Records of a lane that are asked for and not answered, above which nothing is read from it; or LATER and not READY.
+#: Maximum unanswered records of a connection before nothing more is read from it; also of LATER without READY.
 MAX_REQUESTED = 4 * MAX_RECORDS
-#: What is read from a lane at a time.
+#: Bytes per receive call.
 _READ_BYTES = 64 << 10
-#: Most pieces of memory that one call sends (IOV_MAX).
+#: Maximum buffers per send call (IOV_MAX).
 _MAX_VIEWS = 1024
-#: What readers are told of records that are not in memory.
+#: Status codes of records that are not in memory.
 _ANSWERS = {PENDING: LATER, IN_STORAGE: ABSENT}
-#: How long the thread sleeps where lanes wait for others that have stalled, seconds.
+#: Poll timeout while connections wait for stalled ones, seconds.
 _STALL_POLL_S = 0.1
 
 
 class _Connection:
-    """One connection, as the thread of lanes sees it."""
+    """One data connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.is_tls = isinstance(sock, ssl.SSLSocket)
         self.incoming = bytearray()
         self.requests: deque[RecordRequest] = deque()
-        #: Records of the first request that are answered, and of all that are not.
+        #: Answered records of the first request, and unanswered ones of all requests.
         self.position = self.requested = 0
-        #: What is there now, or never will be: set, record, 0 or `ABSENT`.
+        #: Records that were answered LATER and are settled: dataset, record, 0 or `ABSENT`.
         self.ready: deque[tuple[bytes, int, int]] = deque()
         self.watched: set[tuple[bytes, int]] = set()
         self.outgoing: deque[memoryview] = deque()
-        #: Bytes left of the turn.
+        #: Bytes left in the turn.
         self.turn = 0
         self.events = select.EPOLLIN
         self.is_open = True
@@ -68,7 +68,7 @@ class _Connection:
         return bool(self.outgoing or self.ready or self.requests)
 
     def send(self) -> bool:
-        """Send what the turn allows; whether the connection has taken all of that. Raises OSError."""
+        """Send what the turn allows; return whether the socket accepted all of it. Raises OSError."""
         try:
             while self.outgoing and self.turn > 0:
                 if self.is_tls:
@@ -82,7 +82,7 @@ class _Connection:
         return True
 
     def _send_sealed(self, view: memoryview) -> None:
-        """Send all of this, if the turn allows: each call takes 16 KiB, the most that TLS seals at once."""
+        """Send over TLS if the turn allows: each call takes 16 KiB, the most that TLS encrypts at once."""
         at = 0
         try:
             while at < len(view) and at < self.turn:
@@ -92,7 +92,7 @@ class _Connection:
             self._advance(at)
 
     def _next_views(self) -> list[memoryview]:
-        """What is sent next, of no more bytes than the turn has."""
+        """Return what to send next, within the turn's bytes."""
         views, room = list[memoryview](), self.turn
         for view in self.outgoing:
             views.append(view if len(view) <= room else view[:room])
@@ -110,7 +110,7 @@ class _Connection:
             sent -= len(first)
 
     def receive(self) -> None:
-        """Read what has come. Raises OSError, and MessageError where the connection has ended or it is no request."""
+        """Receive requests. Raises OSError, or MessageError for invalid ones."""
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             while True:
                 content = self.socket.recv(_READ_BYTES)
@@ -120,13 +120,13 @@ class _Connection:
                 while (request := take_request(self.incoming)) is not None:
                     self.requests.append(request)
                     self.requested += len(request.parts)
-                # TLS has read more from the socket than it has handed out, so the socket may never be ready again.
+                # TLS may hold more received bytes, which polling the socket would never report.
                 if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
                     return
 
 
 class DataSender:
-    """Answers the requests of all lanes. `run` is its thread; `adopt` and `close` may be called by any.
+    """Answers the requests of all data connections. `run` is its thread; any thread may call `adopt` and `close`.
 
     holdings: what this server holds.
     """
@@ -146,7 +146,7 @@ class DataSender:
         return len(self._connections)
 
     def adopt(self, sock: socket.socket) -> None:
-        """Answer what comes here from now on, and close it at the end."""
+        """Serve a connection from now on, and close it at the end."""
         with self._lock:
             if self._is_closed:
                 sock.close()
@@ -155,7 +155,7 @@ class DataSender:
             self._wake_up()
 
     def close(self) -> None:
-        """End `run`, and all lanes."""
+        """End `run`, and close all connections."""
         with self._lock:
             self._is_closed = True
             self._wake_up()
@@ -163,10 +163,10 @@ class DataSender:
                 self._release()
 
     def run(self) -> None:
-        """Answer until `close`."""
+        """Answer requests until `close`."""
         with self._lock:
             self._is_running = not self._is_closed
-            self._wake_up()  # lanes may have come before
+            self._wake_up()   # connections may have been adopted before
         while self._is_running and not self._is_closed:
             may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
             self._handle(0 if may_go_on else _STALL_POLL_S if len(self._turns) else None)
@@ -177,7 +177,7 @@ class DataSender:
                 connection.turn = TURN_BYTES
                 self._go_on(connection)
         if self._is_running:
-            self._make_calls()  # what was adopted meanwhile is closed too
+            self._make_calls()   # connections adopted meanwhile are closed too
         for connection in list(self._connections.values()):
             self._drop(connection)
         with self._lock:
@@ -209,10 +209,10 @@ class DataSender:
         connection = _Connection(sock)
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock, connection.events)
-        self._guarded(connection, self._receive)  # what came with the handshake
+        self._guarded(connection, self._receive)   # bytes that arrived with the handshake
 
     def _handle(self, timeout: float | None) -> None:
-        """Let events happen."""
+        """Process events."""
         for fd, events in self._epoll.poll(timeout):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
@@ -224,13 +224,13 @@ class DataSender:
                     self._go_on(connection)
 
     def _guarded(self, connection: _Connection, act: Callable[[_Connection], None]) -> None:
-        """Drop a lane that fails; others go on."""
+        """Run `act`; drop the connection if it fails."""
         try:
             act(connection)
         except OSError:
             self._drop(connection)
         except DPFlowError as error:
-            SERVICE.warning("a lane of the pool is closed: %s", error)
+            SERVICE.warning("a data connection of the pool was closed: %s", error)
             self._drop(connection)
 
     def _receive(self, connection: _Connection) -> None:
@@ -243,7 +243,7 @@ class DataSender:
         self._guarded(connection, self._send)
 
     def _send(self, connection: _Connection) -> None:
-        """Send until the turn ends, or the connection takes no more."""
+        """Send until the turn ends, or the socket accepts no more."""
         is_taken = True
         while is_taken and connection.turn > 0 and (connection.outgoing or self._prepare(connection)):
             is_taken = connection.send()
@@ -254,7 +254,7 @@ class DataSender:
         self._settle(connection, blocked=not is_taken)
 
     def _settle(self, connection: _Connection, *, blocked: bool | None = None) -> None:
-        """Have the kernel tell what is waited for."""
+        """Update the events that epoll reports for a connection."""
         out = connection.events & select.EPOLLOUT if blocked is None else blocked * select.EPOLLOUT
         events = out | (select.EPOLLIN if connection.requested < MAX_REQUESTED else 0)
         if events != connection.events:
@@ -262,7 +262,7 @@ class DataSender:
             self._epoll.modify(connection.socket, events)
 
     def _prepare(self, connection: _Connection) -> bool:
-        """The next answer, of as many records as the turn has room for; whether there is one."""
+        """Queue the next answer, of as many records as fit in the turn; return whether there is one."""
         if connection.ready:
             identity = connection.ready[0][0]
             entries = list[tuple[int, int]]()
@@ -283,12 +283,12 @@ class DataSender:
 
     def _answer(self, connection: _Connection, request: RecordRequest) -> None:
         identity, entries, contents, room = request.identity, list[tuple[int, int]](), deque[memoryview](), 0
-        held = self._holdings.on_lanes(identity)
+        held = self._holdings.on_data_connection(identity)
         watch = partial(self._watch, connection, identity)
         for record, begin, length in request.parts[connection.position :]:
             found = GONE if held is None else held.look(record, watch)
             if isinstance(found, memoryview):
-                if length != WHOLE:  # one beyond its end comes shorter, which the reader refuses
+                if length != WHOLE:   # a part beyond the end is shorter, which the reader rejects
                     found = found[begin : begin + length]
                 entries.append((record, len(found)))
                 if len(found):
@@ -304,11 +304,11 @@ class DataSender:
         connection.outgoing.extend(contents)
 
     def _watch(self, connection: _Connection, identity: bytes, record: int) -> Callable[[bool], None] | None:
-        """What to call when a record is there, or never will be; None: this is known, or there are too many."""
+        """Return a callback for when a record is settled; None if it is watched already."""
         if (identity, record) in connection.watched:
             return None
         if len(connection.watched) >= MAX_REQUESTED:
-            raise MessageError(f"a reader that waits for more than {MAX_REQUESTED} records")
+            raise MessageError(f"a reader waits for more than {MAX_REQUESTED} records")
         connection.watched.add((identity, record))
         return lambda is_here: self._call(partial(self._tell, connection, identity, record, is_here))
 

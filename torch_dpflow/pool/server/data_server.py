@@ -1,4 +1,4 @@
-"""DataServer: a server of the pool, and its door on this host. It has one thread for each control connection."""
+"""DataServer: a server of the pool, with one thread for each control connection."""
 
 from __future__ import annotations
 
@@ -71,27 +71,26 @@ from torch_dpflow.pool.transport.control_connection import (
     StreamChannel,
 )
 
-#: Most memory for reading ahead where none is given.
+#: Maximum default memory for reading ahead.
 MAX_AHEAD_BYTES = 1 << 30
-#: How long a signal that ends the process may wait for the thread that serves, seconds.
+#: How often `serve` looks for a signal, seconds.
 _LOOK_S = 1.0
 
 
 class DataServer:
-    """Holds sets for the processes of this user on this host, and of its cluster on others.
+    """Caches datasets for the processes of this user on this host, and of its cluster on other hosts.
 
     Args:
-        memory_bytes: most bytes of samples.
-        address: the directory of its socket; "auto" as for clients.
-        idle_s: how long a set that no command has loaded stays when nobody reads it, seconds; the head's counts.
-        ahead_bytes: memory beside that, for reading ahead what has no room; None: an eighth of `memory_bytes`, and at
-            most `MAX_AHEAD_BYTES`.
-        listen: where other hosts reach it; None: nowhere.
-        join: where the head of a pool is, whose member it is to be; None: it is the head of a pool of its own.
+        memory_bytes: limit of samples in memory.
+        address: directory of its socket; "auto" as for clients.
+        idle_s: how long a dataset that no command has loaded stays when nobody reads it, seconds; the leader's counts.
+        ahead_bytes: additional memory for reading ahead what does not fit; None for an eighth of `memory_bytes`, up to
+            `MAX_AHEAD_BYTES`.
+        listen: address at which other hosts reach it; None if they do not.
+        join: address of the leader of a pool to join; None to lead a pool of its own.
 
-    Raises:
-        OptionError: a value is not allowed, another server has this address, others may enter the directory, or there
-            are no keys for other hosts.
+    Raises OptionError if a value is not allowed, another server has this address, the directory is open to other
+    users, or there are no keys for other hosts.
     """
 
     def __init__(
@@ -118,15 +117,15 @@ class DataServer:
         leader = None if join is None else find_address(join)
         if leader is not None and leader.directory == self.directory:
             raise OptionError(
-                f"join={str(leader)!r} is this server itself; give the address of the pool's head"
+                f"join={str(leader)!r} is this server itself; give the address of the pool's leader"
             )
         if listen is not None:
             check_type("listen", listen, PoolAddress, "a PoolAddress, as find_address makes it")
         if leader is not None and leader.directory is None:
             _check_reach(listen, leader)
             check_keys(leader)
-        self._tcp_listener = None if listen is None else PoolListener(listen, self._talk_afar, self._holdings)
-        #: Where other hosts reach it.
+        self._tcp_listener = None if listen is None else PoolListener(listen, self._talk_remote, self._holdings)
+        #: Address at which other hosts reach it.
         self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
         self._listener, self._held_lock = _listen(self.directory, incarnation)
@@ -157,24 +156,24 @@ class DataServer:
             except OSError:
                 if self._stop.is_set():
                     break
-                time.sleep(0.1)  # no descriptor is free
+                time.sleep(0.1)   # no descriptor is free
                 continue
             if peer_uid(connection) != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
                 connection.close()
                 continue
             self._connections.add(connection)
             thread = threading.Thread(
-                target=self._talk_here, args=(connection,), name="dpflow-talk", daemon=True
+                target=self._talk_local, args=(connection,), name="dpflow-talk", daemon=True
             )
             try:
                 thread.start()
-            except RuntimeError as error:  # the machine has no thread left; those who are connected go on
-                SERVICE.warning("a client of the pool is refused: %s", error)
+            except RuntimeError as error:   # no thread left; connected clients continue
+                SERVICE.warning("a client of the pool was refused: %s", error)
                 self._connections.discard(connection)
                 connection.close()
 
     def stop(self) -> None:
-        """End `serve`, and give up everything. Any thread may call."""
+        """End `serve`, and drop everything. Any thread may call."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -194,13 +193,13 @@ class DataServer:
 
     # -- one client ------------------------------------------------------------------------------------------
 
-    def _talk_here(self, connection: socket.socket) -> None:
+    def _talk_local(self, connection: socket.socket) -> None:
         try:
             self._talk(PacketChannel(connection))
         finally:
             self._connections.discard(connection)
 
-    def _talk_afar(self, connection: socket.socket) -> None:
+    def _talk_remote(self, connection: socket.socket) -> None:
         self._talk(StreamChannel(connection))
 
     def _talk(self, channel: Channel) -> None:
@@ -224,7 +223,7 @@ class DataServer:
                         os.close(fd)
         except (OSError, MessageError, OptionError, PeerLostError) as error:
             if isinstance(error, MessageError | OptionError):
-                SERVICE.warning("a client of the pool is left: %s", error)
+                SERVICE.warning("a client of the pool was disconnected: %s", error)
         finally:
             self._leave(client)
             channel.close()
@@ -275,15 +274,15 @@ class DataServer:
             case ListServers():
                 return self._pool.servers(), []
             case DatasetPart() | JoinPool() | Heartbeat():
-                return self._answer_member(request, client), []
+                return self._answer_follower(request, client), []
 
-    def _answer_member(self, request: DatasetPart | JoinPool | Heartbeat, client: _PoolClient) -> PoolAnswer:
+    def _answer_follower(self, request: DatasetPart | JoinPool | Heartbeat, client: _PoolClient) -> PoolAnswer:
         if not isinstance(self._pool, PoolLeader):
-            raise UsageError(f"this server is a member itself; join its head, at {self._pool.leader}")
+            raise UsageError(f"this server is a follower itself; join its leader, at {self._pool.leader}")
         match request:
             case DatasetPart():
                 if len(client.reports) >= MAX_DATASETS:
-                    raise UsageError(f"{MAX_DATASETS} parts of sets were reported; more are not allowed")
+                    raise UsageError(f"{MAX_DATASETS} parts of datasets were reported; more are not allowed")
                 client.reports.append(request)
                 return Acknowledged()
             case JoinPool(server):
@@ -292,29 +291,29 @@ class DataServer:
                 return Acknowledged()
             case Heartbeat():
                 if client.follower is None:
-                    raise UsageError("a server has to enlist before it beats")
+                    raise UsageError("a server has to join before it sends a heartbeat")
                 return self._pool.heartbeat(*client.follower, request)
 
 
 @dataclass(eq=False)
 class _PoolClient:
-    """One connection."""
+    """One control connection."""
 
     name: str
-    #: Whether it is on this host, and gets regions.
+    #: Whether it is on this host, and gets segments.
     maps: bool
     reads: bool = False
-    #: What a server has said that it holds, before it enlists.
+    #: What a follower reports to hold, before it joins.
     reports: list[DatasetPart] = field(default_factory=list)
-    #: The member that speaks over it, and its generation.
+    #: Name and generation of the follower on this connection.
     follower: tuple[str, int] | None = None
 
 
 def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
-    """Raises OptionError: what this server holds would be read by nobody on the head's host."""
+    """Raise OptionError if no reader of the leader's host could read what this server holds."""
     if listen is None:
         raise OptionError(
-            f"join={str(leader)!r}: who reaches its head over a network is reached over one too; give it an address, "
+            f"join={str(leader)!r}: a server that joins over a network must listen on it too; give it an address, "
             "--listen or listen="
         )
     if is_loopback(str(listen)) and not is_loopback(str(leader)):
@@ -325,7 +324,7 @@ def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
 
 
 def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socket, int]:
-    """The socket, and the lock that says that the address is taken, and by whom."""
+    """Return the socket, and the lock that shows that the address is taken, and by whom."""
     path = find_directory(directory)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -340,7 +339,7 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
     except OSError:
         os.close(lock)
         raise OptionError(
-            f"a server of the pool runs at {path} already; give another address, or end it"
+            f"a server of the pool runs at {path} already; give another address, or stop it"
         ) from None
     os.ftruncate(lock, 0)
     os.write(lock, incarnation.encode())
@@ -348,18 +347,18 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
         os.unlink(socket_path(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(socket_path(path))
-    listener.listen(MAX_CONNECTIONS)  # a reader whose turn does not come is refused, and goes to storage
-    # A signal that the kernel gives to another thread, as it may after SIGCONT, does not end `accept`.
+    listener.listen(MAX_CONNECTIONS)   # further readers are refused, and read from storage
+    # A signal delivered to another thread, as may happen after SIGCONT, does not interrupt `accept`.
     listener.settimeout(_LOOK_S)
     return listener, lock
 
 
-#: The time between two looks at the server, and between attempts to have its address, seconds.
+#: How often the server is checked, and pause between attempts to get its address, seconds.
 _POLL_S, _RETRY_S = 0.5, 2.0
 
 
 def run_service(service: ServiceSpec) -> None:
-    """Serve until the process ends: the role of a node's process. Its arguments are the bytes of memory, msgpack."""
+    """Serve until the process ends, as a process of a node. Its arguments are the bytes of memory, msgpack."""
     memory_bytes = msgspec.msgpack.decode(service.arguments, type=int)
     heartbeats = HeartbeatSender(service, str(find_directory()))
     serving = threading.Thread(
@@ -369,11 +368,11 @@ def run_service(service: ServiceSpec) -> None:
     while serving.is_alive():
         heartbeats.on_iteration()
         time.sleep(_POLL_S)
-    os._exit(1)  # another takes its place
+    os._exit(1)   # the node starts another one
 
 
 def _opened(memory_bytes: int, heartbeats: HeartbeatSender) -> DataServer:
-    """The server, once its address is free: another one may have it."""
+    """Return the server once its address is free."""
     told = False
     while True:
         try:

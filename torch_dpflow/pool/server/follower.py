@@ -1,4 +1,4 @@
-"""A server that has joined a pool: it does what the head orders, and passes on to it what clients ask."""
+"""Follower: a server that has joined a pool. It applies the leader's instructions and forwards clients' requests."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from torch_dpflow.pool.server_messages import (
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection, PoolRequest
 
-#: How long the head may take to answer what is passed on, below what readers and commands wait for this server (5 s and
-#: 60 s), and a beat: seconds.
+#: Timeouts of the leader's answers to forwarded requests, below those of readers and commands for this server (5 s and
+#: 60 s), and to a heartbeat: seconds.
 _READING_S, _COMMAND_S, _SILENCE_S = 1.5, 30.0, 5.0
-#: How long a beat waits for orders: while something is read, so that progress is told, and else. Seconds.
+#: How long a heartbeat waits for instructions: while datasets are loaded, to report progress, and else. Seconds.
 _BUSY_S, _CALM_S = 0.1, 1.0
-#: Between attempts to reach the head, seconds.
+#: Pause between attempts to reach the leader, seconds.
 _RETRY_S = 0.5
-#: Most states in one beat.
+#: Maximum states in one heartbeat.
 _MAX_STATES = 200
 
 
 class _LeaderConnection:
-    """A connection to the head, made when it is needed. Thread-safe: one request at a time.
+    """Connection to the leader, opened when needed. Thread-safe: one request at a time.
 
     silence_s: how long an answer may take, seconds.
     """
@@ -59,13 +59,13 @@ class _LeaderConnection:
         self._retry_at = 0.0
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        """The head's answer, which is of this kind.
+        """Return the leader's answer of this type.
 
-        Raises PeerLostError: it does not answer, or has not lately; and what it refuses.
+        Raises PeerLostError if it does not answer, or recently did not; and what it refuses.
         """
         with self._lock:
             if time.monotonic() < self._retry_at:
-                raise PeerLostError(f"the head of the pool at {self._leader} does not answer; start it anew")
+                raise PeerLostError(f"the leader of the pool at {self._leader} does not answer; start it again")
             try:
                 if self._connection is None:
                     self._connection = PoolConnection(self._leader, silence_s=self._silence_s)
@@ -76,23 +76,23 @@ class _LeaderConnection:
                 raise
 
     def send_nowait(self, reads: CountReads) -> None:
-        """Tell the head, if it is connected."""
+        """Send to the leader, if it is connected."""
         with self._lock:
             if self._connection is not None:
                 self._connection.send_nowait(reads)
 
     def close(self) -> None:
-        """End the connection, also while somebody waits for an answer."""
+        """Close the connection, also while an answer is outstanding."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
 
 class PoolFollower:
-    """What clients ask of a server that is not the head, and its life as a member. Thread-safe.
+    """Answers clients of a server that is not the leader, and keeps it in the pool. Thread-safe.
 
     server: this one.
-    head: where the head is.
+    leader: address of the leader.
     """
 
     def __init__(self, server: ServerInfo, leader: PoolAddress, holdings: Holdings) -> None:
@@ -100,18 +100,18 @@ class PoolFollower:
         self.leader = leader
         self._holdings = holdings
         self._stop = threading.Event()
-        #: What readers ask, and what commands do, which may wait longer: nobody waits behind one of these but another.
+        #: Separate connections for readers and for commands, which may wait longer.
         self._reading, self._commands = (
             _LeaderConnection(leader, _READING_S),
             _LeaderConnection(leader, _COMMAND_S),
         )
-        #: The head's last word on who holds what, for readers that begin while there is no head.
+        #: The leader's last tables, for readers that start while there is no leader.
         self._tables: dict[tuple[bytes, int], StripeTablePart] = {}
 
-    # -- what clients ask for --------------------------------------------------------------------------------
+    # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """As the head does; without it, what is held here can be read."""
+        """Forward to the leader; without it, what is held here can be read."""
         try:
             return (self._commands if request.is_explicit else self._reading).get(request, CachedDataset)
         except PeerLostError:
@@ -120,7 +120,7 @@ class PoolFollower:
             return held
 
     def table(self, identity: bytes, first: int) -> StripeTablePart:
-        """As the head does; without it, as it has said last, or what is held here."""
+        """Forward to the leader; without it, return its last table, or what is held here."""
         try:
             answer = self._reading.get(GetStripeTable(identity, first), StripeTablePart)
         except PeerLostError:
@@ -135,28 +135,28 @@ class PoolFollower:
         return answer
 
     def unload(self, identity: bytes) -> CachedDatasetList:
-        """As the head does. Raises PeerLostError: it does not answer."""
+        """Forward to the leader. Raises PeerLostError if it does not answer."""
         return self._commands.get(UnloadDataset(identity), CachedDatasetList)
 
     def contents(self, first: int) -> CachedDatasetList:
-        """As the head does. Raises PeerLostError: it does not answer."""
+        """Forward to the leader. Raises PeerLostError if it does not answer."""
         return self._commands.get(ListDatasets(first), CachedDatasetList)
 
     def servers(self) -> ServerList:
-        """As the head does. Raises PeerLostError: it does not answer."""
+        """Forward to the leader. Raises PeerLostError if it does not answer."""
         return self._commands.get(ListServers(), ServerList)
 
     def count(self, reads: CountReads) -> None:
-        """Tell the head how much was read, if it is there."""
+        """Forward counts of reads to the leader, if it is connected."""
         self._reading.send_nowait(reads)
 
     def count_readers(self) -> None:
-        """Somebody has begun to read a set here, or reads sets no longer; the next beat tells."""
+        """Do nothing: the next heartbeat reports readers."""
 
-    # -- its life --------------------------------------------------------------------------------------------
+    # -- membership ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Be a member, until `close`. For a thread."""
+        """Stay in the pool, until `close`. For a thread."""
         is_lost = False
         while not self._stop.is_set():
             try:
@@ -167,7 +167,7 @@ class PoolFollower:
                     self._serve(connection)
             except DPFlowError as error:
                 if not is_lost:
-                    SERVICE.warning("the head of the pool at %s is lost: %s", self.leader, error)
+                    SERVICE.warning("the leader of the pool at %s is lost: %s", self.leader, error)
                 is_lost = True
                 self._stop.wait(_RETRY_S)
 
@@ -202,7 +202,7 @@ class PoolFollower:
             applied = answer.last
 
     def _own(self, request: PreloadDataset) -> CachedDataset | None:
-        """A set that is held here, as this server knows it."""
+        """Return a dataset that is held here, as this server knows it."""
         try:
             held = self._holdings.get(request.identity)
         except UsageError:

@@ -1,4 +1,4 @@
-"""One set in a server: what of it is in memory, and the threads that read it from storage, each sample once."""
+"""One dataset in a server: what of it is in memory, and the threads that read it from storage, each sample once."""
 
 from __future__ import annotations
 
@@ -30,105 +30,105 @@ from torch_dpflow.pool.transport.segments import Segment, check_pushed, create_s
 
 
 class RecordQueue:
-    """Those of a set that are to be read before others, each once, in the order in which they were asked for."""
+    """Records to read before others, each once, in the order of requests."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()
-        #: Who is told when a record is there, or could not be read.
+        #: Callbacks for when a record is in memory, or has failed.
         self._watchers: dict[int, list[Callable[[bool], None]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def add(self, record: int) -> None:
-        """Have a record read, if it is not to be read already."""
+        """Queue a record, unless it is queued already."""
         self._queue.setdefault(record)
 
     def take(self, most: int) -> list[int]:
-        """The next ones, at most so many, which are wanted no longer."""
+        """Remove and return the next records, at most `most`."""
         return [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
 
     def watch(self, record: int, told: Callable[[bool], None]) -> None:
-        """Have somebody told, once, whether a record is there."""
+        """Call `told` once, when the record is in memory or has failed."""
         self._watchers.setdefault(record, []).append(told)
 
     def notify(self, record: int, *, is_here: bool) -> None:
-        """Tell those who watch a record."""
+        """Call the callbacks of a record."""
         for told in self._watchers.pop(record, ()):
             told(is_here)
 
     def give_up(self) -> None:
-        """Tell all that their records do not come."""
+        """Report all watched records as failed."""
         for record in [*self._watchers]:
             self.notify(record, is_here=False)
 
 
-#: Samples that are read at the same time, by the thread that reads everything.
+#: Samples per read of the thread that reads everything.
 _AT_ONCE = 64
-#: Least bytes to read ahead into: some samples.
+#: Minimum memory for reading ahead, bytes: some samples.
 _MIN_AHEAD_BYTES = 64 << 10
-#: Before what is read again whose storage did not answer, at first and later, at most: seconds.
+#: Pauses before reading again from storage that did not answer, seconds.
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 _NUMBERS = count(1)
 
 
 class HeldDataset:
-    """The regions of a set, and their threads. Thread-safe.
+    """Segments of a dataset, and the threads that fill them. Thread-safe.
 
-    A record that somebody waits for is read before all others; one that cannot be read is left to its readers, and read
-    again later where its storage did not answer.
+    A record that a reader waits for is read before all others. A record that cannot be read is left to its readers, and
+    read again later if its storage did not answer.
 
     Args:
-        opened: of this source; its reader is closed with this.
-        cut: of those that have a place in memory; see `residents`.
+        opened: the opened source; its reader is closed with this.
+        cut: of the records that have a place in memory; see `placement`.
     """
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
-        #: Differs from that of every other set that this process has held, also of the same name.
+        #: Unique among all datasets that this process has held, also of the same identity.
         self.number = next(_NUMBERS)
-        #: Where its dataset lies.
+        #: URL of the dataset.
         self.url, records, known, self._reader, self.parts = opened
         self.source, self.records = source, records
         self.cut, self.is_part = cut, cut != ALL
         stays = resident(records.identity, records.records, cut)
-        #: Where those that have a place lie; the others take none.
+        #: Layout in which records without a place take no bytes.
         self._places = resident_layout(records, cut)
         self._has_place, self._may_read_ahead, self._stays = known & stays, known & ~stays, stays
         self.segments: list[Segment] = []
-        #: The first error of a sample, or of its memory.
+        #: First error of a sample, or of reserving memory.
         self.error = ""
         self._changed = threading.Condition()
-        #: The state of each record.
+        #: State of each record.
         self._states = bytearray([ELSEWHERE]) * records.records
         self._segment_of: dict[int, Segment] = {}
-        #: Records that a thread reads or has read.
+        #: Whether a thread reads, or has read, each record.
         self._taken = bytearray(records.records)
-        #: Those that have memory, or are about to.
+        #: Stripes that have memory, or are about to.
         self._stripes: set[int] = set()
         self._wanted = RecordQueue()
-        #: Records of each stripe that are not in memory.
+        #: Number of records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
-        #: Fills whose memory is not there yet.
+        #: Number of fills whose memory is not reserved yet.
         self._making = 0
         self._loaded = self._failed = 0
         self._is_closed = False
-        #: Older versions whose first stripes are this one's too, and how many.
+        #: Older versions whose first stripes are shared, and how many.
         self.shares: dict[bytes, int] = {}
         self._demand: threading.Thread | None = None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Records that are in memory, and that could not be read."""
+        """Number of records in memory, and of failed ones."""
         return self._loaded, self._failed
 
     def placed_in(self, stripes: Iterable[int]) -> int:
-        """Records of these stripes that are to be in memory."""
+        """Return how many records of these stripes have a place in memory."""
         return sum(
             int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes)
         )
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
-        """Begin to read ahead what has no place. Raises PoolFullError: there is not so much memory, or none."""
+        """Begin to read ahead records without a place. Raises PoolFullError if there is not so much memory."""
         if memory_bytes < _MIN_AHEAD_BYTES or self._reader is None:
             raise PoolFullError(
                 f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
@@ -137,25 +137,25 @@ class HeldDataset:
 
     @property
     def is_placed(self) -> bool:
-        """Whether all memory that it is to have is there."""
+        """Whether all memory for it is reserved."""
         return not self._making
 
     @property
     def stripes(self) -> list[int]:
-        """The stripes that have memory here, or are about to."""
+        """Stripes that have memory here, or are about to."""
         with self._changed:
             return sorted(self._stripes)
 
     @property
     def leading(self) -> int:
-        """How many stripes are in memory as a whole before the first that is not."""
+        """Number of completely loaded stripes before the first that is not."""
         with self._changed:
             return next(one for one in count() if one not in self._segment_of or self._left[one])
 
     def share(self, older: HeldDataset, stripes: int) -> None:
-        """Have the first stripes of an older version, whose memory lives as long as one of the two.
+        """Share the first stripes of an older version, whose memory lives as long as either.
 
-        Raises UsageError: not all of them are in memory.
+        Raises UsageError if they are not all in memory.
         """
         with older._changed, self._changed:
             if any(one not in older._segment_of or older._left[one] for one in range(stripes)):
@@ -173,9 +173,9 @@ class HeldDataset:
             self.shares = its | {older.records.identity: stripes}
 
     def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
-        """Copy a stripe from sealed memory; one that is there already stays as it is.
+        """Copy a stripe from sealed memory; one that is loaded already stays as it is.
 
-        Raises UsageError: it has no place, or the memory is not that of its rows.
+        Raises UsageError if it has no place, or the memory has another size.
         """
         if self._reader is not None or stripe not in self._segment_of or len(fds) != 1:
             raise UsageError(f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place here")
@@ -199,9 +199,9 @@ class HeldDataset:
             return RecordStates(bytes(self._states[own.start : own.stop]), ready, self.number)
 
     def fill(self, stripes: Sequence[int]) -> None:
-        """Make room for those of these stripes that have none, and read them, in a thread."""
+        """Reserve memory for the stripes that have none, and read them in a thread."""
         with self._changed:
-            # A second region would replace one that records were written to, and be taken for filled.
+            # A second segment would replace the one that was filled, and be taken for filled.
             stripes = [one for one in stripes if one not in self._stripes]
             if not stripes:
                 return
@@ -213,7 +213,7 @@ class HeldDataset:
             self._leave(stripes, error)
 
     def want(self, records: Iterable[int], wait_s: float) -> RecordStates:
-        """The states of these, once none is on its way, or after so many seconds; those are read first."""
+        """Return the states of records once none is on its way, or after `wait_s`; these are read first."""
         asked = list(records)
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -228,10 +228,11 @@ class HeldDataset:
             return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
     def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
-        """The memory of a record, or its state; one that is on its way is then read first.
+        """Return a record's memory, or its state; one that is on its way is then read first.
 
-        watch: says of such a one whom to tell whether it is there; None: nobody.
-        Raises UsageError: there is no such record.
+        watch: returns a callback for when a pending record is settled, or None.
+
+        Raises UsageError if there is no such record.
         """
         if not 0 <= record < self.records.records:
             raise UsageError(f"record {record} of a set of {self.records.records}; give one that exists")
@@ -251,7 +252,7 @@ class HeldDataset:
         return found if isinstance(found, memoryview) else IN_STORAGE
 
     def close(self, why: int | None = None) -> None:
-        """Give it up, and tell readers why. Without a reason they go on with what they have mapped."""
+        """Drop the dataset, and report the reason to readers. Without one they keep what they have mapped."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -266,7 +267,7 @@ class HeldDataset:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _want(self, record: int) -> None:
-        """Have it read before others, if nobody reads it or has asked for it."""
+        """Have a record read before others, unless it is taken."""
         if self._reader is not None and self._states[record] == PENDING and not self._taken[record]:
             self._wanted.add(record)
 
@@ -278,7 +279,7 @@ class HeldDataset:
             self._leave(stripes, error)
             return
         with self._changed:
-            if self._is_closed:  # meanwhile, so nobody else would free it
+            if self._is_closed:  # closed meanwhile: nothing else would free the segment
                 self._making -= 1
                 segment.close()
                 return
@@ -290,7 +291,7 @@ class HeldDataset:
                     self._left[one // self.records.per_stripe] += 1
                 else:
                     self._states[one] = IN_STORAGE
-                    self._failed += bool(self._stays[one])  # its length is not known
+                    self._failed += bool(self._stays[one])  # its length is unknown
             self._making -= 1
             if self._demand is None and self._reader is not None:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
@@ -300,7 +301,7 @@ class HeldDataset:
             self._read_again(own)
 
     def _leave(self, stripes: Sequence[int], error: Exception) -> None:
-        """They get no memory."""
+        """Record that stripes get no memory."""
         self._note(error)
         with self._changed:
             self._making -= 1
@@ -316,7 +317,7 @@ class HeldDataset:
             self._read(records[start : start + _AT_ONCE])
 
     def _read_again(self, records: Sequence[int]) -> None:
-        """Read those again whose storage was gone, until all are there; nobody waits for them meanwhile."""
+        """Read records again whose storage did not answer, until all are in memory."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while records := [one for one in records if self._states[one] in (PENDING, ELSEWHERE)]:
             before = self._loaded
@@ -336,7 +337,7 @@ class HeldDataset:
             self._read(wanted)
 
     def _read(self, records: Iterable[int]) -> None:
-        """Read those of these that nobody reads or has read."""
+        """Read those of these records that no thread reads or has read."""
         with self._changed:
             own = [
                 one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]
@@ -349,18 +350,18 @@ class HeldDataset:
         assert self._reader is not None
         try:
             samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
-        except Exception as error:  # whatever it is, its readers have to go on
+        except Exception as error:  # whatever it is, its readers must continue
             samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
         states: list[tuple[int, int]] = []
         for one, sample in zip(own, samples):
             problem = sample if isinstance(sample, DPFlowError) else self._put(one, sample[0])
             if problem is not None:
                 self._note(problem)
-            # A reader asks again for what is elsewhere, and takes the rest as final.
-            state_if_unread = (
+            # Readers request ELSEWHERE again, and take other states as final.
+            missing = (
                 ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
             )
-            states.append((one, HERE if problem is None else state_if_unread))
+            states.append((one, HERE if problem is None else missing))
         with self._changed:
             for one, state in states:
                 self._failed += (state != HERE) - (self._states[one] != PENDING)
@@ -372,7 +373,7 @@ class HeldDataset:
             self._changed.notify_all()
 
     def _put(self, record: int, content: bytes) -> DPFlowError | None:
-        """Put it into its place; what is wrong with it instead."""
+        """Write a record to its place; return what is wrong with it, if anything."""
         stripe, number = divmod(record, self.records.per_stripe)
         segment = self._segment_of[stripe]
         length = segment.place(stripe, number)[1]

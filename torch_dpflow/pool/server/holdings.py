@@ -1,4 +1,4 @@
-"""What one server holds: its sets, whoever has decided that it holds them."""
+"""Datasets that one server holds, as its leader has decided."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from torch_dpflow.pool.sources import open_source
 
 
 class AheadMemory:
-    """Reads sets ahead while orders of them are announced. Thread-safe.
+    """Memory for reading ahead, shared by the datasets whose access plans are announced. Thread-safe.
 
-    memory_bytes: for all of them. Each gets half of what is left when its first order is announced.
+    memory_bytes: for all of them. Each gets half of the rest when its first plan is announced.
     """
 
     def __init__(self, memory_bytes: int) -> None:
         self._left = memory_bytes
-        self._numbers = itertools.count(secrets.randbits(62))  # no name of a set
+        self._numbers = itertools.count(secrets.randbits(62))  # never equal to the identity of a dataset
         self._lock = threading.RLock()
         self._readings: dict[bytes, AheadReading] = {}
 
     def announce(self, held: HeldDataset, connection: str, part: AnnounceAccessPlan) -> None:
-        """Take a part of an order. Raises PoolFullError: there is no memory for it; UsageError: it is no such part."""
+        """Take a part of a plan. Raises PoolFullError if there is no memory for it, UsageError for an invalid part."""
         with self._lock:
             reading = self._readings.get(part.identity)
             if reading is None:
@@ -54,27 +54,27 @@ class AheadMemory:
             reading.announce(connection, part)
 
     def open(self, identity: bytes) -> tuple[AheadOpened, list[int]]:
-        """The memory that a set is read ahead into, whose descriptor the caller closes. Raises as `of`."""
+        """Return the memory of a dataset and its descriptor, which the caller closes. Raises as `of`."""
         with self._lock:
             reading = self.of(identity)
             return AheadOpened(reading.number), [os.dup(reading.fd)]
 
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
-        """What reads a set ahead, for somebody who asks for these. Raises UsageError: nothing does; too many."""
+        """Return what reads a dataset ahead. Raises UsageError if nothing does, or too many records are requested."""
         if len(records) > MAX_RECORDS:
             raise UsageError(f"{len(records)} records: at most {MAX_RECORDS} are allowed")
         with self._lock:
             try:
                 return self._readings[identity]
             except KeyError:
-                raise UsageError(f"no order of set {identity.hex()} is announced; announce one") from None
+                raise UsageError(f"no access plan of dataset {identity.hex()} is announced; announce one") from None
 
     def named(self, name: bytes) -> AheadReading | None:
-        """What is read into the memory with this name, as of `memory_name`; None: it is gone. Waits for nobody."""
+        """Return what reads into the memory of this name; None if it is gone. Never blocks."""
         return next((one for one in [*self._readings.values()] if memory_name(one.number) == name), None)
 
     def leave(self, connection: str) -> None:
-        """A connection has ended; the memory of sets whose last order goes with it is free."""
+        """Drop a connection's plans; free the memory of datasets without plans."""
         with self._lock:
             for identity, reading in list(self._readings.items()):
                 reading.leave(connection)
@@ -82,12 +82,12 @@ class AheadMemory:
                     self._drop(identity)
 
     def drop(self, identity: bytes) -> None:
-        """A set is given up."""
+        """Drop a dataset."""
         with self._lock:
             self._drop(identity)
 
     def close(self) -> None:
-        """Give everything up."""
+        """Drop everything."""
         with self._lock:
             for identity in list(self._readings):
                 self._drop(identity)
@@ -99,11 +99,11 @@ class AheadMemory:
             self._left += reading.memory_bytes
 
 
-#: How long an answer to `GetRecordStates` waits for what is on its way at most, seconds.
+#: How long an answer waits for records on their way at most, seconds.
 ANSWER_S = 1.0
-#: Most sets of a pool.
+#: Maximum datasets of a pool.
 MAX_DATASETS = 4096
-#: Most characters of an error in a list.
+#: Maximum characters of an error in a list.
 _MAX_ERROR_CHARS = 2000
 
 
@@ -112,37 +112,37 @@ class _Holding:
     is_explicit: bool
     #: None while its metadata is read.
     held: HeldDataset | None = None
-    #: Stripes that are to be read once its metadata is there.
+    #: Stripes to read once its metadata was read.
     waiting: list[list[int]] = field(default_factory=list)
-    #: Why its metadata could not be read, and whether that may pass.
+    #: Why its metadata could not be read, and whether it is worth retrying.
     error: str = ""
     is_gone: bool = False
 
 
 class Holdings:
-    """The sets that a server holds, by identity, and who reads them there. Thread-safe.
+    """Datasets that a server holds, by identity, and their readers. Thread-safe.
 
-    ahead_bytes: memory for reading ahead what has no place.
+    ahead_bytes: memory for reading ahead records without a place.
     """
 
     def __init__(self, ahead_bytes: int) -> None:
         self.ahead = AheadMemory(ahead_bytes)
         self._lock = threading.Lock()
-        #: Sets were given up.
+        #: Notified when datasets are dropped.
         self._changed = threading.Condition(self._lock)
         self._sets: dict[bytes, _Holding] = {}
         self._readers: dict[bytes, set[str]] = {}
         self._is_closed = False
 
-    # -- what it is told to hold -----------------------------------------------------------------------------
+    # -- for the leader or follower --------------------------------------------------------------------------
 
     def add(self, identity: bytes, held: HeldDataset, is_explicit: bool) -> None:
-        """Know a set, of which nothing is held yet."""
+        """Add a dataset of which nothing is held yet."""
         with self._lock:
             self._sets[identity] = _Holding(is_explicit, held)
 
     def apply(self, instruction: DatasetPart | DropDataset) -> None:
-        """Hold more, or less. Raises PoolFullError: no thread can start."""
+        """Hold more or less. Raises PoolFullError if no thread can start."""
         if isinstance(instruction, DropDataset):
             self.drop(instruction.identity, instruction.why)
             return
@@ -161,7 +161,7 @@ class Holdings:
                 holding.held.fill(instruction.stripes)
 
     def drop(self, identity: bytes, why: int) -> None:
-        """Give a set up, and tell its readers why."""
+        """Drop a dataset, and report the reason to its readers."""
         with self._lock:
             holding = self._sets.pop(identity, None)
             self._changed.notify_all()
@@ -170,7 +170,7 @@ class Holdings:
             holding.held.close(why)
 
     def close(self) -> None:
-        """Give everything up; readers go on with what they have mapped."""
+        """Drop everything; readers keep what they have mapped."""
         self.ahead.close()
         with self._lock:
             self._is_closed = True
@@ -180,32 +180,35 @@ class Holdings:
             if holding.held is not None:
                 holding.held.close()
 
-    # -- what it is asked for --------------------------------------------------------------------------------
+    # -- for readers -----------------------------------------------------------------------------------------
 
     def get(self, identity: bytes) -> HeldDataset:
-        """A set. Raises UsageError: it is not here."""
+        """Return a dataset. Raises UsageError if it is not here."""
         if (held := self._held(identity)) is None:
-            raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
+            raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")
         return held
 
-    def on_lanes(self, name: bytes) -> HeldDataset | AheadReading | None:
-        """What lanes call so: a set, or what is read ahead of one. None: it was given up."""
+    def on_data_connection(self, name: bytes) -> HeldDataset | AheadReading | None:
+        """Return what data connections call so: a dataset, or what is read ahead of one. None if it was dropped."""
         return self._held(name) if name in self._sets else self.ahead.named(name)
 
     def all(self) -> list[HeldDataset]:
-        """Every set whose metadata is here."""
+        """Return every dataset whose metadata was read."""
         with self._lock:
             return [one.held for one in self._sets.values() if one.held is not None]
 
     def read(self, identity: bytes, reader: str) -> None:
-        """A reader has begun to read a set. Raises UsageError: too many are read."""
+        """Record that a reader has begun to read a dataset. Raises UsageError if too many are read."""
         with self._lock:
             if identity not in self._readers and len(self._readers) >= MAX_DATASETS:
-                raise UsageError(f"{MAX_DATASETS} sets are read here; close one")
+                raise UsageError(f"{MAX_DATASETS} datasets are read here; close one")
             self._readers.setdefault(identity, set()).add(reader)
 
     def open(self, identity: bytes, first: int) -> tuple[DatasetOpened, list[int]]:
-        """Regions of a set from this one on; the caller closes the descriptors. Raises OSError: none is free."""
+        """Return a dataset's segments from `first` on; the caller closes the descriptors.
+
+        Raises OSError if no descriptor is free.
+        """
         if (held := self._held(identity)) is None:
             return DatasetOpened(0, 0), []
         fds: list[int] = []
@@ -218,7 +221,7 @@ class Holdings:
         return DatasetOpened(len(fds), len(held.segments), held.shares, held.number), fds
 
     def want(self, identity: bytes, records: Sequence[int], wait_s: float) -> RecordStates:
-        """The states of these records, which are read first. Raises UsageError: one does not exist."""
+        """Return the states of records, which are read first. Raises UsageError if one does not exist."""
         if (held := self._held(identity)) is None:
             return RecordStates(bytes([ELSEWHERE]) * len(records), [])
         if len(records) > MAX_RECORDS or not all(0 <= one < held.records.records for one in records):
@@ -226,7 +229,7 @@ class Holdings:
         return held.want(records, min(wait_s, ANSWER_S))
 
     def leave(self, reader: str) -> None:
-        """A reader has ended."""
+        """Record that a reader has ended."""
         self.ahead.leave(reader)
         with self._lock:
             for identity, readers in list(self._readers.items()):
@@ -235,13 +238,13 @@ class Holdings:
                     del self._readers[identity]
 
     def readers(self, identity: bytes) -> int:
-        """How many processes read a set here."""
+        """Return how many processes read a dataset here."""
         return len(self._readers.get(identity, ()))
 
-    # -- what its head is told -------------------------------------------------------------------------------
+    # -- reports to the leader -------------------------------------------------------------------------------
 
     def reports(self) -> list[DatasetPart]:
-        """What is in memory."""
+        """Return what is in memory."""
         with self._lock:
             held = [(one.is_explicit, one.held) for one in self._sets.values() if one.held is not None]
         return [
@@ -256,12 +259,12 @@ class Holdings:
         ]
 
     def states(self) -> list[DatasetState]:
-        """How far each set is that is held or read here."""
+        """Return the progress of each dataset that is held or read here."""
         with self._lock:
             return [self.state(identity) for identity in self._sets.keys() | self._readers.keys()]
 
     def state(self, identity: bytes) -> DatasetState:
-        """How far a set is here."""
+        """Return the progress of a dataset here."""
         holding = self._sets.get(identity)
         held = None if holding is None else holding.held
         loaded, failed = (0, 0) if held is None else held.counts
@@ -284,7 +287,7 @@ class Holdings:
         return None if holding is None else holding.held
 
     def _open(self, instruction: DatasetPart, holding: _Holding) -> None:
-        """Read its metadata, again and again where its storage does not answer; then hold it."""
+        """Read a dataset's metadata, repeatedly if its storage does not answer; then hold it."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while (held := self._opened(instruction, holding)) is None and holding.is_gone:
             with self._changed:
@@ -301,7 +304,7 @@ class Holdings:
                     if stripes:
                         held.fill(stripes)
                 return
-        held.close()  # it was given up meanwhile
+        held.close()  # dropped meanwhile
 
     def _opened(self, instruction: DatasetPart, holding: _Holding) -> HeldDataset | None:
         try:

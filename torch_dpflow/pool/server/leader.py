@@ -1,7 +1,7 @@
-"""The head of a pool: decides what each of its servers holds, and says what there is.
+"""Leader of a pool: decides what each server holds.
 
-It keeps nothing that its members do not know too. Where it dies reads go on; one that begins anew at its address hears
-from them what they hold, and gives none of that to others before they had time to come back.
+It knows nothing that its followers do not know too. If it dies, reads continue. A new leader at its address learns from
+them what they hold, and gives none of that to others before they had time to return.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from torch_dpflow.pool.server_messages import (
 from torch_dpflow.pool.sources import open_source
 from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
 
-#: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
+#: A server is lost after this much silence, seconds; how long a heartbeat's answer waits for instructions at most.
 LEASE_S = 5.0
 _BEAT_S, _TICK_S = 1.0, 0.5
 
@@ -63,7 +63,7 @@ class PoolLeader:
 
     Args:
         server: this one.
-        idle_s: how long a set that no command has loaded stays when nobody reads it, seconds.
+        idle_s: how long a dataset that no command has loaded stays when nobody reads it, seconds.
         holdings: what this server holds.
     """
 
@@ -76,15 +76,15 @@ class PoolLeader:
         self._followers = Followers(server.directory)
         self._generations = itertools.count(1)
         self._is_closed = False
-        self._clock = SuspendAwareClock()  # so a head that was frozen loses no member
-        #: Until when members of an earlier head may come back.
+        self._clock = SuspendAwareClock()   # a leader that was suspended loses no follower
+        #: Until when followers of an earlier leader may return.
         self._returns_until = self._clock() + LEASE_S if self._followers.had_some else 0.0
         self._allocator.renew(server.name, 0, server.memory, self._clock())
 
-    # -- what clients ask for --------------------------------------------------------------------------------
+    # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """Hold a set, and tell how far that is. Raises PoolFullError, and what kept it from being held."""
+        """Cache a dataset, and return its progress. Raises PoolFullError, and what kept it from being cached."""
         with self._changed:
             known = self._sets.get(request.identity)
             if known is None:
@@ -114,7 +114,7 @@ class PoolLeader:
             return self._info(known)
 
     def table(self, identity: bytes, first: int) -> StripeTablePart:
-        """Who holds the stripes of a set from this one on. Raises UsageError: it is not here, or not yet."""
+        """Return who holds the stripes of a dataset from `first` on. Raises UsageError if it is not placed."""
         with self._changed:
             table, held = self._allocator.table(identity), self._holdings.get(identity)
             infos = self._infos()
@@ -129,14 +129,14 @@ class PoolLeader:
             )
 
     def count_readers(self) -> None:
-        """Somebody has begun to read a set here, or reads sets no longer."""
+        """Record that a local client started or stopped reading a dataset."""
         with self._changed:
             for identity in self._sets:
                 readers = self._holdings.readers(identity)
                 self._allocator.read_by(identity, self._server.name, readers, self._clock())
 
     def count(self, reads: CountReads) -> None:
-        """A reader has read so many more samples."""
+        """Count samples that a reader has read."""
         with self._changed:
             known = self._sets.get(reads.identity)
             if known is not None:
@@ -144,11 +144,11 @@ class PoolLeader:
                 known.misses += reads.misses
 
     def unload(self, identity: bytes) -> CachedDatasetList:
-        """Give a set up. Raises UsageError: it is not there."""
+        """Unload a dataset. Raises UsageError if it is not cached."""
         with self._changed:
             known = self._sets.get(identity)
             if known is None:
-                raise UsageError(f"set {identity.hex()} is not in the pool; `dpflow pool list` has what is")
+                raise UsageError(f"dataset {identity.hex()} is not in the pool; `dpflow pool list` shows what is")
             if known.held is None:
                 del self._sets[identity]
             else:
@@ -157,19 +157,19 @@ class PoolLeader:
             return self._list(0)
 
     def contents(self, first: int) -> CachedDatasetList:
-        """The sets from this number on, as many as one message has room for."""
+        """Return the datasets from `first` on, as many as fit in one message."""
         with self._changed:
             return self._list(first)
 
     def servers(self) -> ServerList:
-        """The servers of the pool."""
+        """Return the servers of the pool."""
         with self._changed:
             return ServerList([*self._infos().values()])
 
-    # -- what members say ------------------------------------------------------------------------------------
+    # -- for followers ---------------------------------------------------------------------------------------
 
     def join(self, server: ServerInfo, reports: Iterable[DatasetPart]) -> int:
-        """A server joins, with what it holds; returns its generation. Raises UsageError: there are too many."""
+        """Add a follower with what it holds; return its generation. Raises UsageError if there are too many."""
         with self._changed:
             generation, held = next(self._generations), dict[bytes, list[int]]()
             self._followers.add(server, generation)
@@ -190,9 +190,9 @@ class PoolLeader:
             return generation
 
     def heartbeat(self, name: str, generation: int, heartbeat: Heartbeat) -> Instructions:
-        """A member lives; what it has to do, once there is something or its patience ends.
+        """Renew a follower's lease; return its instructions, once there are any or after `wait_s`.
 
-        Raises PeerLostError: it was given up meanwhile, and has to enlist anew.
+        Raises PeerLostError if it was removed meanwhile, and has to join again.
         """
         until = time.monotonic() + min(heartbeat.wait_s, _BEAT_S)
         with self._changed:
@@ -207,20 +207,20 @@ class PoolLeader:
             return follower.next_instructions()
 
     def gone(self, name: str, generation: int) -> None:
-        """A member's connection has ended."""
+        """Record that a follower's connection has ended."""
         with self._changed:
             self._apply(self._allocator.leave(name, generation, self._clock()))
             self._forget_lost()
 
     def run(self) -> None:
-        """Watch the time, until `close`. For a thread."""
+        """Advance time, until `close`. For a thread."""
         with self._changed:
             while not self._is_closed:
                 self._tick()
                 self._changed.wait_for(lambda: self._is_closed, _TICK_S)
 
     def close(self) -> None:
-        """Decide nothing any more."""
+        """Step down as leader."""
         with self._changed:
             self._is_closed = True
             self._sets.clear()
@@ -239,7 +239,7 @@ class PoolLeader:
 
     def _begin(self, request: PreloadDataset) -> KnownDataset:
         if len(self._sets) >= MAX_DATASETS:
-            raise PoolFullError(f"the pool has {MAX_DATASETS} sets; unload one")
+            raise PoolFullError(f"the pool has {MAX_DATASETS} datasets; unload one")
         check_pushed_dataset(request, self._sets.values())
         known = KnownDataset(request, request.is_explicit, request.whole)
         start_thread(partial(self._plan, known), "dpflow-plan")
@@ -252,8 +252,8 @@ class PoolLeader:
         try:
             opened = open_source(request.source, identity)
             with self._changed:
-                self._await_members(known)
-                if self._sets.get(identity) is not known:  # it was given up meanwhile
+                self._await_followers(known)
+                if self._sets.get(identity) is not known:   # dropped meanwhile
                     if opened.reader is not None:
                         opened.reader.close()
                     return
@@ -270,8 +270,8 @@ class PoolLeader:
                 known.held = held
                 self._holdings.add(identity, held, known.is_explicit)
                 self._apply(instructions)
-        except Exception as error:  # whoever asked has to be told, whatever it is
-            SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))  # not its frames
+        except Exception as error:   # whatever it is, the client must get it
+            SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))   # without its frames
             with self._changed:
                 known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)
                 for name in filter(self._followers.__contains__, known.returned):
@@ -279,8 +279,8 @@ class PoolLeader:
             if held is not None and known.held is None:
                 held.close()
 
-    def _await_members(self, known: KnownDataset) -> None:
-        """Members of an earlier head come first: what they hold says which part of a set is held."""
+    def _await_followers(self, known: KnownDataset) -> None:
+        """Wait for followers of an earlier leader: what they hold decides which part of a dataset is held."""
         identity = known.request.identity
         while known.pushed is None and not known.returned and self._sets.get(identity) is known:
             left_s = self._returns_until - self._clock()
@@ -322,7 +322,7 @@ class PoolLeader:
             self._apply(self._allocator.unload(free), UNLOADED)
 
     def _send_changes(self, identity: bytes) -> None:
-        """Tell who holds a set what has changed of it."""
+        """Send the servers of a dataset its changed fields."""
         if self._sets[identity].held is not None:
             for server in self._allocator.table(identity).servers:
                 self._send(server, self._sets[identity].instruction([]))
@@ -335,7 +335,7 @@ class PoolLeader:
         return self._followers.infos(self._server, self._allocator.servers())
 
     def _list(self, first: int) -> CachedDatasetList:
-        """The sets from this number on, as many as one message has room for."""
+        """Return the datasets from `first` on, as many as fit in one message."""
         known = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
         sets = [self._info(one) for one in known]
         ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])

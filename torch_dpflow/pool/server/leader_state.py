@@ -1,4 +1,4 @@
-"""What the head of a pool knows of one set."""
+"""What the leader of a pool knows: its followers, and each dataset. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from torch_dpflow.pool.server_messages import (
 )
 from torch_dpflow.pool.sources import OpenedSource, samples_in
 
-#: In the head's directory while it has members: the head that comes after it waits for them.
-_FILE = "members"
+#: File in the leader's directory while it has followers: the next leader waits for them.
+_FILE = "followers"
 
 
 @dataclass(eq=False)
 class FollowerRecord:
-    """One server, from when it has enlisted."""
+    """One follower since it has joined."""
 
     info: ServerInfo
     generation: int
-    #: Orders that it has not got, and how many there were in all.
+    #: Instructions that were not sent yet, and their total number so far.
     instructions: deque[DatasetPart | DropDataset] = field(default_factory=deque)
     issued: int = 0
-    #: The number of the last order about each set, and the last word on it that tells of that.
+    #: For each dataset the number of the last instruction, and the last state that reflects it.
     last_instruction: dict[bytes, int] = field(default_factory=dict)
     states: dict[bytes, DatasetState] = field(default_factory=dict)
 
     def instruction(self, instruction: DatasetPart | DropDataset) -> None:
-        """Have it do this."""
+        """Queue an instruction."""
         parts = [instruction] if isinstance(instruction, DropDataset) else instruction.split()
         self.instructions.extend(parts)
         self.issued += len(parts)
@@ -67,14 +67,14 @@ class FollowerRecord:
             del self.last_instruction[instruction.identity]
 
     def take(self, heartbeat: Heartbeat) -> Iterator[DatasetState]:
-        """Believe what it says of sets about which it has got all orders."""
+        """Accept the states of datasets whose instructions were all applied."""
         for state in heartbeat.states:
             if self.last_instruction.get(state.identity, 0) <= heartbeat.applied:
                 self.states[state.identity] = state
                 yield state
 
     def next_instructions(self) -> Instructions:
-        """As many orders as one message has room for."""
+        """Return as many instructions as fit in one message."""
         instructions, room = list[DatasetPart | DropDataset](), MAX_MESSAGE_BYTES // 2
         while self.instructions:
             room -= len(msgspec.msgpack.encode(self.instructions[0]))
@@ -85,22 +85,22 @@ class FollowerRecord:
 
 
 class Followers:
-    """All members, by name.
+    """All followers, by name.
 
-    directory: the head's own.
+    directory: the leader's own.
     """
 
     def __init__(self, directory: str) -> None:
         self._file = Path(directory, _FILE)
         self._followers: dict[str, FollowerRecord] = {}
-        #: Whether an earlier head at this address had some.
+        #: Whether an earlier leader at this address had followers.
         self.had_some = self._file.exists()
 
     def __contains__(self, name: object) -> bool:
         return name in self._followers
 
     def add(self, info: ServerInfo, generation: int) -> None:
-        """A server enlists. Raises UsageError: there are too many."""
+        """Add a follower. Raises UsageError if there are too many."""
         if len(self._followers) >= MAX_SERVERS - 1 and info.name not in self._followers:
             raise UsageError(f"the pool has {MAX_SERVERS} servers; have it join another one")
         self._followers[info.name] = FollowerRecord(info, generation)
@@ -108,20 +108,20 @@ class Followers:
         SERVICE.info("server %s has joined the pool", info.name)
 
     def get(self, name: str, generation: int) -> FollowerRecord:
-        """A member. Raises PeerLostError: it has been given up."""
+        """Return a follower. Raises PeerLostError if it was removed."""
         follower = self._followers.get(name)
         if follower is None or follower.generation != generation:
             raise PeerLostError(
-                f"server {name} of the pool was given up, as nothing was heard of it; it may join anew"
+                f"server {name} was removed from the pool after its lease expired; it may join again"
             )
         return follower
 
     def instruction(self, name: str, instruction: DatasetPart | DropDataset) -> None:
-        """Have a member do this."""
+        """Queue an instruction for a follower."""
         self._followers[name].instruction(instruction)
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
-        """Forget those that do not live."""
+        """Remove followers that do not live."""
         for name, follower in list(self._followers.items()):
             if not lives(name, follower.generation):
                 SERVICE.warning("server %s of the pool is lost", name)
@@ -129,7 +129,7 @@ class Followers:
                 self._write()
 
     def infos(self, leader: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
-        """Who they and their head are. rooms: the bytes of each that counts, and those that are free."""
+        """Return the leader and its followers. rooms: total and free bytes of each server that counts."""
         infos = {leader.name: leader, **{name: follower.info for name, follower in self._followers.items()}}
         return {
             name: msgspec.structs.replace(info, free=rooms[name][1])
@@ -138,7 +138,7 @@ class Followers:
         }
 
     def states(self, identity: bytes) -> dict[str, DatasetState]:
-        """What each has said of a set."""
+        """Return each follower's last state of a dataset."""
         return {
             name: follower.states[identity]
             for name, follower in self._followers.items()
@@ -152,35 +152,35 @@ class Followers:
             self._file.unlink(missing_ok=True)
 
 
-#: What the index of a region has for each stripe and each record.
+#: Bytes of a segment's index for each stripe and each record.
 _INDEX_BYTES = 16
-#: How long a refusal is kept for whoever has asked, and asks again a few times a second: seconds.
+#: How long a refusal is kept for clients that repeat their request, seconds.
 _REFUSAL_S = 2.0
 
 
 @dataclass(eq=False)
 class KnownDataset:
-    """A set from when it is first asked for."""
+    """A dataset since it was first requested."""
 
     request: PreloadDataset
     is_explicit: bool
-    #: Whether somebody wants all of it or nothing.
+    #: Whether a client wants all of it or nothing.
     whole: bool
     #: None while its metadata is read.
     held: HeldDataset | None = None
-    #: Of what members hold, if they do.
+    #: Cut of what followers hold, if they do.
     cut: int = ALL
-    #: What members hold of it, by their names, that have said so meanwhile.
+    #: Stripes that followers reported while its metadata is read, by name.
     returned: dict[str, list[int]] = field(default_factory=dict)
-    #: Why it is not held, for whoever asks next; and since when.
+    #: Why it is not held, for the next request; and since when.
     refusal: PoolRefusal | None = None
     refused_at: float = 0.0
-    #: Samples that readers have got from memory, and from storage.
+    #: Samples read from memory, and from storage.
     hits: int = 0
     misses: int = 0
     #: Whether it was unloaded, and stays for a further version that shares its memory.
     is_unloaded: bool = False
-    #: The older version whose memory this one shares; empty: none.
+    #: Older version whose memory this one shares; empty if none.
     base: bytes = b""
 
     def __post_init__(self) -> None:
@@ -189,12 +189,12 @@ class KnownDataset:
 
     @property
     def pushed(self) -> ArraySource | None:
-        """What opens it, where clients push it."""
+        """Source of a dataset that clients push; else None."""
         source = self.request.source
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
     def take_back(self, server: str, report: DatasetPart) -> bool:
-        """A member has come back with a part of it; whether that is of the part that is held."""
+        """Take a part that a returning follower holds; return whether it belongs to what is held."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
             self.cut = cut
@@ -202,7 +202,7 @@ class KnownDataset:
         return report.cut == cut
 
     def info(self) -> CachedDataset:
-        """What is known without asking anybody."""
+        """Return what is known without asking any server."""
         return CachedDataset(
             identity=self.request.identity,
             ref=self.request.source.ref,
@@ -216,10 +216,9 @@ class KnownDataset:
     def progress(
         self, held: HeldDataset, table: StripeTable, states: Mapping[str, DatasetState]
     ) -> CachedDataset:
-        """How far it is over all of its servers, as people and clients are told.
+        """Return the progress over all of its servers.
 
-        states: what servers have said last, of their copies too; without those that have not heard of all of their
-            stripes yet.
+        states: last states of servers, including copies; without servers that have not applied all instructions yet.
         """
         records, samples = held.records, partial(samples_in, held.source)
         placed = {name: held.placed_in(stripes) for name, stripes in table.owned().items()}
@@ -241,11 +240,11 @@ class KnownDataset:
         )
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether it was refused, and whoever asks now asks anew."""
+        """Return whether it was refused, and the next request begins anew."""
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
     def instruction(self, stripes: list[int]) -> DatasetPart:
-        """What has a server hold these."""
+        """Return the instruction to hold these stripes."""
         request = self.request
         return DatasetPart(
             source=request.source,
@@ -257,7 +256,7 @@ class KnownDataset:
 
 
 def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]) -> None:
-    """Raises UsageError: a set that nobody has pushed is asked for, or another has its name."""
+    """Raise UsageError if the dataset was never pushed, or another has its name."""
     source = request.source
     if not isinstance(source, ArraySource) or not source.is_pushed:
         return
@@ -273,13 +272,13 @@ def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]
 
 
 def cut_in(records: SampleLayout, rooms: list[int]) -> int:
-    """The cut with as many records as have room in servers that have so many bytes each."""
+    """Return the cut with as many records as fit into servers with these free bytes."""
     room = sum(rooms) - _index_bytes(records.stripes, records.records)
     return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
 
 
 def stripe_bytes(records: SampleLayout) -> list[int]:
-    """What each stripe takes in a region."""
+    """Return the bytes of each stripe in a segment."""
     return [
         records.stripe_bytes(stripe) + _index_bytes(1, len(records.records_of(stripe)))
         for stripe in range(records.stripes)
@@ -287,30 +286,30 @@ def stripe_bytes(records: SampleLayout) -> list[int]:
 
 
 def _index_bytes(stripes: int, records: int) -> int:
-    """What the index of so many takes in regions."""
+    """Return the bytes of a segment's index."""
     return _INDEX_BYTES * (stripes + records)
 
 
 class SharedStripes(NamedTuple):
-    """The first stripes of a version, as many as a further one has too."""
+    """First stripes of a version, as many as a further one shares."""
 
     older: HeldDataset
     stripes: int
 
     @property
     def base(self) -> bytes:
-        """The older version's name."""
+        """Identity of the older version."""
         return self.older.records.identity
 
 
 def find_base(
     known: KnownDataset, opened: OpenedSource, holdings: Holdings, allocator: StripeAllocator
 ) -> SharedStripes | None:
-    """What a set shares with an older version; one that does fits as a whole, or is wanted so.
+    """Return what a dataset shares with an older version, if it then fits completely or has to.
 
-    Stored datasets do where the pool has one server: elsewhere each version's stripes have owners of their own.
+    Stored datasets share in a pool of one server only: elsewhere each version's stripes have owners of their own.
 
-    Raises UsageError: the older version of a pushed array is not here, or of another form.
+    Raises UsageError if the older version of a pushed array is not here, or of another form.
     """
     if known.pushed is not None:
         return _pushed_base(known.request, holdings)
@@ -339,7 +338,7 @@ def _pushed_base(request: PreloadDataset, holdings: Holdings) -> SharedStripes |
 
 
 def _stored_base(opened: OpenedSource, holdings: Holdings) -> SharedStripes | None:
-    """The version of a stored dataset that has the most of another's first stripes in memory."""
+    """Return the version with the most of the dataset's first stripes in memory."""
     found = [SharedStripes(one, _common(opened, one)) for one in holdings.all() if not one.is_part]
     best = max(found, key=lambda one: one.stripes, default=None)
     return best if best is not None and best.stripes else None
@@ -353,7 +352,7 @@ def _common(opened: OpenedSource, older: HeldDataset) -> int:
 
 
 def droppable(sets: Mapping[bytes, KnownDataset]) -> bytes | None:
-    """A set that was unloaded, and whose memory no further version shares."""
+    """Return a dataset that was unloaded, and whose memory no further version shares."""
     bases = {one.base for one in sets.values()}
     free = (name for name, one in sets.items() if one.is_unloaded and one.held and name not in bases)
     return next(free, None)

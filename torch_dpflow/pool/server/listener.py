@@ -1,6 +1,6 @@
-"""The door of a server of the pool to other hosts: lets in whoever proves that they belong to its cluster.
+"""TCP listener of a pool server: accepts clients that prove that they belong to its cluster.
 
-One thread hears all who have not proved it yet, and waits for none of them.
+One thread handles all clients that are not authenticated yet, and blocks on none of them.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.authentication import Handshake, accept_stream, authenticator_for
 from torch_dpflow.pool.transport.data_frames import DATA_CONNECTION
 
-#: Connections that have not proved anything yet: how many there may be, how long each may take, and after how long the
-#: oldest has to go where there are so many, seconds. Meanwhile others wait in the kernel.
+#: Unauthenticated connections: their maximum number, the time each may take, and the age at which the oldest is closed
+#: if there are that many, seconds. Meanwhile others wait in the kernel.
 MAX_UNAUTHENTICATED, HANDSHAKE_TIMEOUT_S, MIN_HANDSHAKE_S = 1024, 2.0, 0.25
-#: The part of a process's descriptors that these may take.
+#: Share of the process's descriptors that these may take: one in so many.
 _DESCRIPTOR_SHARE = 4
-#: Most that have.
+#: Maximum number of authenticated connections.
 MAX_CONNECTIONS = 4096
-#: At most one line of the log for those who are turned away, seconds.
+#: Minimum interval between log lines about rejected clients, seconds.
 _LOG_S = 10.0
-#: How long the door waits where nothing happens, seconds.
+#: Poll timeout, seconds.
 _LOOK_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _UnauthenticatedPeer:
-    """A connection that has not proved anything yet."""
+    """Connection that has not been authenticated yet."""
 
     connection: socket.socket
-    admission: Handshake[tuple[socket.socket, int]]
+    handshake: Handshake[tuple[socket.socket, int]]
     name: str
-    #: When it came, seconds.
+    #: When it was accepted, seconds.
     since: float
 
 
 class PoolListener:
-    """Listens at a port.
+    """Listens at a TCP port.
 
     Args:
-        address: where; port 0 for any that is free.
+        address: where; port 0 for any free one.
         talk: serves one control connection until it ends.
-        holdings: what lanes are answered from.
+        holdings: what data connections are answered from.
 
-    Raises OptionError: nobody can listen there, or there are no keys.
+    Raises OptionError if the address cannot be bound, or there are no keys.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class PoolListener:
     ) -> None:
         if address.directory is not None:
             raise OptionError(
-                f"nobody can listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that"
+                f"cannot listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that"
             )
         self._authenticator = authenticator_for(address, serves=True)
         self._talk = talk
-        #: By descriptor, the one that came first at first.
+        #: By descriptor, the oldest first.
         self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}
         self._max_unauthenticated = min(MAX_UNAUTHENTICATED, soft_limit() // _DESCRIPTOR_SHARE)
         self._talking: set[socket.socket] = set()
@@ -84,15 +84,15 @@ class PoolListener:
             self._listener = socket.create_server(place, family=family, backlog=1024)
         except OSError as error:
             raise OptionError(
-                f"nobody can listen at {address}: {error.strerror or error}; give another address"
+                f"cannot listen at {address}: {error.strerror or error}; give another address"
             ) from None
         self._listener.setblocking(False)
         self._data_sender = DataSender(holdings)
-        #: Where clients find it.
+        #: Address at which clients reach it.
         self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
 
     def run(self) -> None:
-        """Let clients in until `close`."""
+        """Accept clients until `close`."""
         with self._lock:
             self._is_running = not self._is_closed
         if not self._is_running:
@@ -115,13 +115,13 @@ class PoolListener:
                     if fd != listener:
                         self._go_on(fd, poll)
                 if listener in came:
-                    self._let_come(poll)
+                    self._accept(poll)
                 self._end_late(time.monotonic())
             for fd in [*self._unauthenticated]:
                 self._end(fd)
 
     def close(self) -> None:
-        """End `run`, and all connections."""
+        """End `run`, and close all connections."""
         with self._lock:
             self._is_closed = True
             if not self._is_running:
@@ -131,10 +131,10 @@ class PoolListener:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    # -- strangers -------------------------------------------------------------------------------------------
+    # -- unauthenticated peers ---------------------------------------------------------------------------------
 
     def _is_full(self, now: float) -> bool:
-        """Whether nobody else may come before the oldest has had its time."""
+        """Return whether no further peer may be accepted before the oldest had its minimum time."""
         oldest = next(iter(self._unauthenticated.values()), None)
         return (
             oldest is not None
@@ -142,41 +142,41 @@ class PoolListener:
             and now < oldest.since + MIN_HANDSHAKE_S
         )
 
-    def _wait_s(self, now: float, wait_s: float) -> float:
-        """How long until the oldest has had so long, at most `_LOOK_S`."""
+    def _wait_s(self, now: float, age_s: float) -> float:
+        """Return how long until the oldest reaches this age, at most `_LOOK_S`."""
         oldest = next(iter(self._unauthenticated.values()), None)
-        return _LOOK_S if oldest is None else min(_LOOK_S, max(0.0, oldest.since + wait_s - now))
+        return _LOOK_S if oldest is None else min(_LOOK_S, max(0.0, oldest.since + age_s - now))
 
-    def _let_come(self, poll: select.epoll) -> None:
-        """Take who waits in the kernel, as far as there is room; the oldest have to make it."""
+    def _accept(self, poll: select.epoll) -> None:
+        """Accept waiting peers as far as there is capacity; the oldest may have to make room."""
         while not self._is_full(now := time.monotonic()):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # no descriptor is free
+            except OSError as error:   # no descriptor is free
                 if not self._is_closed:
-                    SERVICE.warning("a client of the pool is refused: %s", error)
+                    SERVICE.warning("a client of the pool was refused: %s", error)
                     time.sleep(0.1)
                 return
             if len(self._unauthenticated) >= self._max_unauthenticated:
-                self._reject(next(iter(self._unauthenticated)), "it proves nothing, and others wait")
+                self._reject(next(iter(self._unauthenticated)), "it did not authenticate, and others wait")
             fd = connection.fileno()
-            admission = accept_stream(connection, self._authenticator)
-            self._unauthenticated[fd] = _UnauthenticatedPeer(connection, admission, _name_of(connection), now)
+            handshake = accept_stream(connection, self._authenticator)
+            self._unauthenticated[fd] = _UnauthenticatedPeer(connection, handshake, _name_of(connection), now)
             poll.register(fd, select.EPOLLIN)
             self._go_on(fd, poll)
 
     def _go_on(self, fd: int, poll: select.epoll) -> None:
-        """Hear what a stranger says."""
+        """Continue a peer's handshake."""
         peer = self._unauthenticated[fd]
         try:
-            next(peer.admission)
+            next(peer.handshake)
         except StopIteration as done:
             del self._unauthenticated[fd]
             poll.unregister(fd)
             self._admit(*done.value)
-        except Exception as error:  # whatever it is, others have to be heard
+        except Exception as error:   # whatever it is, other peers must be served
             self._reject(fd, error)
 
     def _admit(self, admitted: socket.socket, purpose: int) -> None:
@@ -189,7 +189,7 @@ class PoolListener:
             try:
                 start_thread(partial(self._converse, admitted), "dpflow-talk")
             except DPFlowError as error:
-                SERVICE.warning("a client of the pool is refused: %s", error)
+                SERVICE.warning("a client of the pool was refused: %s", error)
                 self._talking.discard(admitted)
                 admitted.close()
 
@@ -202,28 +202,28 @@ class PoolListener:
     def _end_late(self, now: float) -> None:
         late = [fd for fd, one in self._unauthenticated.items() if now >= one.since + HANDSHAKE_TIMEOUT_S]
         for fd in late:
-            self._reject(fd, f"it has proved nothing for {HANDSHAKE_TIMEOUT_S:g} s")
+            self._reject(fd, f"it did not authenticate within {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _end(self, fd: int) -> str:
-        """Close a stranger's connection; returns its name."""
+        """Close a peer's connection; return its name."""
         peer = self._unauthenticated.pop(fd)
-        peer.admission.close()  # which owns the connection by now where that is TLS
+        peer.handshake.close()   # with TLS it owns the connection by now
         peer.connection.close()
         return peer.name
 
     def _reject(self, fd: int, why: object) -> None:
-        """Leave a stranger; log it, unless strangers would fill the log so."""
+        """Close a peer's connection; log at most one rejection per `_LOG_S`."""
         name = self._end(fd)
         self._rejected += 1
         if time.monotonic() - self._logged_at >= _LOG_S:
             self._logged_at = time.monotonic()
-            SERVICE.warning("%s is turned away (%d so far): %s", name, self._rejected, why)
+            SERVICE.warning("rejected %s (%d so far): %s", name, self._rejected, why)
 
 
 def _check_host(address: PoolAddress, host: str) -> None:
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         raise OptionError(
-            f"--listen {address}: others are told this address; give that of this host by which they reach it"
+            f"--listen {address}: other hosts connect to this address; give one of this host that they can reach"
         )
 
 
@@ -231,4 +231,4 @@ def _name_of(connection: socket.socket) -> str:
     try:
         return str(connection.getpeername()[0])
     except OSError:
-        return "a client that has gone"
+        return "a client that is gone"

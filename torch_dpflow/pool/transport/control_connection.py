@@ -301,10 +301,10 @@ class PoolConnection:
         first = 0
         while True:
             answer = self.get(ListDatasets(first), CachedDatasetList)
-            first += len(answer.sets)
-            found |= {one.identity: one for one in answer.sets}
-            if not answer.sets or first >= answer.total:
-                return msgspec.structs.replace(answer, sets=[*found.values()])
+            first += len(answer.datasets)
+            found |= {one.identity: one for one in answer.datasets}
+            if not answer.datasets or first >= answer.total:
+                return msgspec.structs.replace(answer, datasets=[*found.values()])
 
     def servers(self) -> list[ServerInfo]:
         """Return the pool's servers, its leader first."""

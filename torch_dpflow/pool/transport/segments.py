@@ -1,10 +1,10 @@
-"""A region: memory of a server that holds stripes of one set, and that its readers map read-only.
+"""Segment: shared memory of a server with stripes of one dataset, which readers map read-only.
 
     header | stripes: number, first record in the index | index: offset and length of each record | records
 
-A region is a memfd. Its pages are reserved when it is made, so that no access can fail later; it is sealed, so that
-nobody shrinks it and nobody but the server writes to it. It belongs to one set for ever: when the set is given up, the
-server closes it, and its pages live on until the last reader has. So nobody can ever see bytes of another set there.
+A segment is a memfd. Its pages are reserved when it is made, so no later access can fail. It is sealed, so that nobody
+shrinks it and only the server writes to it. It belongs to one dataset for ever: when the dataset is dropped, the server
+closes it, and its pages live on until the last reader has closed it. So no reader can see another dataset's bytes.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.pool.planning.layout import ALIGNMENT, SampleLayout
 
 _MAGIC = b"dpregion"
-#: In the place of the first byte once the set was given up: because somebody said so, or because it was idle.
+#: Replace the first byte once the dataset was dropped: by a command, or because it was idle.
 UNLOADED, IDLE = 0, 1
-#: Magic, identity of the set, stripes, records.
+#: Magic, identity of the dataset, stripes, records.
 _HEADER = struct.Struct("<8s16sQQ")
-#: The length of a record that the index does not know; it stays in storage.
+#: Length of a record that the index does not have; it stays in storage.
 UNKNOWN = -1
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 _SEAL_WRITE = 8
-#: What memory that a client pushes has to have: nobody writes to it or cuts it any more.
+#: Seals required of memory that a client pushes: it can no longer be written or resized.
 PUSH_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
-#: Memory is left to the machine: so much of what is available when a region is made.
+#: Share of the available memory that is left to the machine when a segment is made.
 _RESERVE_SHARE = 0.05
 
 
 class Segment:
-    """A mapped region, as its server or a reader sees it."""
+    """Mapped segment, as its server or a reader sees it."""
 
     def __init__(self, fd: int, memory: mmap.mmap, owners: list[int] | None = None) -> None:
         self.fd = fd
         self.memory = memory
-        #: How many sets have it, in a list of one that they share.
+        #: Number of datasets that share it, in a list of one that their objects share.
         self._owners = owners if owners is not None else [1]
         _, self.identity, stripes, records = _HEADER.unpack_from(memory)
         self._view = view = memoryview(memory)
         table, index = _HEADER.size, _HEADER.size + 16 * stripes
-        #: The stripes, and where in the index the records of each begin.
+        #: For each stripe, where its records begin in the index.
         self.stripes = dict(zip(*[iter(view[table:index].cast("q").tolist())] * 2))
         self._index = view[index : index + 16 * records].cast("q")
 
     def place(self, stripe: int, number: int) -> tuple[int, int]:
-        """Offset and length of a stripe's record; the length may be `UNKNOWN`."""
+        """Return offset and length of a stripe's record; the length may be `UNKNOWN`."""
         at = 2 * (self.stripes[stripe] + number)
         return self._index[at], self._index[at + 1]
 
     def offsets(self, stripe: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where records of a stripe begin; -1 for those whose length is unknown."""
+        """Return where records of a stripe begin; -1 for records of unknown length."""
         places = np.asarray(self._index)[2 * (self.stripes[stripe] + numbers)[:, None] + [0, 1]]
         return np.where(places[:, 1] == UNKNOWN, -1, places[:, 0])
 
     def read(self, stripe: int, number: int, *, copy: bool) -> bytes | memoryview | None:
-        """A record that is there, or its memory, readable while somebody has it; None: its length is unknown."""
+        """Return a record that is in memory, as a copy or a view; None if its length is unknown."""
         index, at = self._index, 2 * (self.stripes[stripe] + number)
         offset, length = index[at], index[at + 1]
         if length == UNKNOWN:
@@ -73,12 +73,12 @@ class Segment:
         return (self.memory if copy else self._view)[offset : offset + length]
 
     def write(self, stripe: int, number: int, content: bytes) -> None:
-        """Server: put a record into its place, whose length it has."""
+        """Server: write a record to its place."""
         offset, length = self.place(stripe, number)
         self.memory[offset : offset + length] = content
 
     def copy_from(self, fd: int, start: int, stripe: int, number: int) -> int:
-        """Server: fill a record's place from a file that `check_pushed` has passed; returns its bytes."""
+        """Server: fill a record's place from a file that `check_pushed` has accepted; return its bytes."""
         offset, length = self.place(stripe, number)
         copied = os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start)
         assert copied == length
@@ -86,18 +86,18 @@ class Segment:
 
     @property
     def retired(self) -> int | None:
-        """Why its set was given up; None: it was not."""
+        """Why its dataset was dropped; None if it was not."""
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
     def share(self) -> Segment:
-        """Server: the same memory for a further set. Raises OSError: no descriptor is free."""
+        """Server: share the memory with a further dataset. Raises OSError if no descriptor is free."""
         other = Segment(os.dup(self.fd), self.memory, self._owners)
         self._owners[0] += 1
         return other
 
     def retire(self, why: int) -> None:
-        """Server: tell whoever has mapped it that its set was given up, unless another set has it too."""
+        """Server: report to readers that the dataset was dropped, unless another dataset shares the memory."""
         if self._owners[0] == 1:
             self.memory[0] = why
 
@@ -110,11 +110,11 @@ class Segment:
 
 
 def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> Segment:
-    """Reserve memory for these stripes.
+    """Reserve memory for stripes.
 
     known: whether each record's length is known.
 
-    Raises PoolFullError: the machine, or the control group, has not so much memory.
+    Raises PoolFullError if the machine or control group does not have the memory.
     """
     count = sum(len(records.records_of(stripe)) for stripe in stripes)
     size = _start(len(stripes), count) + sum(records.stripe_bytes(stripe) for stripe in stripes)
@@ -124,7 +124,10 @@ def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndar
 
 
 def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
-    """Memory that only this process writes to, and its descriptor. Raises PoolFullError: there is not so much."""
+    """Return memory that only this process can write to, and its descriptor.
+
+    Raises PoolFullError if the memory is not available.
+    """
     available = Headroom().available()
     if size > available * (1 - _RESERVE_SHARE):
         raise PoolFullError(
@@ -145,26 +148,29 @@ def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
 
 
 def map_sealed(fd: int) -> mmap.mmap:
-    """Map what a server has sent; the descriptor stays the caller's. Raises MessageError, OSError, ValueError."""
+    """Map memory from a server; the descriptor stays the caller's. Raises MessageError, OSError, ValueError."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise MessageError("memory of the pool is not sealed, so it cannot be mapped safely")
     return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
 
 
 def check_pushed(fd: int, size: int) -> None:
-    """Raises UsageError: it is no sealed memory of this size, so that it could change or end while it is read."""
+    """Raise UsageError unless this is sealed memory of this size, which cannot change while it is read."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # a file, a pipe
+    except OSError:  # a file or a pipe
         seals = 0
     if seals & PUSH_SEALS != PUSH_SEALS or os.fstat(fd).st_size != size:
         raise UsageError(
-            f"what was pushed is not {size:,} bytes of sealed memory (memfd_create); push them anew"
+            f"what was pushed is not {size:,} bytes of sealed memory (memfd_create); push them again"
         )
 
 
 def map_segment(fd: int, identities: Collection[bytes]) -> Segment:
-    """Map what a server has sent; the descriptor stays the caller's. Raises MessageError: no region of these sets."""
+    """Map a segment that a server has sent; the descriptor stays the caller's.
+
+    Raises MessageError if it is no segment of these datasets.
+    """
     try:
         memory = map_sealed(fd)
         magic, its, stripes, records = _HEADER.unpack_from(memory)
@@ -176,7 +182,7 @@ def map_segment(fd: int, identities: Collection[bytes]) -> Segment:
 
 
 def _start(stripes: int, records: int) -> int:
-    """Where the first record lies."""
+    """Return where the first record lies."""
     return -(-(_HEADER.size + 16 * (stripes + records)) // ALIGNMENT) * ALIGNMENT
 
 
