@@ -76,7 +76,9 @@ def opened_set(stored: StoredDataset) -> HeldDataset:
 
 def info_of(stored: StoredDataset, address: Path) -> CachedDataset | None:
     found = [
-        one for one in DataClient(address, silence_s=PATIENCE_S).cached_datasets() if one.identity == identity_of(stored)
+        one
+        for one in DataClient(address, silence_s=PATIENCE_S).cached_datasets()
+        if one.identity == identity_of(stored)
     ]
     return found[0] if found else None
 

@@ -133,7 +133,7 @@ def test_a_push_that_was_interrupted_goes_on(tmp_path: Path, client: DataClient,
     half = client.cached_datasets()[0]
     assert (half.records, half.placed, half.loaded) == (100, 100, 16)
     assert np.array_equal(np.asarray(client.read_batch(source, range(8))), ROWS[:8])
-    with pytest.raises(UsageError, match="is not in memory as a whole; push it to its end first"):
+    with pytest.raises(UsageError, match="is not completely in memory; complete its push first"):
         client.append(NAME, ROWS[:1])
     with (
         closing(DataClient(tmp_path / "p", silence_s=0.1)) as hasty,

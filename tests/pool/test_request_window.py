@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool.planning.request_window import (
-    MIN_WINDOW,
     MAX_WINDOW,
+    MIN_WINDOW,
     BatchWindow,
     ConnectionQueues,
     FixedWindow,

@@ -67,7 +67,7 @@ class PooledArray(Dataset[Rows]):
         check_directory(pool)
         check_seconds("silence_s", silence_s)
         self._rows = array_layout(source)
-        name, plain = array_identity(source), source_of(source, None)   # its options must be sent to a server
+        name, plain = array_identity(source), source_of(source, None)  # its options must be sent to a server
         self._reading = PerProcess(partial(PoolReader, pool, plain, name, silence_s))
         self._storage = PerProcess(partial(ArrayReader, source, read_options))
         self._lend: Lend = _lends_nothing
@@ -130,7 +130,7 @@ class PooledArray(Dataset[Rows]):
         given = np.asarray(
             indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices]
         )
-        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"   # integers beyond 64 bits
+        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"  # integers beyond 64 bits
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu" and not is_large):
             raise TypeError(f"indices are {given.dtype} of shape {given.shape}; give whole numbers in a row")
         count = len(self)
@@ -221,14 +221,14 @@ def _gather(memory: Any, begins: _Numbers, positions: _Numbers, out: npt.NDArray
     size = out[:1].nbytes
     first = int(begins[0]) % size
     numbers, rest = np.divmod(begins - first, size)
-    if rest.any():   # rows are not at multiples of their size
+    if rest.any():  # rows are not at multiples of their size
         content = memoryview(memory)
         for at, begin in zip(positions.tolist(), begins.tolist()):
             out[at] = np.frombuffer(content[begin : begin + size], out.dtype).reshape(out.shape[1:])
         return
     row = np.dtype((np.void, size))
     table = np.frombuffer(memory, row, (len(memory) - first) // size, first)
-    if len(positions) == len(out):   # all of them, in order; mode "raise" would copy once more
+    if len(positions) == len(out):  # all of them, in order; mode "raise" would copy once more
         assert numbers.max() < len(table)
         np.take(table, numbers, out=out.reshape(-1).view(row), mode="clip")
     else:

@@ -122,7 +122,7 @@ class ArrayReader:
                 )
             if (
                 _stamp(source.url, source.options)[1] != source.stamp
-            ):   # after reading, as it may be replaced until then
+            ):  # after reading, as it may be replaced until then
                 raise ChecksumError(f"{source.ref} was replaced since it was opened; open it again")
         except DPFlowError as error:
             return [error] * len(spans)

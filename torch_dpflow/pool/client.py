@@ -168,7 +168,7 @@ class DataClient:
 
         def rows_of(start: int, stop: int) -> npt.NDArray[Any]:
             both = tail[start - first : stop - first], rows[max(0, start - count) : max(0, stop - count)]
-            return np.concatenate(both).astype(old.dtype, copy=False)   # numpy has made the byte order native
+            return np.concatenate(both).astype(old.dtype, copy=False)  # numpy has made the byte order native
 
         push(self._address, source, rows_of, progress=progress)
         return source

@@ -128,6 +128,6 @@ def _has_all(h5py: Any, mapped: Any, source: Any) -> bool:
         return bool(mapped.vspace.get_select_npoints() == source.size)
     try:
         end = space.get_select_bounds()[1]
-    except (ValueError, RuntimeError):   # unlimited: the source's size is that of the virtual dataset
+    except (ValueError, RuntimeError):  # unlimited: the source's size is that of the virtual dataset
         return True
     return len(end) == len(source.shape) and all(last < size for last, size in zip(end, source.shape))

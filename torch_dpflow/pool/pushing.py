@@ -101,7 +101,9 @@ def push(
     request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
     with ExitStack() as opened:
         connection = opened.enter_context(PoolConnection(address))
-        leader = connection.servers()[0]  # pushed arrays lie at the leader, whichever server this process uses
+        leader = connection.servers()[
+            0
+        ]  # pushed arrays lie at the leader, whichever server this process uses
         if leader.is_near:
             connection = opened.enter_context(PoolConnection(leader.directory))
         while not (info := connection.get(request, CachedDataset)).is_placed:

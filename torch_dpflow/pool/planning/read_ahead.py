@@ -226,7 +226,7 @@ class ReadAhead:
             raise UsageError(f"position {position} was consumed already; each one is read once an epoch")
         state.next = max(state.next, position + 1)
         out = self._fill(reader)
-        if not state.order.is_taken(position):   # it does not fit, but a reader waits for it
+        if not state.order.is_taken(position):  # it does not fit, but a reader waits for it
             out += self._want(reader, [position])
         waiting = self._run(self._cache.fetch(reader, (reader, position, next(self._requests)), [position]))
         served = any(isinstance(one, Serve) and one.samples for one in waiting)
@@ -293,7 +293,7 @@ class ReadAhead:
             within = sum(position < end for position in positions)
             beyond = max(0, room - state.order.left_before(end))
             if self.lead and not self._arrived:
-                beyond = 0   # until the sample size is known it might displace what is read sooner
+                beyond = 0  # until the sample size is known it might displace what is read sooner
             out += self._want(reader, positions[: within + beyond])
         return out
 

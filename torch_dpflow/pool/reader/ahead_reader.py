@@ -14,9 +14,9 @@ import numpy.typing as npt
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (
-    ON_ITS_WAY,
     MAX_ANNOUNCED,
     MAX_RECORDS,
+    ON_ITS_WAY,
     AheadOpened,
     AheadPlaces,
     AnnounceAccessPlan,
@@ -92,7 +92,7 @@ class AheadReader:
                     connection.post(part)
                 else:
                     connection.request(part)
-            except (UsageError, PoolFullError) as error:   # the server has no memory for it
+            except (UsageError, PoolFullError) as error:  # the server has no memory for it
                 DATASETS.info("the pool does not read ahead: %s", error)
                 return
 
@@ -123,7 +123,7 @@ class AheadReader:
                     found |= copied
                     deadline = time.monotonic() + self._silence_s
                 left = [one for one, length in zip(asked, places.lengths) if length == ON_ITS_WAY] + rest
-        except (UsageError, PoolFullError):   # the plan of this process or its parent has ended
+        except (UsageError, PoolFullError):  # the plan of this process or its parent has ended
             pass
         return found
 

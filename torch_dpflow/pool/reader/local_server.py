@@ -145,7 +145,7 @@ class LocalServer:
             if self._is_of_another(answer) or not self._segments.keys() >= here:
                 self._map_more()
             if self._is_of_another(answer):
-                return   # dropped and cached again meanwhile, in other segments
+                return  # dropped and cached again meanwhile, in other segments
             came.update(states)
             self._states |= {
                 one: state
@@ -188,7 +188,7 @@ class LocalServer:
                 segments = [map_segment(fd, [self._identity, *opened.shares]) for fd in fds]
             finally:
                 for fd in fds:
-                    os.close(fd)   # a mapping has its own descriptor
+                    os.close(fd)  # a mapping has its own descriptor
             if self._is_of_another(opened):
                 are_first = not self._mapped
                 self._leave_regions(opened.held)
@@ -212,6 +212,6 @@ class LocalServer:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             log_fallback(f"the pool server at {self._directory} is not used for now", error)
             return False
-        except BaseException:   # after Control-C the answer would be taken for that of the next request
+        except BaseException:  # after Control-C the answer would be taken for that of the next request
             self.disconnect()
             raise

@@ -24,7 +24,7 @@ def check_directory(address: PoolAddress) -> None:
     """Warn if the directory of a server's socket exists and cannot be used. Raises nothing."""
     if address.directory is None:
         return
-    with suppress(OSError):   # no server has run here yet
+    with suppress(OSError):  # no server has run here yet
         try:
             check_private(address.directory)
         except OptionError as error:
@@ -146,7 +146,7 @@ class PoolLookup:
                 parts.append(connection.get(GetStripeTable(self._identity, known), StripeTablePart))
                 if parts[-1].generation != parts[0].generation or not parts[-1].owners:
                     return None
-        except UsageError:   # dropped since
+        except UsageError:  # dropped since
             return None
         table = parts[0]
         self._come_near(table)
@@ -171,7 +171,7 @@ class PoolLookup:
         try:
             near = PoolConnection(PoolAddress(directory=Path(contacted.directory)), silence_s=self._silence_s)
             near.request(StartReading(self._identity))
-        except DPFlowError:   # it does answer over the network
+        except DPFlowError:  # it does answer over the network
             return
         self.connection.close()
         self.connection = near

@@ -76,7 +76,7 @@ class PoolReader:
         """
         with self._lock, self._from_storage():
             deadline = 0.0 if extends and self._lookup.is_silent else time.monotonic() + _ANNOUNCING_S
-            wait_s = 0.0 if extends else _PLANNING_S   # further parts follow
+            wait_s = 0.0 if extends else _PLANNING_S  # further parts follow
             while self._is_unanswered() and self._ask_at - wait_s < (now := time.monotonic()) <= deadline:
                 time.sleep(max(0.0, self._ask_at - now))
                 self._ask_pool()
@@ -231,7 +231,7 @@ class PoolReader:
     def _check_unloaded(self) -> None:
         """Handle a remote server that does not hold the dataset: it is not placed yet, or was unloaded."""
         try:
-            if self._lookup.is_unloaded():   # by a command, as this reader kept it from being idle
+            if self._lookup.is_unloaded():  # by a command, as this reader kept it from being idle
                 self._forget()
                 self._is_unloaded, self._ask_at = True, 0.0
         except DPFlowError:
@@ -314,7 +314,7 @@ class PoolReader:
         """Return where to open data connections to a server; None without keys or address."""
         asked = self._lookup.contacted
         if info.name == table.answered_by and asked.directory is None:
-            return str(asked)   # as the user gave it
+            return str(asked)  # as the user gave it
         return info.listen if self._data_reader is not None else None
 
     def _ask_servers(self, records: Sequence[int]) -> None:
@@ -323,7 +323,7 @@ class PoolReader:
             if sum(server.receive(own) for server, own in asked):
                 deadline = time.monotonic() + self._silence_s
             elif time.monotonic() > deadline:
-                return   # the servers' storage does not answer; this reader's may
+                return  # the servers' storage does not answer; this reader's may
 
     def _send(self, records: Sequence[int]) -> list[tuple[LocalServer, Sequence[int]]]:
         """Request the states that only the servers know."""

@@ -13,6 +13,4 @@ def start_thread(run: Callable[[], None], name: str) -> None:
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
-        raise PoolFullError(
-            f"the pool server: {error}; allow it more threads (ulimit -u)"
-        ) from error
+        raise PoolFullError(f"the pool server: {error}; allow it more threads (ulimit -u)") from error

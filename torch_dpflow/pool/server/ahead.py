@@ -24,12 +24,12 @@ from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, Serve
 from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
-    ON_ITS_WAY,
     IN_STORAGE,
     IN_STORAGE_ONLY,
     MAX_PLAN_RECORDS,
     MAX_PLANS,
     MAX_UPCOMING,
+    ON_ITS_WAY,
     AheadPlaces,
     AnnounceAccessPlan,
 )
@@ -148,7 +148,9 @@ class AheadReading:
         """Take a part of a plan; reading begins with the last one. Raises UsageError for an invalid part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
-            raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
+            raise UsageError(
+                f"an access plan with records that the dataset of {len(self._may_read)} does not have"
+            )
         with self._changed:
             whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
             if whole is not None:
@@ -243,7 +245,7 @@ class AheadReading:
             self._lent = {}
             self._changed.notify_all()
             os.close(self.fd)
-            with suppress(BufferError):   # a data connection still sends from it, and frees it then
+            with suppress(BufferError):  # a data connection still sends from it, and frees it then
                 self._memory.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -253,7 +255,9 @@ class AheadReading:
         parts = own.get(part.plan, []) if part.first else []
         come = sum(map(len, parts))
         if part.first != come or not come + len(keys) <= part.total <= MAX_PLAN_RECORDS:
-            raise UsageError(f"part {part.first} of an access plan of {part.total} records, of which {come} arrived")
+            raise UsageError(
+                f"part {part.first} of an access plan of {part.total} records, of which {come} arrived"
+            )
         others = [len(plan.keys) for name, plan in self._plans.items() if name != part.plan]
         others += [
             sum(map(len, of))
@@ -279,7 +283,7 @@ class AheadReading:
         for _ in range(FETCHERS - self._threads):
             try:
                 start_thread(self._fetch, "dpflow-ahead")
-            except PoolFullError as error:   # the existing threads do it, or readers themselves
+            except PoolFullError as error:  # the existing threads do it, or readers themselves
                 SERVICE.warning("reading ahead has %d threads: %s", self._threads, error)
                 break
             self._threads += 1
@@ -346,7 +350,7 @@ class AheadReading:
         while (loads := self._next()) is not None:
             try:
                 samples = self._reader.read_each([one.key for one in loads])
-            except Exception as error:   # whatever it is, its readers must continue
+            except Exception as error:  # whatever it is, its readers must continue
                 samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(loads)
             self._arrive(loads, [one if isinstance(one, DPFlowError) else one[0] for one in samples])
 

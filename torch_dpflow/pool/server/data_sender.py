@@ -166,7 +166,7 @@ class DataSender:
         """Answer requests until `close`."""
         with self._lock:
             self._is_running = not self._is_closed
-            self._wake_up()   # connections may have been adopted before
+            self._wake_up()  # connections may have been adopted before
         while self._is_running and not self._is_closed:
             may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
             self._handle(0 if may_go_on else _STALL_POLL_S if len(self._turns) else None)
@@ -177,7 +177,7 @@ class DataSender:
                 connection.turn = TURN_BYTES
                 self._go_on(connection)
         if self._is_running:
-            self._make_calls()   # connections adopted meanwhile are closed too
+            self._make_calls()  # connections adopted meanwhile are closed too
         for connection in list(self._connections.values()):
             self._drop(connection)
         with self._lock:
@@ -209,7 +209,7 @@ class DataSender:
         connection = _Connection(sock)
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock, connection.events)
-        self._guarded(connection, self._receive)   # bytes that arrived with the handshake
+        self._guarded(connection, self._receive)  # bytes that arrived with the handshake
 
     def _handle(self, timeout: float | None) -> None:
         """Process events."""
@@ -288,7 +288,7 @@ class DataSender:
         for record, begin, length in request.parts[connection.position :]:
             found = GONE if held is None else held.look(record, watch)
             if isinstance(found, memoryview):
-                if length != WHOLE:   # a part beyond the end is shorter, which the reader rejects
+                if length != WHOLE:  # a part beyond the end is shorter, which the reader rejects
                     found = found[begin : begin + length]
                 entries.append((record, len(found)))
                 if len(found):

@@ -124,7 +124,9 @@ class DataServer:
         if leader is not None and leader.directory is None:
             _check_reach(listen, leader)
             check_keys(leader)
-        self._tcp_listener = None if listen is None else PoolListener(listen, self._talk_remote, self._holdings)
+        self._tcp_listener = (
+            None if listen is None else PoolListener(listen, self._talk_remote, self._holdings)
+        )
         #: Address at which other hosts reach it.
         self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
@@ -156,7 +158,7 @@ class DataServer:
             except OSError:
                 if self._stop.is_set():
                     break
-                time.sleep(0.1)   # no descriptor is free
+                time.sleep(0.1)  # no descriptor is free
                 continue
             if peer_uid(connection) != os.getuid() or len(self._connections) >= MAX_CONNECTIONS:
                 connection.close()
@@ -167,7 +169,7 @@ class DataServer:
             )
             try:
                 thread.start()
-            except RuntimeError as error:   # no thread left; connected clients continue
+            except RuntimeError as error:  # no thread left; connected clients continue
                 SERVICE.warning("a client of the pool was refused: %s", error)
                 self._connections.discard(connection)
                 connection.close()
@@ -276,7 +278,9 @@ class DataServer:
             case DatasetPart() | JoinPool() | Heartbeat():
                 return self._answer_follower(request, client), []
 
-    def _answer_follower(self, request: DatasetPart | JoinPool | Heartbeat, client: _PoolClient) -> PoolAnswer:
+    def _answer_follower(
+        self, request: DatasetPart | JoinPool | Heartbeat, client: _PoolClient
+    ) -> PoolAnswer:
         if not isinstance(self._pool, PoolLeader):
             raise UsageError(f"this server is a follower itself; join its leader, at {self._pool.leader}")
         match request:
@@ -347,7 +351,7 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
         os.unlink(socket_path(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(socket_path(path))
-    listener.listen(MAX_CONNECTIONS)   # further readers are refused, and read from storage
+    listener.listen(MAX_CONNECTIONS)  # further readers are refused, and read from storage
     # A signal delivered to another thread, as may happen after SIGCONT, does not interrupt `accept`.
     listener.settimeout(_LOOK_S)
     return listener, lock
@@ -368,7 +372,7 @@ def run_service(service: ServiceSpec) -> None:
     while serving.is_alive():
         heartbeats.on_iteration()
         time.sleep(_POLL_S)
-    os._exit(1)   # the node starts another one
+    os._exit(1)  # the node starts another one
 
 
 def _opened(memory_bytes: int, heartbeats: HeartbeatSender) -> DataServer:

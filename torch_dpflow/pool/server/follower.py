@@ -65,7 +65,9 @@ class _LeaderConnection:
         """
         with self._lock:
             if time.monotonic() < self._retry_at:
-                raise PeerLostError(f"the leader of the pool at {self._leader} does not answer; start it again")
+                raise PeerLostError(
+                    f"the leader of the pool at {self._leader} does not answer; start it again"
+                )
             try:
                 if self._connection is None:
                     self._connection = PoolConnection(self._leader, silence_s=self._silence_s)

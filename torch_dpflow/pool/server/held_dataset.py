@@ -159,7 +159,7 @@ class HeldDataset:
         """
         with older._changed, self._changed:
             if any(one not in older._segment_of or older._left[one] for one in range(stripes)):
-                raise UsageError(f"{older.source.ref} is not in memory as a whole; push it to its end first")
+                raise UsageError(f"{older.source.ref} is not completely in memory; complete its push first")
             shared = {id(one): one.share() for one in older.segments}
             self.segments += shared.values()
             self._segment_of |= {one: shared[id(older._segment_of[one])] for one in range(stripes)}
@@ -358,9 +358,7 @@ class HeldDataset:
             if problem is not None:
                 self._note(problem)
             # Readers request ELSEWHERE again, and take other states as final.
-            missing = (
-                ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
-            )
+            missing = ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
             states.append((one, HERE if problem is None else missing))
         with self._changed:
             for one, state in states:

@@ -76,7 +76,7 @@ class PoolLeader:
         self._followers = Followers(server.directory)
         self._generations = itertools.count(1)
         self._is_closed = False
-        self._clock = SuspendAwareClock()   # a leader that was suspended loses no follower
+        self._clock = SuspendAwareClock()  # a leader that was suspended loses no follower
         #: Until when followers of an earlier leader may return.
         self._returns_until = self._clock() + LEASE_S if self._followers.had_some else 0.0
         self._allocator.renew(server.name, 0, server.memory, self._clock())
@@ -148,7 +148,9 @@ class PoolLeader:
         with self._changed:
             known = self._sets.get(identity)
             if known is None:
-                raise UsageError(f"dataset {identity.hex()} is not in the pool; `dpflow pool list` shows what is")
+                raise UsageError(
+                    f"dataset {identity.hex()} is not in the pool; `dpflow pool list` shows what is"
+                )
             if known.held is None:
                 del self._sets[identity]
             else:
@@ -253,7 +255,7 @@ class PoolLeader:
             opened = open_source(request.source, identity)
             with self._changed:
                 self._await_followers(known)
-                if self._sets.get(identity) is not known:   # dropped meanwhile
+                if self._sets.get(identity) is not known:  # dropped meanwhile
                     if opened.reader is not None:
                         opened.reader.close()
                     return
@@ -270,8 +272,8 @@ class PoolLeader:
                 known.held = held
                 self._holdings.add(identity, held, known.is_explicit)
                 self._apply(instructions)
-        except Exception as error:   # whatever it is, the client must get it
-            SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))   # without its frames
+        except Exception as error:  # whatever it is, the client must get it
+            SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))  # without its frames
             with self._changed:
                 known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)
                 for name in filter(self._followers.__contains__, known.returned):

@@ -154,7 +154,7 @@ class PoolListener:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:   # no descriptor is free
+            except OSError as error:  # no descriptor is free
                 if not self._is_closed:
                     SERVICE.warning("a client of the pool was refused: %s", error)
                     time.sleep(0.1)
@@ -176,7 +176,7 @@ class PoolListener:
             del self._unauthenticated[fd]
             poll.unregister(fd)
             self._admit(*done.value)
-        except Exception as error:   # whatever it is, other peers must be served
+        except Exception as error:  # whatever it is, other peers must be served
             self._reject(fd, error)
 
     def _admit(self, admitted: socket.socket, purpose: int) -> None:
@@ -207,7 +207,7 @@ class PoolListener:
     def _end(self, fd: int) -> str:
         """Close a peer's connection; return its name."""
         peer = self._unauthenticated.pop(fd)
-        peer.handshake.close()   # with TLS it owns the connection by now
+        peer.handshake.close()  # with TLS it owns the connection by now
         peer.connection.close()
         return peer.name
 
