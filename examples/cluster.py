@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import DPFlowError
 
 #: By when a cluster that runs answers, and one that is started is up, seconds.

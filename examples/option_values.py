@@ -3,7 +3,7 @@
 import math
 from argparse import ArgumentParser, ArgumentTypeError
 
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import DeadlineError, DPFlowError
 
 #: numpy's generator takes no higher seed.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.new_process import ROOT
 from tests.shared_cluster import TestCluster, wait
-from torch_dpflow.cluster.messages.joined_node import NodeView
+from torch_dpflow.cluster.messages.node import NodeView
 
 
 class StartedNode:

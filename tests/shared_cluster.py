@@ -19,7 +19,7 @@ from torch_dpflow.cluster.client import open_job as client
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobOptions, JobReading, SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 

@@ -36,9 +36,9 @@ from torch_dpflow.cli.cluster_printing import (
     print_top,
 )
 from torch_dpflow.cli.dataset_options import Command
-from torch_dpflow.cluster.messages.joined_node import NodeView
+from torch_dpflow.cluster.messages.node import NodeView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, figures_of
-from torch_dpflow.cluster.security.cluster_address import ADDRESS_VARIABLE
+from torch_dpflow.cluster.security.connection_file import ADDRESS_VARIABLE
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 

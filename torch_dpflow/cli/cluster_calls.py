@@ -14,7 +14,7 @@ from torch_dpflow._core.checks import check_int
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.security.cluster_address import NODE_SOCKET, find_cluster, keys_hint
+from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 

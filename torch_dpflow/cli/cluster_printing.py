@@ -11,8 +11,7 @@ from rich.table import Table
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
-from torch_dpflow.cluster.messages.joined_node import NodeView
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import NodeView, ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures, state_words
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 

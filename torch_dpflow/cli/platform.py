@@ -145,14 +145,14 @@ def _list_members(address: str, *, as_json: bool) -> None:
         for view in processes
         if "members" in view.status
     }
-    keeper = next((view.status for view in processes if view.role == "keeper"), {})
+    provisioner = next((view.status for view in processes if view.role == "provisioner"), {})
     running = [flow for flow in flows if flow.workers_s is not None and flow.part is not None]
     if as_json:
         told = {"members": members, "flows": [_cost_of(flow) for flow in running]}
-        click.echo(to_json({**told, "refusal": keeper.get("refusal", "")}))
+        click.echo(to_json({**told, "refusal": provisioner.get("refusal", "")}))
         return
-    if keeper.get("refusal"):
-        click.echo(f"platform {keeper['platform']} refuses workers: {keeper['refusal']}", err=True)
+    if provisioner.get("refusal"):
+        click.echo(f"platform {provisioner['platform']} refuses workers: {provisioner['refusal']}", err=True)
     if members:
         print_members(members)
     if running:

@@ -24,8 +24,7 @@ from torch.utils.data import get_worker_info
 
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
-from torch_dpflow.cluster.monitoring.http_address import listen_at
-from torch_dpflow.cluster.monitoring.page_access import TOKEN_FILE, PagePlace, check_page
+from torch_dpflow.cluster.monitoring.page_access import TOKEN_FILE, PagePlace, check_page, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import RUNNING, Observation, ProcessRow
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.loader.runtime import Workload
@@ -86,7 +85,7 @@ class _WatchedLoaders:
         with listen_at(place.host, place.port) as listener:
             number = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torch_dpflow.cluster.monitoring.watch_page", str(number), title],
+                [sys.executable, "-m", "torch_dpflow.cluster.monitoring.page_server", str(number), title],
                 stdin=subprocess.PIPE,
                 bufsize=0,  # a fork could send what it holds once more
                 stdout=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from torch_dpflow.cluster.client.flow_registration import content_of, describe, 
 from torch_dpflow.cluster.client.options import JobOptions
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError
 from torch_dpflow.workers.script_settings import ScriptSettings

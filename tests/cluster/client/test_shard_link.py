@@ -15,7 +15,7 @@ from torch_dpflow.cluster.client.route_map import RouteMap
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks, Wanted
 from torch_dpflow.cluster.messages.router import JobId, Route, RoutingTable
 from torch_dpflow.cluster.messages.shard import Ask, Served
-from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.ipc.transport import TransportOptions, listen
 

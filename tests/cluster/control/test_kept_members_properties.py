@@ -1,4 +1,7 @@
-"""A keeper's members under any sequence of events: whose they are, how many, what shards are told, who is ended."""
+"""A provisioner's members under any sequence of events.
+
+Whose they are, how many, what shards are told, who is ended.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ SHARDS = st.sampled_from(["f:v1/shard-000", "f:v1/shard-001", "g:v1/shard-000"])
 
 
 class KeptMachine(RuleBasedStateMachine):
-    """Shards come, are replaced, fall silent and go; the keeper may be replaced too."""
+    """Shards come, are replaced, fall silent and go; the provisioner may be replaced too."""
 
     @initialize(workers=st.integers(1, 12))
     def begin(self, workers: int) -> None:
@@ -33,10 +36,10 @@ class KeptMachine(RuleBasedStateMachine):
         self.known: dict[str, dict[str, bool]] = defaultdict(dict)
         self.seen: dict[str, int] = defaultdict(int)
         self.heard: dict[str, float] = {}
-        self.replace_keeper()
+        self.replace_provisioner()
 
     @rule()
-    def replace_keeper(self) -> None:
+    def replace_provisioner(self) -> None:
         self.kept = KeptMembers(PREFIX, self.workers)
         self.ended: set[str] = set()
 
@@ -56,7 +59,7 @@ class KeptMachine(RuleBasedStateMachine):
                 self.ask(shard, name)
 
     def is_heard(self, shard: str) -> bool:
-        """As a shard calls, which attaches where the keeper does not know it."""
+        """As a shard calls, which attaches where the provisioner does not know it."""
         if not self.incarnations[shard]:
             return False
         self.heard[shard] = self.now
@@ -142,7 +145,7 @@ class KeptMachine(RuleBasedStateMachine):
         for shard in self.incarnations:
             self.is_heard(shard)
         strays = set(self.kept.strays([*self.there, "dpf-ffffffff-0123456789-0-1"]))
-        # One whose start an earlier keeper did not answer may be refused by the next one, which is full.
+        # One whose start an earlier provisioner did not answer may be refused by the next one, which is full.
         mine = {name for known in self.known.values() for name, is_answered in known.items() if is_answered}
         assert strays <= self.there - mine
         for name in strays:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from torch_dpflow.cluster.control.node_table import NodeTable
-from torch_dpflow.cluster.messages.joined_node import MAX_NODES, NodeRecord
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import MAX_NODES, NodeRecord, ProcessView
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.messages.sample_task import key_to_load, pack_task, unpack_task
+from torch_dpflow.cluster.messages.shard import key_to_load, pack_task, unpack_task
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.serialization.codec import decode, encode
 

@@ -12,8 +12,7 @@ import pytest
 
 from tests.browser import MISSING, find_chromium, opened
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
-from torch_dpflow.cluster.monitoring.http_address import listen_at
-from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
 from torch_dpflow.cluster.monitoring.page_history import MOST_POINTS, PageHistory
 from torch_dpflow.cluster.monitoring.page_server import PageServer

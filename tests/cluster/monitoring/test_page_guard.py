@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.shared_cluster import free_port
-from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page
-from torch_dpflow.cluster.monitoring.page_guard import (
+from torch_dpflow.cluster.monitoring.page_access import (
     BURST,
     MOST_CLIENTS,
     RATE,
     PageGuard,
+    PagePlace,
     Refusal,
+    check_page,
     digest_of,
 )
 from torch_dpflow.errors import OptionError

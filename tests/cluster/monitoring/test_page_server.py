@@ -17,10 +17,8 @@ from tests.browser import MISSING, find_chromium, opened
 from tests.shared_cluster import wait
 from torch_dpflow.cluster.monitoring import page_server
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
-from torch_dpflow.cluster.monitoring.http_address import listen_at
-from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_access import PagePlace, digest_of, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
-from torch_dpflow.cluster.monitoring.page_guard import digest_of
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
 from torch_dpflow.cluster.monitoring.page_server import MOST_CONNECTIONS, MOST_HEAD, PageServer
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torch_dpflow.cluster.monitoring.sharing import sharing_of
+from torch_dpflow.cluster.monitoring.cluster_figures import sharing_of
 
 
 @pytest.mark.parametrize(("served", "decodes"), [(0, 0), (99, 99), (4000, 3000), (4000, 1000)])

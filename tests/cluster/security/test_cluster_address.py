@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.cluster.security.cluster_address import ADDRESS_VARIABLE, find_cluster
-from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
+from torch_dpflow.cluster.security.connection_file import (
+    ADDRESS_VARIABLE,
+    find_cluster,
+    generate_keys,
+    write_connection_file,
+)
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 

@@ -1,18 +1,18 @@
-"""A keeper in a process of its own, over members that send what they are told to a listener and wait there."""
+"""A provisioner in a process of its own, over members that send what they are told to a listener and wait there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_dpflow.cluster.services import keeper
-from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services import provisioner
+from torch_dpflow.cluster.services.service import ClusterPlace, MemberPlace, ServiceSpec
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 from torch_dpflow.remote.launchers.processes import Processes, SubprocessLauncher
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
-#: What a keeper's settings hold, and no shard's.
+#: What a provisioner's settings hold, and no shard's.
 SECRET = "sesame-of-the-platform"
 MEMBERS = "torch_dpflow.testing.remote_workers"
 
@@ -46,9 +46,9 @@ def service_of(folder: str, id: str, incarnation: int = 1, *, workers: int = 4) 
 
 
 def keep(arguments: Sequence[str]) -> None:
-    """Run a keeper. arguments: the folder of sockets, how many workers, when to sweep; `broken` or nothing."""
+    """Run a provisioner. arguments: the folder of sockets, how many workers, when to sweep; `broken` or nothing."""
     folder, workers, sweep_s, *broken = arguments
-    keeper.FIRST_SWEEP_S, keeper.GRACE_S = float(sweep_s), 0.1
-    service = service_of(folder, "keeper", workers=int(workers))
+    provisioner.FIRST_SWEEP_S, provisioner.GRACE_S = float(sweep_s), 0.1
+    service = service_of(folder, "provisioner", workers=int(workers))
     object.__setattr__(service, "platform", Waiting(broken=bool(broken)))
-    keeper.run(service)
+    provisioner.run(service)

@@ -16,10 +16,8 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import Coordinator
-from torch_dpflow.cluster.services.serve import ask_in
-from torch_dpflow.cluster.services.spec import MemberPlace
-from torch_dpflow.cluster.services.state_store import open_store
-from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
+from torch_dpflow.cluster.services.service import MemberPlace, ask_in
+from torch_dpflow.cluster.services.state_store import WriteBehindStore, open_store
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient, RpcServer
 from torch_dpflow.ipc.transport import listen

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.new_process import in_fork
-from torch_dpflow.cluster.messages.sample_task import pack_task
-from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE
+from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE, pack_task
 from torch_dpflow.cluster.shard.detached_payload import text_payload
 from torch_dpflow.cluster.shard.sample_source import (
     KeylessTransform,

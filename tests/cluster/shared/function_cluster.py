@@ -24,7 +24,7 @@ WORKERS = 4
 
 @dataclass
 class FunctionCluster:
-    """A cluster, and the double that its keeper calls."""
+    """A cluster, and the double that its provisioner calls."""
 
     double: FunctionDouble
     cluster: CommandedCluster
@@ -44,7 +44,7 @@ def function_cluster(platform: str, folders: pytest.TempPathFactory) -> Iterator
 def up(
     double: FunctionDouble, folders: pytest.TempPathFactory, env: Mapping[str, str] | None = None
 ) -> CommandedCluster:
-    """A cluster whose keeper calls this double. env: variables of its processes."""
+    """A cluster whose provisioner calls this double. env: variables of its processes."""
     folder = folders.mktemp("c")
     (folder / "dpflow.toml").write_text(double.toml())
     with pytest.MonkeyPatch.context() as patch:

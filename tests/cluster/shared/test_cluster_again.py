@@ -19,8 +19,8 @@ from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client.open_job import JobOptions
 from torch_dpflow.cluster.messages.coordinator import Scale
-from torch_dpflow.cluster.security.cluster_address import find_cluster
 from torch_dpflow.cluster.security.connection_file import (
+    find_cluster,
     generate_keys,
     read_connection_file,
     write_connection_file,

@@ -23,7 +23,7 @@ from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
-from torch_dpflow.cluster.security.cluster_address import NODE_SOCKET
+from torch_dpflow.cluster.security.connection_file import NODE_SOCKET
 from torch_dpflow.ipc.rpc import RpcServer
 from torch_dpflow.ipc.transport import listen
 

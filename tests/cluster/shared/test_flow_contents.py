@@ -21,10 +21,10 @@ from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest, Scale
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView, Running
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.services import contents
 from torch_dpflow.cluster.services.contents import ContentFiles, open_content
-from torch_dpflow.cluster.services.spec import ClusterPlace
+from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, StateError, UsageError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import listen

@@ -16,7 +16,7 @@ from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.messages.router import JobHeartbeat, JobId, Join, RegisterShard
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.ipc.messages.errors import StaleShardError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
@@ -89,7 +89,7 @@ REGISTERED = """
 import os, sys
 from types import SimpleNamespace
 from torch_dpflow.ipc.rpc import RpcServer
-from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import ClusterPlace, ServiceSpec
 from torch_dpflow.cluster.shard.run import RouterCalls
 service = ServiceSpec(id="f:v1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))

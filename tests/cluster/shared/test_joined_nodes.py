@@ -22,17 +22,16 @@ from tests.shared_datasets import SlowNumbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import JobOptions
-from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeReport
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.messages.node import NodeJoin, NodeJoined, NodeOrders, NodeReport
 from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
+    find_cluster,
     generate_keys,
+    node_proof,
     read_connection_file,
     write_connection_file,
 )
-from torch_dpflow.cluster.security.node_proof import node_proof
-from torch_dpflow.cluster.services.head_link import Joining
-from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions, own_address
+from torch_dpflow.cluster.services.joining_node import Joining, JoiningNode, NodeOptions, own_address
 from torch_dpflow.errors import ErrorKind, OptionError, RemoteCallError, UsageError
 from torch_dpflow.remote.shipping.compatibility import versions_here
 
@@ -123,7 +122,7 @@ def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tm
 ENDED_AT_ONCE = """
 import signal
 from torch_dpflow.cli import main
-from torch_dpflow.cluster.services.head_link import Joining
+from torch_dpflow.cluster.services.joining_node import Joining
 join = Joining.join
 def join_and_be_ended(*given, **named):
     joined = join(*given, **named)

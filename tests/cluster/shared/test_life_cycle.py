@@ -18,7 +18,7 @@ from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import Running
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import RemoteCallError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 

@@ -1,4 +1,5 @@
-"""Flows whose workers are invocations of a function, or pods: started by the keeper, as many as jobs need, to none.
+"""Flows whose workers are invocations of a function, or pods: started by the provisioner, as many as jobs need, to
+none.
 
 The control planes are ours and instances are processes of this host; vendors' clients and the entries are real.
 """
@@ -31,7 +32,7 @@ def no_leaks() -> None:
     """Instances stay for the next test, and the vendor's client keeps its connections."""
 
 
-def test_each_sample_comes_once_while_the_keeper_and_then_all_members_are_killed(
+def test_each_sample_comes_once_while_the_provisioner_and_then_all_members_are_killed(
     functions: FunctionCluster,
     join: Join,
     flow: str,
@@ -39,8 +40,8 @@ def test_each_sample_comes_once_while_the_keeper_and_then_all_members_are_killed
     cluster, double = functions.cluster, functions.double
     job = Endless(join(flow, SlowNumbers(1_000_000, 0.02), batch_size=8, workers=2))
     job.until(lambda: len(working(cluster, flow)) >= 2, "two members")
-    killed = cluster.kill("keeper")
-    job.until(lambda: kept(cluster, but=killed) >= 1, "another keeper, which knows them")
+    killed = cluster.kill("provisioner")
+    job.until(lambda: kept(cluster, but=killed) >= 1, "another provisioner, which knows them")
     job.until(lambda: working(cluster, flow), "a member")
     assert not double.failed(), "who was warm stays"
     double.kill_all()

@@ -19,7 +19,7 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import RemoteCallError
 
 ROLES = ("coordinator", "router", "shard")

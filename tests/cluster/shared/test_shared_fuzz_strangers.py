@@ -20,8 +20,7 @@ from tests.cluster.shared.test_shared_fuzz import (
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.open_job import SharedJob
-from torch_dpflow.cluster.security.cluster_address import find_cluster
-from torch_dpflow.cluster.security.connection_file import generate_keys
+from torch_dpflow.cluster.security.connection_file import find_cluster, generate_keys
 from torch_dpflow.ipc.transport import TransportOptions
 
 

@@ -123,14 +123,15 @@ def keys(batches: Any) -> list[int]:
 
 
 def kept(cluster: CommandedCluster, *, but: int = 0) -> int:
-    """How many members the cluster's keeper has; -1: it does not serve, or is the process `but`."""
+    """How many members the cluster's provisioner has; -1: it does not serve, or is the process `but`."""
     return max(
-        (view.status.get("kept", -1) for view in cluster.processes("keeper") if view.pid != but), default=-1
+        (view.status.get("kept", -1) for view in cluster.processes("provisioner") if view.pid != but),
+        default=-1,
     )
 
 
 @pytest.mark.slow
-def test_two_jobs_read_each_sample_once_while_the_keeper_and_then_a_member_is_killed(
+def test_two_jobs_read_each_sample_once_while_the_provisioner_and_then_a_member_is_killed(
     cluster: CommandedCluster, join: Join, flow: str
 ) -> None:
     dataset = SlowNumbers(120, 0.01)
@@ -139,8 +140,8 @@ def test_two_jobs_read_each_sample_once_while_the_keeper_and_then_a_member_is_ki
     read = [keys([next(batches)]) for batches in reading]
     wait(lambda: len(working(cluster, flow)) == 2, what="both members")
     first = working(cluster, flow)
-    killed = cluster.kill("keeper")
-    wait(lambda: kept(cluster, but=killed) == 2, what="another keeper")
+    killed = cluster.kill("provisioner")
+    wait(lambda: kept(cluster, but=killed) == 2, what="another provisioner")
     read[0] += keys([next(reading[0])])
     assert working(cluster, flow) == first
     kill(next(iter(first.values())))
@@ -273,8 +274,8 @@ def test_members_leave_when_their_shard_is_killed_and_its_successor_has_others(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["shard", "keeper"])
-def test_a_shard_and_a_keeper_that_are_told_to_end_leave_no_member(
+@pytest.mark.parametrize("part", ["shard", "provisioner"])
+def test_a_shard_and_a_provisioner_that_are_told_to_end_leave_no_member(
     cluster: CommandedCluster, join: Join, flow: str, part: str
 ) -> None:
     job = join(flow, Numbers(400), batch_size=8, workers=1)
@@ -282,7 +283,7 @@ def test_a_shard_and_a_keeper_that_are_told_to_end_leave_no_member(
     read = keys([next(batches)])
     wait(lambda: working(cluster, flow), what="a member")
     before = working(cluster, flow)
-    id = "keeper" if part == "keeper" else f"{flow}:v1/shard"
+    id = "provisioner" if part == "provisioner" else f"{flow}:v1/shard"
     pid = cluster.kill(id, signal.SIGTERM)
     wait(lambda: cluster.process(id).pid not in (0, pid), what="its successor")
     assert cluster.process(id).ended == f"pid {pid} exited with code 0"

@@ -21,8 +21,8 @@ from tests.worker_cases import has_ended, kill
 pytestmark = pytest.mark.slow
 
 WORKERS = 2
-#: A setting of the platform, which only its keeper may know.
-SECRET = "sesame-of-the-keeper-alone"
+#: A setting of the platform, which only its provisioner may know.
+SECRET = "sesame-of-the-provisioner-alone"
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +75,16 @@ def test_all_members_are_killed_and_each_sample_comes_once(
     assert sorted(read + keys(batches)) == list(range(160))
 
 
-def test_the_keeper_is_killed_while_members_start(cluster: CommandedCluster, join: Join, flow: str) -> None:
+def test_the_provisioner_is_killed_while_members_start(
+    cluster: CommandedCluster, join: Join, flow: str
+) -> None:
     batches = join(flow, SlowNumbers(80, 0.01), batch_size=8, workers=1).traverse(0)
     wait(lambda: any(flow in shard and views for shard, views in members(cluster).items()), what="a start")
-    cluster.kill("keeper")
+    cluster.kill("provisioner")
     assert sorted(keys(batches)) == list(range(80))
 
 
-def test_no_service_but_the_keeper_has_the_platforms_settings(
+def test_no_service_but_the_provisioner_has_the_platforms_settings(
     cluster: CommandedCluster, join: Join, flow: str
 ) -> None:
     next(join(flow, SlowNumbers(80, 0.01), batch_size=8, workers=1).traverse(0))
@@ -90,7 +92,7 @@ def test_no_service_but_the_keeper_has_the_platforms_settings(
         view for view in cluster.processes() if not view.id.startswith("test/") or flow in view.id
     ]  # others end
     found = {view.id: holds(view.pid, SECRET.encode()) for view in views}
-    assert found.pop("keeper")
+    assert found.pop("provisioner")
     assert len(found) >= 3
     assert not any(found.values()), found
 

@@ -18,7 +18,7 @@ from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.client.open_job import SharedJob
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import Ask
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import RemoteCallError
 
 Join = Callable[..., SharedJob]

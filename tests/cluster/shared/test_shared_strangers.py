@@ -16,8 +16,7 @@ from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentReque
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import Ask
-from torch_dpflow.cluster.security.cluster_address import find_cluster
-from torch_dpflow.cluster.security.connection_file import generate_keys
+from torch_dpflow.cluster.security.connection_file import find_cluster, generate_keys
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 from torch_dpflow.ipc.transport import TransportOptions

@@ -15,7 +15,7 @@ from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client.open_job import JobOptions
-from torch_dpflow.cluster.security.cluster_address import find_cluster
+from torch_dpflow.cluster.security.connection_file import find_cluster
 
 
 @pytest.fixture(scope="module")

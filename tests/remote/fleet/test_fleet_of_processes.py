@@ -35,7 +35,7 @@ from torch_dpflow.testing.platforms import wakes
 CLUSTER, GROUP = "f1ee7000", "00000000aa"
 
 
-class Keeper:
+class Provisioner:
     """The shell of one fleet, as small as it can be: a worker lives as long as its connection."""
 
     def __init__(self, platform: ThreadedPlatform, listener: socket.socket) -> None:
@@ -93,31 +93,31 @@ class Keeper:
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
+def provisioner() -> Iterator[Provisioner]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         with closing(ThreadedPlatform(SubprocessLauncher(PROGRAM))) as platform:
-            keeper = Keeper(platform, listener)
-            yield keeper
-        for connection in keeper.connections.values():
+            provisioner = Provisioner(platform, listener)
+            yield provisioner
+        for connection in provisioner.connections.values():
             connection.close()
 
 
-def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
-    keeper.fleet.target(3)
-    keeper.run_until(lambda: len(keeper.working()) == 3)
-    victim = keeper.working()[1]
-    os.kill(int(keeper.refs[victim]), signal.SIGKILL)
-    keeper.run_until(lambda: victim not in keeper.working() and len(keeper.working()) == 3)
-    successor = WorkerName.parse(keeper.working()[-1])
+def test_a_fleet_survives_kills_and_leaves_nothing(provisioner: Provisioner) -> None:
+    provisioner.fleet.target(3)
+    provisioner.run_until(lambda: len(provisioner.working()) == 3)
+    victim = provisioner.working()[1]
+    os.kill(int(provisioner.refs[victim]), signal.SIGKILL)
+    provisioner.run_until(lambda: victim not in provisioner.working() and len(provisioner.working()) == 3)
+    successor = WorkerName.parse(provisioner.working()[-1])
     assert (successor.number, successor.incarnation) == (1, 4)
-    keeper.fleet.target(1)
-    keeper.run_until(lambda: len(keeper.fleet.workers) == 1)
-    keeper.fleet.target(0)
-    keeper.run_until(lambda: not keeper.fleet.workers)
-    assert len(set(keeper.started)) == len(keeper.started) == 4
-    assert sorted(keeper.admitted) == sorted(keeper.started)
-    assert keeper.connections == {}
+    provisioner.fleet.target(1)
+    provisioner.run_until(lambda: len(provisioner.fleet.workers) == 1)
+    provisioner.fleet.target(0)
+    provisioner.run_until(lambda: not provisioner.fleet.workers)
+    assert len(set(provisioner.started)) == len(provisioner.started) == 4
+    assert sorted(provisioner.admitted) == sorted(provisioner.started)
+    assert provisioner.connections == {}
     with closing(SubprocessLauncher(PROGRAM)) as stranger:
         assert stranger.list(prefix_of(CLUSTER)) == {}
 

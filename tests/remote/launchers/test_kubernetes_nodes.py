@@ -27,11 +27,9 @@ from tests.remote.launchers.test_kubernetes_manifest import (
 from tests.shared_cluster import free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.messages.joined_node import NodeView
-from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.security.cluster_address import find_cluster
-from torch_dpflow.cluster.security.connection_file import read_key_file
-from torch_dpflow.cluster.services.head_link import LEAVE_S
+from torch_dpflow.cluster.messages.node import NodeView, ProcessView
+from torch_dpflow.cluster.security.connection_file import find_cluster, read_key_file
+from torch_dpflow.cluster.services.joining_node import LEAVE_S
 
 __all__ = ["no_settings", "own_address"]
 

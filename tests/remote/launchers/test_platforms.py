@@ -20,7 +20,7 @@ from tests.new_process import run_interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.services.node import Node
-from torch_dpflow.cluster.services.spec import ClusterPlace
+from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.testing.platforms import PlatformContract, wakes

@@ -118,7 +118,7 @@ def read_and_compare(cluster: CommandedCluster, double: FunctionDouble) -> None:
     ) as job:
         batches = job.traverse(0)
         next(batches)
-        killer = Killer(double.kill_one, double.kill_all, lambda: cluster.kill("keeper"))
+        killer = Killer(double.kill_one, double.kill_all, lambda: cluster.kill("provisioner"))
         while killer.goes_on():
             next(batches)
     wait(lambda: not double.live(), what="the end of all workers")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow.cluster.client.options import Replica
 from torch_dpflow.cluster.messages.router import JobRank
-from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
 

@@ -21,7 +21,7 @@ from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.client.shared_job import SharedJob
 from torch_dpflow.cluster.messages.router import JobRank
-from torch_dpflow.cluster.security.cluster_address import Cluster, find_cluster
+from torch_dpflow.cluster.security.connection_file import Cluster, find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.indices import check_indices

@@ -36,7 +36,7 @@ from torch_dpflow.cluster.messages.router import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import (
     DeadlineError,
     ErrorKind,

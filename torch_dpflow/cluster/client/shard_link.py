@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import Ask, Served, ServedSample
-from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient

@@ -27,8 +27,8 @@ from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.cluster.messages.coordinator import Cost
 from torch_dpflow.cluster.messages.router import JobFigures
 from torch_dpflow.cluster.messages.shard import POISON_LIMIT
-from torch_dpflow.cluster.monitoring.sharing import Sharing, sharing_of
-from torch_dpflow.cluster.security.cluster_address import Cluster
+from torch_dpflow.cluster.monitoring.cluster_figures import Sharing, sharing_of
+from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import (
     DeadlineError,
     DPFlowError,

@@ -1,8 +1,8 @@
-"""Which shard has which members of a cluster, as its keeper knows it: pure.
+"""Which shard has which members of a cluster, as its provisioner knows it: pure.
 
-A shard's fleet decides about its members, and names each of them before it asks for it; the keeper has the name before
-it asks the platform. So each of the two can be killed and the other still knows all names; what neither knows, as after
-the death of both, is a stray.
+A shard's fleet decides about its members, and names each of them before it asks for it; the provisioner has the name
+before it asks the platform. So each of the two can be killed and the other still knows all names; what neither knows,
+as after the death of both, is a stray.
 
 A shard that attaches under a higher incarnation has lost the members of the one before, which nobody can use: their
 keys were at that one. So has one that is silent for as long as its members would wait for it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch_dpflow.cluster.messages.keeper import MAX_MEMBERS, MAX_NEWS
+from torch_dpflow.cluster.messages.provisioner import MAX_MEMBERS, MAX_NEWS
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.errors import StaleShardError
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
@@ -168,7 +168,7 @@ class KeptMembers:
         if (owner := self._members.get(name)) is not None and owner != shard:
             raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")
         if len(self._members) >= MAX_MEMBERS and name not in self._members:
-            raise UsageError(f"{name}: {MAX_MEMBERS} members are there, the most that a keeper has")
+            raise UsageError(f"{name}: {MAX_MEMBERS} members are there, the most that a provisioner has")
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torch_dpflow.cluster.messages.joined_node import MAX_NODES, NodeRecord, NodeView
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.node import MAX_NODES, NodeRecord, NodeView, ProcessView
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError
 

@@ -15,8 +15,7 @@ from torch_dpflow.cluster.messages.coordinator import Part
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.messages.router import RouterSettings
-from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
-from torch_dpflow.cluster.messages.worker import WorkerArguments
+from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings, WorkerArguments
 
 _encode = msgspec.msgpack.encode
 

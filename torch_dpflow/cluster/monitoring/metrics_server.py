@@ -15,7 +15,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import (
     count_of,
     figures_of,
 )
-from torch_dpflow.cluster.monitoring.http_address import check_vacant, is_loopback, parse_address
+from torch_dpflow.cluster.monitoring.page_access import check_vacant, is_loopback, parse_address
 from torch_dpflow.errors import MissingExtraError, OptionError
 from torch_dpflow.ipc.messages.fields import UNNAMED
 from torch_dpflow.log import SERVICE

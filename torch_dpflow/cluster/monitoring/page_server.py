@@ -1,9 +1,15 @@
-"""Serves the live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`."""
+"""Serve the live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`.
+
+As a program (`python -m`, with the number of a socket and a title) it shows the loaders of its parent: standard input
+has the page's address, then observations as lines of JSON. It ends with its parent.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -20,9 +26,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from torch_dpflow.cluster.monitoring.page_access import PageGuard, PagePlace
 from torch_dpflow.cluster.monitoring.page_figures import Observation
-from torch_dpflow.cluster.monitoring.page_guard import PageGuard
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
+from torch_dpflow.workers.process_control import exit_with
 
 #: Most connections, and most streams of updates, at once.
 MOST_CONNECTIONS, MOST_STREAMS = 128, 32
@@ -245,3 +252,20 @@ class _BoundedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def main() -> None:
+    """Serve until the parent ends, or closes the pipe."""
+    exit_with(os.getppid())
+    number, title = sys.argv[1:]
+    place = msgspec.json.decode(sys.stdin.buffer.readline(), type=PagePlace)
+    page = PageServer(socket.socket(fileno=int(number)), place.guard, PageHistory("loader", title))
+    page.start()
+    decoder = msgspec.json.Decoder(Observation)
+    for line in sys.stdin.buffer:
+        page.observe(decoder.decode(line))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -41,10 +41,10 @@ class Announcement:
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
         self._current_address: Callable[[], str] = lambda: ""
-        self._keeper = PeriodicCall(
+        self._renewal = PeriodicCall(
             self._keep, CHECK_S, "dpflow-announce", what="keeping the connection file"
         )
-        self._keeper.start()
+        self._renewal.start()
 
     def track(self, current_address: Callable[[], str]) -> None:
         """Update the file when the coordinator's address changes.
@@ -55,8 +55,8 @@ class Announcement:
 
     def remove(self) -> None:
         """Remove the file, unless it is another cluster's by now. To be called when the cluster ends."""
-        self._keeper.stop()
-        self._keeper.join()
+        self._renewal.stop()
+        self._renewal.join()
         with suppress(OSError):
             if self._is_ours():
                 self._path.unlink()

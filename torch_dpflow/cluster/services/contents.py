@@ -22,8 +22,7 @@ from typing import IO, Any
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, ContentPiece, ContentRequest
-from torch_dpflow.cluster.services.locate import locate
-from torch_dpflow.cluster.services.spec import ClusterPlace
+from torch_dpflow.cluster.services.service import ClusterPlace, locate
 from torch_dpflow.errors import DPFlowError, MessageError, StateError, UsageError
 from torch_dpflow.log import SERVICE
 

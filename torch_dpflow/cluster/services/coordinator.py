@@ -43,8 +43,8 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
-from torch_dpflow.cluster.services.spec import MemberPlace
-from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
+from torch_dpflow.cluster.services.service import MemberPlace
+from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError, UnknownFlowError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer

@@ -11,13 +11,18 @@ import msgspec
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.node_table import NodeTable
-from torch_dpflow.cluster.messages.joined_node import NodeJoin, NodeJoined, NodeOrders, NodeRecord, NodeReport
-from torch_dpflow.cluster.messages.node import Launch, ProcessView
-from torch_dpflow.cluster.security.connection_file import ConnectionFile
-from torch_dpflow.cluster.security.node_proof import is_proved
-from torch_dpflow.cluster.services.roles import COORDINATOR
-from torch_dpflow.cluster.services.spec import ClusterPlace
-from torch_dpflow.cluster.services.write_behind_store import WriteBehindStore
+from torch_dpflow.cluster.messages.node import (
+    Launch,
+    NodeJoin,
+    NodeJoined,
+    NodeOrders,
+    NodeRecord,
+    NodeReport,
+    ProcessView,
+)
+from torch_dpflow.cluster.security.connection_file import ConnectionFile, is_proved
+from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace
+from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer

@@ -19,22 +19,33 @@ import msgspec
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
 from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
-from torch_dpflow.cluster.messages.joined_node import TELL_S
-from torch_dpflow.cluster.messages.node import Launch
+from torch_dpflow.cluster.messages.node import TELL_S, Launch
 from torch_dpflow.cluster.monitoring.metrics_server import check_metrics_address
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page
 from torch_dpflow.cluster.security.announcement import Announcement, check_vacant, lock_file
-from torch_dpflow.cluster.security.cluster_address import default_connection_file, find_cluster
-from torch_dpflow.cluster.security.connection_file import generate_keys, read_key_file
-from torch_dpflow.cluster.services.host_processes import (
+from torch_dpflow.cluster.security.connection_file import (
+    default_connection_file,
+    find_cluster,
+    generate_keys,
+    read_key_file,
+)
+from torch_dpflow.cluster.services.node import (
+    WISHED_DESCRIPTORS,
+    Node,
     check_installed,
     fork_platform,
     keep_fork_server_in,
+    most_workers,
     private_directory,
 )
-from torch_dpflow.cluster.services.node import WISHED_DESCRIPTORS, Node, most_workers
-from torch_dpflow.cluster.services.roles import COORDINATOR, KEEPER, PAGE, POOL
-from torch_dpflow.cluster.services.spec import ClusterPlace, MemberPlace
+from torch_dpflow.cluster.services.service import (
+    COORDINATOR,
+    PAGE,
+    POOL,
+    PROVISIONER,
+    ClusterPlace,
+    MemberPlace,
+)
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
@@ -259,7 +270,7 @@ class LocalCluster:
         )
         own = [Launch(COORDINATOR, COORDINATOR, msgspec.msgpack.encode(arguments))]
         if members is not None:
-            own.append(Launch(KEEPER, KEEPER))
+            own.append(Launch(PROVISIONER, PROVISIONER))
         page = options.page_place(vacant=False)
         if page is not None:
             own.append(Launch(PAGE, PAGE, msgspec.msgpack.encode(page)))

@@ -1,18 +1,31 @@
-"""A node: the process that keeps the services and workers of one host running. They end with it."""
+"""A node: the processes of one host, started, supervised and ended as its coordinator desires."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from torch_dpflow._core.descriptors import exhausted, soft_limit
+from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow._core.threads import SuspendAwareClock
-from torch_dpflow.cluster.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
+from torch_dpflow.cluster.control.supervision import (
+    START_S,
+    CleanUp,
+    Kill,
+    Spawn,
+    Supervisor,
+    SupervisorInstruction,
+)
 from torch_dpflow.cluster.messages.node import (
     WAITING,
     Desire,
@@ -23,14 +36,25 @@ from torch_dpflow.cluster.messages.node import (
     ProcessView,
     Running,
 )
-from torch_dpflow.cluster.services.roles import COORDINATOR, KEEPER, PAGE, POOL, ROLES, main
-from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec, subjects_of
+from torch_dpflow.cluster.services.service import (
+    COORDINATOR,
+    PAGE,
+    POOL,
+    PRELOAD,
+    PROVISIONER,
+    ROLES,
+    ClusterPlace,
+    ServiceSpec,
+    main,
+    subjects_of,
+)
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, StateError, UsageError
 from torch_dpflow.ipc.messages.fields import Count
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import PlatformSpec
+from torch_dpflow.workers.local_platform import ForkServerPlatform
 from torch_dpflow.workers.local_platform import DESCRIPTORS
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
@@ -85,11 +109,11 @@ class Node:
 
     Args:
         place: the sockets, keys and token of its processes.
-        own: the processes that it keeps running whatever is desired: the coordinator, a keeper, the live page, a
+        own: the processes that it keeps running whatever is desired: the coordinator, a provisioner, the live page, a
             server of the pool. None of them on a host that has joined a cluster.
         platform: starts its processes; closed with the node.
         roles: those that may be desired.
-        members: where workers run, for the keeper; None: this platform runs them.
+        members: where workers run, for the provisioner; None: this platform runs them.
 
     Raises:
         OptionError: the platform cannot run services: nothing could connect to them, or they could not reach the node.
@@ -252,7 +276,7 @@ class Node:
             settings=spawn.launch.settings,
             address=spawn.address,
             place=self._place,
-            platform=self._members if spawn.launch.role == KEEPER else None,
+            platform=self._members if spawn.launch.role == PROVISIONER else None,
         )
         spec = ProcessSpec(
             name=service.id,
@@ -304,7 +328,7 @@ class Node:
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body
         for launch in desired.launches:
-            if launch.role not in self._roles or launch.id in (COORDINATOR, KEEPER, PAGE, POOL):
+            if launch.role not in self._roles or launch.id in (COORDINATOR, PROVISIONER, PAGE, POOL):
                 raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
         self._elsewhere = desired.elsewhere
         self._apply(self._supervisor.desire([*self._own, *desired.launches], self._clock()))
@@ -353,3 +377,45 @@ def stopped_by_signals(node: Stoppable) -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, previous):
             signal.signal(number, handler)
+
+
+def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
+    """The platform of a node. preload: modules to import once, beside this package's own."""
+    # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node
+    # waits for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `timeouts_s`.
+    # Only the operator chooses what it imports (`preload`), never a client.
+    return ForkServerPlatform(preload=[*PRELOAD, *preload], timeouts_s=(LEASE_S, START_S), outlived=True)
+
+
+def keep_fork_server_in(directory: str) -> None:
+    """Have multiprocessing put the socket of its fork server into this directory.
+
+    Its own directory would stay for good if this process is killed; the cluster's is removed by the last survivor.
+    """
+    process: Any = multiprocessing.current_process()
+    process._config.setdefault("tempdir", directory)
+
+
+def check_installed(module: str) -> None:
+    """Raise OptionError unless a module of this name is installed. Imports nothing."""
+    if module in sys.modules:
+        return
+    top, *rest = names = module.split(".")
+    found = find_spec(top) if all(name.isidentifier() for name in names) else None
+    for name in rest:  # not all at once by `find_spec`, which imports the packages on the way
+        places = None if found is None else found.submodule_search_locations
+        found = (
+            None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
+        )
+    if found is None:
+        raise OptionError(f"--preload {module!r}: no such module is installed; install it, or leave it out")
+
+
+def private_directory() -> PrivateDirectory:
+    """A directory for sockets. Raises OptionError if none can be made."""
+    try:
+        return PrivateDirectory()
+    except OSError as error:
+        raise OptionError(
+            f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
+        ) from error

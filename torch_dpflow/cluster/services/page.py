@@ -13,13 +13,10 @@ import msgspec
 
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.cluster.monitoring.http_address import listen_at
-from torch_dpflow.cluster.monitoring.page_access import PagePlace
+from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, observation_of
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
-from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
-from torch_dpflow.cluster.services.roles import COORDINATOR
-from torch_dpflow.cluster.services.spec import ClusterPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace, HeartbeatSender, ServiceSpec
 from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE

@@ -42,8 +42,7 @@ from torch_dpflow.cluster.messages.router import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.cluster.services.serve import serve
-from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.cluster.services.service import ServiceSpec, serve
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import MisdirectedError, StaleShardError
 from torch_dpflow.ipc.messages.fields import UNNAMED, Name

@@ -1,6 +1,7 @@
-"""A cluster's platform as its shards see it: through the keeper, which alone has its library and credentials.
+"""A cluster's platform as its shards see it: through the provisioner, which alone has its library and credentials.
 
-It has all names before the keeper has them, and tells them to each keeper that begins. So a keeper's death costs no
+It has all names before the provisioner has them, and tells them to each provisioner that begins. So a provisioner's
+death costs no
 member: what was asked for and not answered is asked again, and members live on.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from torch_dpflow._core.threads import PeriodicCall
-from torch_dpflow.cluster.messages.keeper import (
+from torch_dpflow.cluster.messages.provisioner import (
     MAX_REQUESTS,
     Asking,
     Attach,
@@ -28,13 +29,13 @@ from torch_dpflow.cluster.messages.keeper import (
     SuspectRequest,
     outcome_of,
 )
-from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec
 from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Ref, Refused
 
-#: How long the keeper's platform may take to be opened, and the keeper to hear that a shard ends, seconds.
+#: How long the provisioner's platform may take to be opened, and the provisioner to hear that a shard ends, seconds.
 OPEN_S, RELEASE_S = 120.0, 2.0
 
 
@@ -47,17 +48,17 @@ class KeptSource:
         self._listen_at = ""
 
     def open(self) -> KeptPlatform:
-        """Connect to the keeper. Raises RemoteCallError with what the platform says, DeadlineError."""
+        """Connect to the provisioner. Raises RemoteCallError with what the platform says, DeadlineError."""
         platform = KeptPlatform(self._service)
         self._listen_at = platform.listen_at
         return platform
 
     def listen_at(self) -> str:
-        """As the keeper says, whose host is this one."""
+        """As the provisioner says, whose host is this one."""
         return self._listen_at
 
     def check_listen(self, address: str) -> None:
-        """Nothing: the keeper has."""
+        """Nothing: the provisioner has."""
 
 
 class KeptPlatform:
@@ -65,21 +66,21 @@ class KeptPlatform:
 
     Raises:
         RemoteCallError: the platform cannot be opened, or refuses.
-        DeadlineError: the keeper does not answer.
+        DeadlineError: the provisioner does not answer.
     """
 
     def __init__(self, service: ServiceSpec) -> None:
         self._id, self._incarnation = service.id, service.incarnation
-        self._client = service.place.connect(service.place.keeper_address)
+        self._client = service.place.connect(service.place.provisioner_address)
         #: Guards what follows.
         self._lock = threading.Lock()
-        #: What is to be asked for, by the kind of request and the member, in order; until the keeper has it.
+        #: What is to be asked for, by the kind of request and the member, in order; until the provisioner has it.
         self._requests: dict[tuple[type, str], Request] = {}
         #: Orders whose start has not been answered, and how the platform knows the others that are not gone.
         self._orders: dict[str, bytes] = {}
         self._refs: dict[str, Ref | None] = {}
         self._outcomes: list[Outcome] = []
-        #: How much news the keeper has told. For the thread that asks.
+        #: How much news the provisioner has told. For the thread that asks.
         self._seen = 0
         self._closed = False
         try:
@@ -154,7 +155,7 @@ class KeptPlatform:
             return
         body = Requests(self._id, self._incarnation, [request for _, request in asked])
         if not self._client.call("request", body, reply_type=bool).body:
-            return  # a new keeper: the other thread attaches, and then these are asked again
+            return  # a new provisioner: the other thread attaches, and then these are asked again
         with self._lock:
             for key, request in asked:
                 if self._requests.get(key) is request:
@@ -172,7 +173,7 @@ class KeptPlatform:
         self._tell([outcome_of(told) for told in news.told])
 
     def _attach_again(self) -> None:
-        """To a new keeper, and ask it for all starts that the one before has not answered."""
+        """To a new provisioner, and ask it for all starts that the one before has not answered."""
         try:
             self._attach()
         except RemoteCallError as error:  # what the platform says; members live on
@@ -196,7 +197,7 @@ class KeptPlatform:
 
     def _log(self, error: Exception) -> None:
         if not self._closed:
-            SERVICE.warning("calling the keeper has failed and is repeated (%s)", error)
+            SERVICE.warning("calling the provisioner has failed and is repeated (%s)", error)
 
     def _note(self, outcome: Outcome) -> None:
         name = outcome.name

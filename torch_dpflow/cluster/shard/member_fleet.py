@@ -8,8 +8,7 @@ import time
 from typing import IO, Any
 
 from torch_dpflow.cluster.services.contents import open_content
-from torch_dpflow.cluster.services.roles import COORDINATOR
-from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import COORDINATOR, MemberPlace, ServiceSpec
 from torch_dpflow.cluster.shard.kept_platform import KeptSource
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError
@@ -31,8 +30,8 @@ PORT_S, PORT_RETRY_S = 30.0, 1.0
 class MemberFleet:
     """Has a platform run the workers of a shard, and gives these what the shard's own listener would.
 
-    All methods are for the server's thread. Another thread fetches the content and waits for the keeper's platform,
-    which takes seconds.
+    All methods are for the server's thread. Another thread fetches the content and waits for the provisioner's
+    platform, which takes seconds.
     """
 
     def __init__(self, service: ServiceSpec, members: MemberPlace, content: str) -> None:

@@ -23,9 +23,7 @@ from torch_dpflow.cluster.messages.router import (
     RegisterShard,
 )
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
-from torch_dpflow.cluster.services.locate import locate
-from torch_dpflow.cluster.services.serve import ask_in, serve
-from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec, ask_in, locate, serve
 from torch_dpflow.cluster.shard.lookaheads import LookaheadParts
 from torch_dpflow.cluster.shard.member_fleet import MemberFleet
 from torch_dpflow.cluster.shard.server import SampleShard

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow._core.torch_private import set_worker_info
 from torch_dpflow.announcing import announce_order, takes_orders
-from torch_dpflow.cluster.messages.sample_task import key_to_load, unpack_task
-from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE
+from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE, key_to_load, unpack_task
 from torch_dpflow.epoch.rng import seed_batch
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.serialization.codec import decode

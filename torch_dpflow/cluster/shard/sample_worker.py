@@ -12,13 +12,9 @@ from typing import IO, Any
 import msgspec
 
 from torch_dpflow.cluster.control.supervision import UP
-from torch_dpflow.cluster.messages.shard import FAILED
-from torch_dpflow.cluster.messages.worker import GREETING, WorkerArguments
+from torch_dpflow.cluster.messages.shard import FAILED, GREETING, WorkerArguments
 from torch_dpflow.cluster.services.contents import open_content
-from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
-from torch_dpflow.cluster.services.locate import locate
-from torch_dpflow.cluster.services.roles import COORDINATOR
-from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.cluster.services.service import COORDINATOR, HeartbeatSender, ServiceSpec, locate
 from torch_dpflow.cluster.shard.sample_source import SampleSource
 from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.ipc.memory.arena import Arena, RunningTask

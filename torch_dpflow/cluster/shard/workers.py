@@ -10,9 +10,16 @@ from typing import Protocol
 
 from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.cluster.cache.objects import Load
-from torch_dpflow.cluster.messages.sample_task import pack_task
-from torch_dpflow.cluster.messages.shard import FAILED, POISON_LIMIT, POISONED, SAMPLE, WORKERLESS
-from torch_dpflow.cluster.messages.worker import GREETING, SHARD_ID_BYTES
+from torch_dpflow.cluster.messages.shard import (
+    FAILED,
+    GREETING,
+    POISON_LIMIT,
+    POISONED,
+    SAMPLE,
+    SHARD_ID_BYTES,
+    WORKERLESS,
+    pack_task,
+)
 from torch_dpflow.cluster.shard.detached_payload import DetachedPayload, detach, text_payload
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.ipc.memory.arena import RunningTaskReader

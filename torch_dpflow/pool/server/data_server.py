@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from torch_dpflow._core.checks import check_int, check_seconds, check_type
-from torch_dpflow.cluster.services.heartbeat import HeartbeatSender
-from torch_dpflow.cluster.services.spec import ServiceSpec
+from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.ipc.memory.headroom import check_memory
 from torch_dpflow.ipc.transport.base import is_loopback

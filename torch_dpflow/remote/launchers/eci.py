@@ -116,7 +116,7 @@ CLUSTER, NUMBER = "dpflow-cluster", "dpflow-node"
 #: States in which a group runs nothing and costs nothing, for good.
 ENDED = frozenset({"Succeeded", "Failed", "ScheduleFailed", "Expired"})
 _ENDING = "Terminating"
-#: How long a node that leaves may take, seconds: `cluster.services.head_link.LEAVE_S` for its jobs, and its own end.
+#: How long a node that leaves may take, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
 _GRACE_S = 75
 #: As many as may join one cluster.
 _MOST = 256

@@ -26,7 +26,7 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     safe_pod,
 )
 
-#: How long a node that leaves may take, seconds: `cluster.services.head_link.LEAVE_S` for its jobs, and its own end.
+#: How long a node that leaves may take, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
 _NODE_GRACE_S = 75
 #: As many as may join one cluster.
 _MAX_NODES = 256

@@ -1,7 +1,7 @@
-"""The keeper of a cluster whose workers run on a platform: it alone has the platform's library and credentials.
+"""The provisioner of a cluster whose workers run on a platform: it alone has the platform's library and credentials.
 
 It starts, watches and ends members for all shards. What becomes of them is decided by each shard's fleet, which has
-their keys and hears them; so members live through the keeper's death. It saves nothing: see
+their keys and hears them; so members live through the provisioner's death. It saves nothing: see
 `cluster.control.kept_members`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.kept_members import KeptMembers
-from torch_dpflow.cluster.messages.keeper import (
+from torch_dpflow.cluster.messages.provisioner import (
     Asking,
     Attach,
     Attached,
@@ -31,8 +31,7 @@ from torch_dpflow.cluster.messages.keeper import (
     SuspectRequest,
     told_of,
 )
-from torch_dpflow.cluster.services.serve import ask_in, serve
-from torch_dpflow.cluster.services.spec import MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec, ask_in, serve
 from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.log import SERVICE
@@ -48,7 +47,8 @@ from torch_dpflow.remote.launchers.contract import (
 
 #: How long a call of `news` waits for some, seconds.
 HOLD_S = 1.0
-#: After how long all shards have told a new keeper what they have, so that it can look for strays; how often; seconds.
+#: After how long all shards have told a new provisioner what they have, so that it can look for strays; how often;
+#: seconds.
 FIRST_SWEEP_S, SWEEP_S = 15.0, 60.0
 #: How long members may take to end by themselves when the cluster ends, seconds.
 GRACE_S = 2.0
@@ -66,7 +66,7 @@ class Opened:
     found: Mapping[str, Ref]
 
 
-class Keeper:
+class Provisioner:
     """Serves the shards of a cluster. One thread drives it, and none of its methods blocks.
 
     Args:
@@ -179,7 +179,7 @@ class Keeper:
         name = request.name
         if not self._members.start(shard, name):
             return
-        if name in opened.found:  # by an earlier keeper, whose answer was lost
+        if name in opened.found:  # by an earlier provisioner, whose answer was lost
             opened.platform.adopt(name, opened.found[name])
             self._members.note(Accepted(name, opened.found[name]))
             return
@@ -292,7 +292,7 @@ class Keeper:
             return {}
 
     def _sweep(self) -> None:
-        """End members of this cluster that nobody knows: those of shards and keepers that were killed together."""
+        """End members of this cluster that nobody knows: those of shards and provisioners that were killed together."""
         assert self._opened is not None
         found = self._listed(self._opened.launcher)
         self._server.post(partial(self._end_strays, found))
@@ -306,16 +306,18 @@ class Keeper:
 
 
 def run(service: ServiceSpec) -> None:
-    """Run a keeper: the role of a node's process."""
+    """Run a provisioner: the role of a node's process."""
     assert service.place.members is not None
     assert service.platform is not None
-    server = RpcServer(service.listen(service.place.keeper_address), options=ServerOptions(shared_bytes=0))
+    server = RpcServer(
+        service.listen(service.place.provisioner_address), options=ServerOptions(shared_bytes=0)
+    )
 
     def await_sigterm() -> None:
         # Shards tell their members meanwhile that they are not wanted any more, so the server goes on.
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(keeper,)).start())
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(provisioner,)).start())
 
-    keeper = Keeper(
+    provisioner = Provisioner(
         server,
         service.platform,
         service.place.members,
@@ -324,11 +326,11 @@ def run(service: ServiceSpec) -> None:
         on_opened=await_sigterm,  # again: a library's own handler, as Ray's, writes a stack and aborts after 3 s
     )
     await_sigterm()
-    keeper.open()
-    serve(service, server, status=keeper.status, poll=keeper.poll)
+    provisioner.open()
+    serve(service, server, status=provisioner.status, poll=provisioner.poll)
 
 
-def _end(keeper: Keeper) -> None:
+def _end(provisioner: Provisioner) -> None:
     with suppress(Exception):
-        keeper.close()
+        provisioner.close()
     os._exit(0)  # the platform's library may have threads that an interpreter's end would wait for

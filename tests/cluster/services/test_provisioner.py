@@ -1,4 +1,4 @@
-"""A keeper and what its shards have of it: its death, theirs, how many there may be, and what is left behind."""
+"""A provisioner and what its shards have of it: its death, theirs, how many there may be, and what is left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Attached = Callable[..., KeptPlatform]
 
 
 class Keeping:
-    """A keeper that can be killed and started again, and a listener for members."""
+    """A provisioner that can be killed and started again, and a listener for members."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = str(folder)
@@ -36,7 +36,7 @@ class Keeping:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.order = json.dumps({"address": listener.getsockname()}).encode()
         self.process: Interpreter
-        self.cluster = service_of(self.folder, "keeper").place.cluster
+        self.cluster = service_of(self.folder, "provisioner").place.cluster
 
     def up(self, *, workers: int = 4, sweep_s: float = 60.0, broken: bool = False) -> None:
         arguments = [self.folder, str(workers), str(sweep_s), *(["broken"] if broken else [])]
@@ -88,7 +88,7 @@ def started(
     return {outcome.name: int(outcome.ref) for outcome in outcomes if isinstance(outcome, Accepted)}
 
 
-def test_members_live_through_the_keepers_death_and_the_next_one_tells_of_their_ends(
+def test_members_live_through_the_provisioners_death_and_the_next_one_tells_of_their_ends(
     keeping: Keeping,
 ) -> None:
     keeping.up()
@@ -114,7 +114,7 @@ def test_members_live_through_the_keepers_death_and_the_next_one_tells_of_their_
     assert has_ended(int(third.ref))
 
 
-def test_what_an_earlier_keeper_has_started_is_not_started_twice(keeping: Keeping) -> None:
+def test_what_an_earlier_provisioner_has_started_is_not_started_twice(keeping: Keeping) -> None:
     with closing(SubprocessLauncher(MEMBERS)) as before:
         ref = before.start(keeping.name(0), keeping.order, deadline_s=PATIENCE_S)
         keeping.up()

@@ -1,4 +1,4 @@
-"""Bodies of the calls to a keeper, and of its answers. It starts members for the shards of a cluster."""
+"""Bodies of the calls to a provisioner, and of its answers. It starts members for the shards of a cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class KeptMember(Body):
 
 
 class Attach(Body):
-    """To a keeper: this shard has these members. Answered with `Attached`; what an earlier incarnation had is ended."""
+    """To a provisioner: this shard has these members.
+
+    Answered with `Attached`; what an earlier incarnation had is ended.
+    """
 
     shard: Name
     incarnation: Count
@@ -50,7 +53,7 @@ class Attach(Body):
 
 
 class Attached(Body):
-    """From a keeper: what its platform is."""
+    """From a provisioner: what its platform is."""
 
     limits: Limits
     #: Where to listen for members.
@@ -83,7 +86,7 @@ Request: TypeAlias = StartRequest | StopRequest | SuspectRequest
 
 
 class Requests(Body):
-    """To a keeper, in order. Answered with whether it knows the shard; if not it has done nothing."""
+    """To a provisioner, in order. Answered with whether it knows the shard; if not it has done nothing."""
 
     shard: Name
     incarnation: Count
@@ -91,7 +94,7 @@ class Requests(Body):
 
 
 class Asking(Body):
-    """To a keeper: what is new beyond what the shard has had. Answered with `News`, as soon as there is any."""
+    """To a provisioner: what is new beyond what the shard has had. Answered with `News`, as soon as there is any."""
 
     shard: Name
     incarnation: Count
@@ -113,9 +116,9 @@ class Told(Body):
 
 
 class News(Body):
-    """From a keeper."""
+    """From a provisioner."""
 
-    #: Whether the keeper knows the shard; if not, it is to attach again.
+    #: Whether the provisioner knows the shard; if not, it is to attach again.
     known: bool
     #: As of the shard's next `Asking`.
     seen: Count = 0
@@ -123,7 +126,10 @@ class News(Body):
 
 
 class Release(Body):
-    """To a keeper: this shard ends, and its members are to be ended unless they do so by themselves in this time."""
+    """To a provisioner: this shard ends.
+
+    And its members are to be ended unless they do so by themselves in this time.
+    """
 
     shard: Name
     incarnation: Count
