@@ -54,8 +54,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, 
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import PlatformSpec
-from torch_dpflow.workers.local_platform import ForkServerPlatform
-from torch_dpflow.workers.local_platform import DESCRIPTORS
+from torch_dpflow.workers.local_platform import DESCRIPTORS, ForkServerPlatform
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
 #: A process without a heartbeat for so long is killed and restarted, seconds.
