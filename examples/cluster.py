@@ -1,4 +1,4 @@
-"""A cluster for an example that is run without one: found if it is there, else started and ended with the example."""
+"""A cluster for an example: a running one, or one that is started and stopped with the example."""
 
 import subprocess
 import sys
@@ -12,13 +12,13 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import DPFlowError
 
-#: By when a cluster that runs answers, and one that is started is up, seconds.
+#: Timeouts for the answer of a running cluster, and for the start of a new one, seconds.
 ANSWER_S, START_S = 20.0, 60.0
 
 
 @contextmanager
 def found_or_started(address: str, *, preload: Sequence[str] = ()) -> Iterator[str]:
-    """`address`, where a cluster answers, or is to; for "auto" without one, that of a cluster of one's own."""
+    """Yield `address`, or for "auto" without a running cluster the address of a new one."""
     if address != "auto" or _answers(address):
         yield address
     else:
@@ -28,10 +28,10 @@ def found_or_started(address: str, *, preload: Sequence[str] = ()) -> Iterator[s
 
 @contextmanager
 def started(*, preload: Sequence[str] = (), platform: str = "", worker_listen: str = "") -> Iterator[str]:
-    """A cluster that is ended at the end, with all that it runs; the path of its connection file.
+    """Run a cluster, and yield the path of its connection file.
 
     preload: modules that it imports once for all its workers. platform: what runs these; empty: this host.
-    worker_listen: where they call; empty: where the platform says.
+    worker_listen: where they connect to; empty: where the platform suggests.
     """
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
         path = Path(folder, "connection")
@@ -48,14 +48,14 @@ def started(*, preload: Sequence[str] = (), platform: str = "", worker_listen: s
 
 
 def processes(address: str) -> list[ProcessView]:
-    """What a cluster runs, with figures that are up to a second old."""
+    """Return the processes of a cluster, with figures that are up to a second old."""
     with find_cluster(address).connect() as coordinator:
         views: list[ProcessView] = coordinator.call("processes", reply_type=list[ProcessView]).body
     return views
 
 
 def loads(address: str, flow: str = "") -> int:
-    """Samples that a cluster has loaded, of one flow or of all."""
+    """Return the number of samples that a cluster has loaded, for one flow or for all."""
     views = [view for view in processes(address) if view.role == "shard" and view.id.startswith(flow)]
     return sum(int(view.status.get("loads", 0)) for view in views)
 

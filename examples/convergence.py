@@ -1,16 +1,16 @@
-"""Does a model learn the same from both loaders? The same model, seeds and data, side by side.
+"""Compare what a model learns from both loaders, with the same model, seeds and data.
 
     python -m examples.convergence --problem digits --plot runs/convergence.png
 
-Trains with torch's loader, with ours, and, where `--address` names a cluster, with ours over a shared flow; each with
-several seeds. A seed decides the model's first weights and the order of samples; both loaders read the same order,
-but draw other random augmentation (torch's from a stream for each worker, ours from one for each batch), and a shared
-flow reads another order. So the accuracies differ a little for each seed. What counts is whether their means over the
-seeds differ by more than the seeds do among themselves.
+Trains with torch's loader and with ours. If `--address` names a cluster, it also trains with ours over a shared flow.
+Each side has several seeds. A seed decides the model's first weights and the order of samples. Both loaders read the
+same order, but draw different random augmentation: torch's from a stream for each worker, ours from one for each batch.
+A shared flow also reads another order. So the accuracies differ a little for each seed. Their means over the seeds
+should not differ by more than the seeds do among themselves.
 
 `digits` are scikit-learn's 1,797 images of 8x8 pixels, about two minutes on two cores. `jpegs` are generated
-photographs (examples/natural_images.py), which the decoder scales down, because that costs a quarter; about ten
-minutes. Both are learnt by small convolutional networks.
+photographs (examples/natural_images.py), about ten minutes. The decoder scales them down, because that costs a quarter.
+Small convolutional networks learn both.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class ShiftedDigits(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is learnt, and how."""
+    """A model with its data and hyperparameters."""
 
     name: str
     train: Dataset[Any]
@@ -139,7 +139,7 @@ def jpegs(folder: Path) -> Problem:
 
 
 def open_loader(problem: Problem, side: str, seed: int, options: argparse.Namespace) -> Any:
-    """The one line in which the sides differ."""
+    """Make the loader of a side: the one line in which the sides differ."""
     given: dict[str, Any] = {
         "batch_size": problem.batch_size,
         "shuffle": True,

@@ -44,7 +44,7 @@ def training_threads() -> int:
 
 
 def sides(vision: bool) -> list[str]:
-    """What is trained with, in the table's order."""
+    """Return the names of the sides, in the table's order."""
     return [*LOADERS, *(f"{loader} + vision" for loader in LOADERS if vision)]
 
 

@@ -29,7 +29,7 @@ from torch_dpflow.flows import DataLoadFlow, ImagePilDecode
 CLASSES = ("background", "disc", "square", "triangle")
 #: Pixels along each side of what the model sees.
 SIZE = 128
-#: A box that overlaps a true one by so much has found it.
+#: A box that overlaps a true one by this much counts as found.
 FOUND_IOU = 0.5
 
 Batch = tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]
@@ -120,7 +120,7 @@ def best_boxes(model: Any, images: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """Of the shapes that are there: how many were found, and how well boxes overlap (IoU)."""
+    """Return the share of shapes that were found, and how well boxes overlap (IoU)."""
     found = objects = 0
     overlap = 0.0
     for images, targets in batches:

@@ -1,9 +1,9 @@
-"""Trains a task whose data comes through a flow; what the three examples of flows have in common.
+"""Train a task whose data comes through a flow: the common part of three examples.
 
-The data is generated once and kept in a dataset store, as bytes with annotations; a flow decodes and augments it.
-Which loader feeds the training is decided in `open_loaders`; everything else is the same for all of them. The
-reader's seed decides what random stages draw for a sample of an epoch, so torch's loader and ours give the same
-batches, bit for bit, and so the same losses.
+The data is generated once and stored in a dataset store, as bytes with annotations. A flow decodes and augments it.
+`open_loaders` decides which loader feeds the training; everything else is the same for all of them. The reader's seed
+decides what random stages draw for a sample of an epoch. So torch's loader and ours deliver the same batches, bit for
+bit, and give the same losses.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch_dpflow.flows import (
     RemoteDataLoadFlowReader,
 )
 
-Loader = Any  # torch's DataLoader, or ours: the loop cannot tell them apart
+Loader = Any  # torch's DataLoader, or ours: the loop treats them alike
 LOADERS = ("torch", "dpflow")
 VARIANTS = ("train", "val")
 #: How many samples of each variant there are.
@@ -41,7 +41,7 @@ Counts = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learnt from which data; one for each example."""
+    """The data, model and loss of an example."""
 
     title: str
     #: Of the stored dataset, "namespace/name".
@@ -89,7 +89,7 @@ def flow_of(task: Task, variant: str, counts: Counts) -> DataLoadFlow:
 def open_loaders(
     options: argparse.Namespace, task: Task, train: DataLoadFlowRead, val: DataLoadFlowRead
 ) -> tuple[Loader, Loader]:
-    """Of both reads, with the loader that was asked for; only the training is shuffled."""
+    """Make the loaders of both reads with the chosen class; only the training is shuffled."""
     loaders = []
     for read, shuffle in ((train, True), (val, False)):
         given = {"shuffle": shuffle, "collate_fn": task.collate, "num_workers": options.workers}
@@ -126,7 +126,7 @@ class FlowTraining:
             print(f"epoch {len(self.history)}: {told}")
 
     def _set_epoch(self, epoch: int) -> None:
-        """Have random stages draw anew; on a cluster the services see to it."""
+        """Set the epoch of random stages; on a cluster the services do this."""
         set_epoch = getattr(self._train.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

@@ -9,8 +9,8 @@ decoder what a photograph costs. A class leans towards an orientation, a steepne
 of colour; the images of a class vary around it so far that neighbouring classes overlap. Every trait survives
 random crops and horizontal flips.
 
-An image depends on the seed and its own place alone. `DIR` appears when it is complete, under one rename;
-until then the work lies in `DIR.partial`, and a run that was cut off is taken up where it stopped.
+An image depends on the seed and its own place alone. `DIR` appears when it is complete, by one rename. Until then
+the work is in `DIR.partial`, and a run that was interrupted continues where it stopped.
 """
 
 import argparse
@@ -53,12 +53,12 @@ Pixels = npt.NDArray[np.float32]
 
 
 class DirectoryInUseError(ValueError):
-    """The directory holds something other than what was asked for."""
+    """The directory contains something other than what was requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Specification:
-    """What to generate; equal specifications give equal images on one machine.
+    """Specification of the images; equal ones give equal images on one machine.
 
     `train` and `val` count the images of all classes together, which share them out evenly.
     """
@@ -91,7 +91,7 @@ class Specification:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What the images of a class, or one image, are like."""
+    """Traits of the images of a class, or of one image."""
 
     #: radians; 0 gives structure that runs from left to right. Mirror images share a value in [0, pi/2]
     orientation: float
@@ -187,7 +187,7 @@ def generate(
 
 
 def partial_directory(directory: Path) -> Path:
-    """Where the work lies until `directory` is complete."""
+    """Return the path of the unfinished work until `directory` is complete."""
     return directory.with_name(f"{directory.name}.partial")
 
 
@@ -260,7 +260,7 @@ def _pool(processes: int) -> Iterator[concurrent.futures.Executor]:
 def _live_and_die_with_parent() -> None:
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The pool's queue never tells its readers that the parent was killed.
+    # The pool's queue never reports to its readers that the parent was killed.
     threading.Thread(target=_exit_after_parent, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Values of the examples' options, refused by name where they make no sense."""
+"""Parsers of the examples' options, which refuse values that make no sense."""
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError
@@ -6,14 +6,14 @@ from argparse import ArgumentParser, ArgumentTypeError
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import DeadlineError, DPFlowError
 
-#: numpy's generator takes no higher seed.
+#: numpy's generator accepts no higher seed.
 HIGHEST_SEED = 2**32 - 1
-#: By when a cluster that runs answers, seconds.
+#: Timeout for the answer of a running cluster, seconds.
 ANSWER_S = 10.0
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number from 1."""
     value = int(text)
     if value < 1:
         raise ArgumentTypeError(f"{value}: at least 1 is needed")
@@ -21,7 +21,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """A whole number from 0."""
+    """Parse a whole number from 0."""
     value = int(text)
     if value < 0:
         raise ArgumentTypeError(f"{value}: at least 0 is needed")
@@ -29,7 +29,7 @@ def not_negative(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """A whole number that seeds every generator."""
+    """Parse a whole number that seeds every generator."""
     value = int(text)
     if not 0 <= value <= HIGHEST_SEED:
         raise ArgumentTypeError(f"{value}: give a whole number from 0 to {HIGHEST_SEED}")
@@ -37,7 +37,7 @@ def seed(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """A finite number above 0, such as a learning rate."""
+    """Parse a finite number above 0, such as a learning rate."""
     value = float(text)
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"{text}: give a finite number above 0")
@@ -45,7 +45,7 @@ def rate(text: str) -> float:
 
 
 def weight(text: str) -> float:
-    """A finite number from 0, such as a weight decay."""
+    """Parse a finite number from 0, such as a weight decay."""
     value = float(text)
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"{text}: give a finite number, 0 or more")
@@ -53,7 +53,7 @@ def weight(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     value = float(text)
     if not 0 <= value <= 1:
         raise ArgumentTypeError(f"{text}: give a number from 0 to 1")
@@ -61,7 +61,7 @@ def share(text: str) -> float:
 
 
 def address(text: str) -> str:
-    """The connection file of a cluster, or "auto", which one was started for."""
+    """Check the connection file of a cluster, or "auto"."""
     try:
         find_cluster(text)
     except DPFlowError as error:
@@ -70,7 +70,7 @@ def address(text: str) -> str:
 
 
 def require_answer(parser: ArgumentParser, address: str | None) -> None:
-    """End with a message where an address names a cluster that does not answer; None names none."""
+    """Exit with a message if an address names a cluster that does not answer; None names no cluster."""
     if address is None:
         return
     try:
@@ -85,5 +85,5 @@ def require_answer(parser: ArgumentParser, address: str | None) -> None:
 
 
 def address_or_new(text: str) -> str:
-    """The same, but "auto" may also be none yet."""
+    """Check an address as `address` does; "auto" is allowed without a cluster."""
     return text if text == "auto" else address(text)

@@ -4,8 +4,8 @@
 
 Each trial is a process that trains a small network on the same generated JPEGs (examples/natural_images.py), cropped
 and mirrored at random. With torch's loader every trial decodes every image in every epoch. With ours a cluster decodes
-each once for all of them; that is one line of `open_loader`. Where no cluster runs (`dpflow up`), the search starts
-one for itself. Takes about a minute on two cores, images included.
+each once for all of them; that is one line of `open_loader`. If no cluster runs (`dpflow up`), the search starts one
+for itself. Takes about a minute on two cores, images included.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a trial came to."""
+    """Result of a trial."""
 
     trial: Trial
     #: On the images for validation.
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def open_loader(trial: Trial, dataset: Dataset[Any]) -> Any:
-    """The one line in which the loaders differ."""
+    """Make the loader: the one line in which the sides differ."""
     given: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "num_workers": trial.workers}
     given["generator"] = torch.Generator().manual_seed(trial.number)
     if trial.loader == "torch":

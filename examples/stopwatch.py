@@ -1,4 +1,4 @@
-"""How long a training loop waits for its loader, measured alike for every loader."""
+"""Stopwatch for the time that a training loop waits for any loader."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -27,12 +27,12 @@ class Stopwatch(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         try:
             batch = next(self._batches)
         finally:
             answered = time.perf_counter()
-            self.stall_s += answered - asked
+            self.stall_s += answered - requested
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = answered - self._begun
         return batch

@@ -2,13 +2,12 @@
 
     python -m examples.train_classifier --data DIR --loader dpflow --arch resnet18 --epochs 3
 
-`DIR` holds train/ and val/, each with one folder of images for each class. Which loader feeds the training is
-decided in one line, in `build_loader`; everything else is the same for both.
+`DIR` contains train/ and val/, each with one folder of images for each class. One line in `build_loader` decides which
+loader feeds the training; everything else is the same for both.
 
-A checkpoint holds the model, the optimizer, the schedule, the random generators and the position in the
-data. `--resume` goes on from there: in the middle of an epoch where the loader can tell its position (ours
-can), else at the next epoch. On one machine, with the same options, the same seed gives the same weights,
-interrupted or not.
+A checkpoint contains the model, the optimizer, the schedule, the random generators and the position in the data.
+`--resume` continues from there: in the middle of an epoch if the loader has `state_dict` (as ours has), else at the
+next epoch. On one machine, with the same options, the same seed gives the same weights, interrupted or not.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def fast_dataset(data: Path, split: str, size: int) -> datasets.ImageFolder:
 
 
 def limited(dataset: Any, samples: int | None) -> Dataset[Any]:
-    """At most so many samples of `dataset`, spread over all of it and so over all classes."""
+    """Return at most `samples` of `dataset`, spread over all of it and so over all classes."""
     if samples is None or samples >= len(dataset):
         return dataset
     return Subset(dataset, [number * len(dataset) // samples for number in range(samples)])

@@ -2,9 +2,8 @@
 
     python -m examples.train_on_ray --trainers 2 --loaders 2
 
-It uses the Ray that `RAY_ADDRESS` names, or that runs on this host; without one it starts its own, which ends with it.
-The workers that load are actors beside what Ray
-Train reserves for the trainers, so the cluster needs room for both.
+It uses the Ray that `RAY_ADDRESS` names, or that runs on this host. Without one it starts its own, which ends with it.
+The workers that load are actors beside the trainers' reservation, so the cluster needs capacity for both.
 """
 
 import argparse
@@ -52,7 +51,7 @@ def loader_of(dataset: Dataset[Any], workers: int, **arguments: Any) -> DPFlowDa
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each trainer runs."""
+    """Train in one trainer process."""
     torch.manual_seed(0)
     dataset = Digits(train=True)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True)

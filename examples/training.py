@@ -15,7 +15,7 @@ from tqdm import tqdm
 from examples import checkpoint
 from examples.stopwatch import Stopwatch
 
-Loader = Any  # torch's DataLoader, or ours: the loop cannot tell them apart
+Loader = Any  # torch's DataLoader, or ours: the loop treats them alike
 
 
 def build_schedule(

@@ -2,9 +2,9 @@
 
     python -m examples.trials_on_ray --loaders 2
 
-It uses the Ray that `RAY_ADDRESS` names, or that runs on this host; without one it starts its own, which ends with it.
-The trials run on this node; what one of them has loaded the others take from `dpflow up --platform ray`, which this
-starts. Its workers take a quarter of a CPU each.
+It uses the Ray that `RAY_ADDRESS` names, or that runs on this host. Without one it starts its own, which ends with it.
+It also starts `dpflow up --platform ray`, whose workers take a quarter of a CPU each. The trials run on this node, and
+share what this cluster loads.
 """
 
 import argparse
@@ -24,7 +24,7 @@ EPOCHS = 3
 
 
 def train(rate: float, address: str, loaders: int) -> tuple[float, int]:
-    """One trial; its accuracy on images that it has not seen, and how many samples it has read."""
+    """Run one trial; return its accuracy on test images, and how many samples it has read."""
     torch.manual_seed(0)
     loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
         Digits(train=True), batch_size=32, shuffle=True, num_workers=loaders, flow="digits", address=address
