@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulation.opt import OPT
+from tests.caches.exact_policies import DefinedPolicyContract, ExactALSD, ExactPolicy, ExactRefCnt
 from torch_dpflow.caches.alsd import ALSD
 from torch_dpflow.caches.past_reads import LFU, LRU, MinIO
 from torch_dpflow.caches.policy import Policy
@@ -19,8 +20,7 @@ from torch_dpflow.caches.ranked import RankedPolicy
 from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.testing.exact_policies import ExactALSD, ExactPolicy, ExactRefCnt
-from torch_dpflow.testing.policies import DefinedPolicyContract, PolicyContract
+from torch_dpflow.testing.policies import PolicyContract
 
 
 class ByName(PolicyContract):

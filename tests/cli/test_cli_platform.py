@@ -19,7 +19,7 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.remote.launchers.contract import WorkerName
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 from torch_dpflow.testing.launchers import PROGRAM, caller, launch_spec_to
-from torch_dpflow.testing.processes import PATIENCE_S
+from torch_dpflow.testing.processes import TIMEOUT_S
 
 #: Not that of another test which runs beside this one.
 CLUSTER = f"{os.getpid():08x}"
@@ -37,8 +37,8 @@ def member() -> Iterator[socket.socket]:
         socket.create_server(("127.0.0.1", 0)) as listener,
         closing(SubprocessLauncher(PROGRAM)) as launcher,
     ):
-        listener.settimeout(PATIENCE_S)
-        launcher.start(NAME, launch_spec_to(listener), deadline_s=PATIENCE_S)
+        listener.settimeout(TIMEOUT_S)
+        launcher.start(NAME, launch_spec_to(listener), deadline_s=TIMEOUT_S)
         with caller(listener) as (connection, _):
             yield connection
         launcher.stop(NAME, None)
@@ -73,10 +73,10 @@ def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socke
 
 def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(PATIENCE_S)
+        listener.settimeout(TIMEOUT_S)
         with closing(SubprocessLauncher(PROGRAM)) as launcher:
             name = f"dpf-{CLUSTER}-somebody-elses"
-            launcher.start(name, launch_spec_to(listener), deadline_s=PATIENCE_S)
+            launcher.start(name, launch_spec_to(listener), deadline_s=TIMEOUT_S)
             with caller(listener):
                 assert launcher.list(name)
                 told = dpflow("workers", "processes")
@@ -180,7 +180,7 @@ def test_a_dry_run_of_deploy_needs_no_credentials(
         # In a process of its own: the vendor's chain takes the environment as it was when it was imported.
         command = [sys.executable, "-m", "torch_dpflow.cli", "deploy", *arguments, *joined, *dry_run]
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         output = done.stdout + done.stderr
         assert "redentials" in output, "the reason"

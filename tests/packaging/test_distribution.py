@@ -47,10 +47,6 @@ BESIDE = ("benchmarks", "examples", "tests", "tools")
 SUITES = {
     "__init__",
     "launchers",
-    "exact_policies",
-    "exact_traces",
-    "lambda_handler",
-    "members",
     "platforms",
     "policies",
     "processes",

@@ -36,14 +36,13 @@ from torch_dpflow.remote.launchers.contract import (
 )
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.testing.platforms import wakes
-from torch_dpflow.testing.processes import PATIENCE_S
-from torch_dpflow.testing.remote_workers import CODE, LAST_WORDS
+from torch_dpflow.testing.processes import CODE, LAST_WORDS, TIMEOUT_S
 
 CLUSTER, GROUP = "0c0ffee0", "0123456789"
 PREFIX = prefix_of(CLUSTER)
 #: In all launch specs, as a worker's secret key is.
 SECRET = "m3mb3r-s3cr3t"
-PROGRAM = "torch_dpflow.testing.remote_workers"
+PROGRAM = "torch_dpflow.testing.processes"
 
 
 #: Of the next names, which no platform has had, whoever runs these tests: some refuse those that they know.
@@ -92,7 +91,7 @@ class LauncherContract:
     def listener(self) -> Iterator[socket.socket]:
         """A listening socket, to which workers connect."""
         with socket.create_server((self.near, 0)) as server:
-            server.settimeout(PATIENCE_S)
+            server.settimeout(TIMEOUT_S)
             yield server
 
     # --- starts ---
@@ -129,7 +128,7 @@ class LauncherContract:
             pytest.skip("the platform cannot tell")
         for _ in range(2):
             with suppress(PlatformError):
-                launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+                launcher.start(name_of(0), launch_spec_to(listener), deadline_s=TIMEOUT_S)
         with caller(listener):
             assert [*launcher.list(PREFIX)] == [name_of(0)]
 
@@ -137,7 +136,7 @@ class LauncherContract:
         for kind, new in self.refusing().items():
             with closing(new()) as launcher:
                 with pytest.raises(kind, match=name_of(0)):
-                    launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+                    launcher.start(name_of(0), launch_spec_to(listener), deadline_s=TIMEOUT_S)
                 assert name_of(0) not in launcher.look({name_of(0): None})
 
     def test_a_check_has_no_effect(self, launcher: Launcher) -> None:
@@ -150,7 +149,7 @@ class LauncherContract:
     def test_a_stop_ends_a_worker_and_may_be_repeated(
         self, launcher: Launcher, listener: socket.socket, by_name: bool
     ) -> None:
-        ref = launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+        ref = launcher.start(name_of(0), launch_spec_to(listener), deadline_s=TIMEOUT_S)
         with caller(listener) as (connection, _):
             for _ in range(2):
                 launcher.stop(name_of(0), None if by_name else ref)
@@ -202,7 +201,7 @@ class LauncherContract:
 
     def test_closing_a_launcher_ends_no_worker(self, launcher: Launcher, listener: socket.socket) -> None:
         with closing(self.new_launcher(PROGRAM)) as first:
-            first.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+            first.start(name_of(0), launch_spec_to(listener), deadline_s=TIMEOUT_S)
             with caller(listener) as (connection, _):
                 first.close()
                 connection.setblocking(False)
@@ -212,7 +211,7 @@ class LauncherContract:
                     return  # nobody else knows of it
                 assert launcher.look({name_of(0): None})[name_of(0)].end is None
                 launcher.stop(name_of(0), None)
-                connection.settimeout(PATIENCE_S)
+                connection.settimeout(TIMEOUT_S)
                 assert connection.recv(1) == b""
 
     def test_closing_a_platform_leaves_nothing(self, launcher: Launcher, listener: socket.socket) -> None:
@@ -236,7 +235,7 @@ class LauncherContract:
             texts = [repr(platform.take()), repr(ended(platform, name_of(0))), repr(launcher), repr(platform)]
         for new in self.refusing().values():
             with closing(new()) as refusing, pytest.raises(PlatformError) as raised:
-                refusing.start(name_of(1), launch_spec_to(listener), deadline_s=PATIENCE_S)
+                refusing.start(name_of(1), launch_spec_to(listener), deadline_s=TIMEOUT_S)
             texts.append(repr(raised.value))
         texts.append(caplog.text)
         caplog.clear()  # an SDK's records keep its answers, and those its connections
@@ -253,20 +252,20 @@ def caller(listener: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
     """The next worker that calls, and the launch spec that it has got. It ends after the block."""
     connection, _ = listener.accept()
     with connection:
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(TIMEOUT_S)
         size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
         yield connection, connection.recv(size, socket.MSG_WAITALL)
 
 
 def news(platform: RemotePlatform) -> list[Outcome]:
     """Wait for news."""
-    assert wakes(platform, PATIENCE_S), "nothing has happened"
+    assert wakes(platform, TIMEOUT_S), "nothing has happened"
     return list(platform.take())
 
 
 def ended(platform: RemotePlatform, name: str) -> Ended:
     """Wait for the end of a worker, which is suspected."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         platform.suspect(name)
         if wakes(platform, 1.0):
@@ -279,7 +278,7 @@ def ended(platform: RemotePlatform, name: str) -> Ended:
 
 def remove_all(launcher: Launcher) -> None:
     """End what a test has left."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while launcher.limits.can_list and (left := launcher.list(PREFIX)):
         for name, ref in left.items():
             launcher.stop(name, ref)
@@ -289,5 +288,5 @@ def remove_all(launcher: Launcher) -> None:
 def start_and_stay(new_launcher: Callable[[str], Launcher], name: str, launch_spec: bytes) -> None:
     """Start a worker, and keep running."""
     launcher = new_launcher(PROGRAM)
-    launcher.start(name, launch_spec, deadline_s=PATIENCE_S)
-    time.sleep(PATIENCE_S)
+    launcher.start(name, launch_spec, deadline_s=TIMEOUT_S)
+    time.sleep(TIMEOUT_S)

@@ -32,7 +32,7 @@ from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import WorkerHandshake, decode
 from torch_dpflow.remote.launchers.contract import RemotePlatform
 from torch_dpflow.testing.processes import (
-    PATIENCE_S,
+    TIMEOUT_S,
     answer,
     call_at,
     ignore,
@@ -70,7 +70,7 @@ class PlatformContract:
     def listener(self) -> Iterator[socket.socket]:
         """A listening socket to which the test's processes connect."""
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(PATIENCE_S)
+            server.settimeout(TIMEOUT_S)
             yield server
 
     def launch(
@@ -83,7 +83,7 @@ class PlatformContract:
 
     def ended(self, platform: Platform) -> list[Handle]:
         """Wait for an end; the handles of the ended processes."""
-        assert wakes(platform, PATIENCE_S), "no process has ended"
+        assert wakes(platform, TIMEOUT_S), "no process has ended"
         return list(platform.take_ended())
 
     def end_of(self, platform: Platform, handle: Handle) -> End:
@@ -126,13 +126,13 @@ class PlatformContract:
         assert handle.describe() == end, "repeatable"
 
     def test_nothing_is_reported_of_a_running_process(self, platform: Platform) -> None:
-        handle = self.launch(platform, sleep, PATIENCE_S)
+        handle = self.launch(platform, sleep, TIMEOUT_S)
         assert not wakes(platform, 0.0)
         assert list(platform.take_ended()) == []
         assert handle.describe() is None
 
     def test_a_kill_is_reported_with_its_reason(self, platform: Platform) -> None:
-        handle = self.launch(platform, sleep, PATIENCE_S)
+        handle = self.launch(platform, sleep, TIMEOUT_S)
         handle.kill("it was in the way")
         handle.kill()
         end = self.end_of(platform, handle)
@@ -142,11 +142,11 @@ class PlatformContract:
         assert handle.describe() == end
 
     def test_each_of_several_ends_is_reported_once(self, platform: Platform) -> None:
-        handles = [self.launch(platform, sleep, PATIENCE_S, name=f"one-{place}") for place in range(3)]
+        handles = [self.launch(platform, sleep, TIMEOUT_S, name=f"one-{place}") for place in range(3)]
         for handle in reversed(handles):
             handle.kill()
             assert self.ended(platform) == [handle]
-        again = self.launch(platform, sleep, PATIENCE_S, name="one-0")
+        again = self.launch(platform, sleep, TIMEOUT_S, name="one-0")
         again.kill()
         assert self.ended(platform) == [again]
 
@@ -154,7 +154,7 @@ class PlatformContract:
         ended: list[Handle] = []
         thread = threading.Thread(target=lambda: ended.extend(self.ended(platform)))
         thread.start()
-        handle = self.launch(platform, sleep, PATIENCE_S)
+        handle = self.launch(platform, sleep, TIMEOUT_S)
         handle.kill()
         thread.join()
         assert ended == [handle]
@@ -174,8 +174,8 @@ class PlatformContract:
         self, platform: Platform, listener: socket.socket
     ) -> None:
         deaf = self.launch(platform, ignore, int(signal.SIGTERM), listener.getsockname(), name="deaf")
-        assert received(listener) == b"deaf"
-        idle = self.launch(platform, sleep, PATIENCE_S, name="idle")
+        assert received(listener) == b"ready"
+        idle = self.launch(platform, sleep, TIMEOUT_S, name="idle")
         platform.close(grace_s=0.2)
         ends = [handle.describe() for handle in (deaf, idle)]
         assert [end is not None and end.code for end in ends] == [None, None]
@@ -187,7 +187,7 @@ class PlatformContract:
         before = set(os.listdir("/proc/self/fd"))
         platform = self.new_platform()
         self.end_of(platform, self.launch(platform, leave, 0))
-        self.launch(platform, sleep, PATIENCE_S)
+        self.launch(platform, sleep, TIMEOUT_S)
         platform.close()
         del platform
         assert set(os.listdir("/proc/self/fd")) <= before
@@ -199,7 +199,7 @@ class PlatformContract:
         starter.start()
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(PATIENCE_S)
+            connection.settimeout(TIMEOUT_S)
             assert connection.recv(4) == b"held"
             starter.kill()
             starter.join()
@@ -209,21 +209,21 @@ class PlatformContract:
 
     def test_memory_is_shared_where_it_says_so(self, platform: Platform, listener: socket.socket) -> None:
         self.launch(platform, lend, listener.getsockname())
-        hello = decode(received(listener))
-        assert isinstance(hello, WorkerHandshake)
-        assert hello.probe is not None
-        with closing(ArenaReader(hello.pid)) as reader:
-            assert reader.probe(hello.probe) is platform.limits.shares_memory
+        handshake = decode(received(listener))
+        assert isinstance(handshake, WorkerHandshake)
+        assert handshake.probe is not None
+        with closing(ArenaReader(handshake.pid)) as reader:
+            assert reader.probe(handshake.probe) is platform.limits.shares_memory
 
     def test_connections_are_accepted_where_it_says_so(
         self, platform: Platform, listener: socket.socket
     ) -> None:
         self.launch(platform, answer, listener.getsockname())
         port = int(received(listener))
-        heard = b""
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
-            heard = connection.recv(16)
-        assert (heard == b"here") is platform.limits.accepts_connections
+        answered = b""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+            answered = connection.recv(16)
+        assert (answered == b"here") is platform.limits.accepts_connections
 
     def test_a_life_has_a_length(self, platform: Platform) -> None:
         longest = platform.limits.max_lifetime_s
@@ -241,7 +241,7 @@ def received(listener: socket.socket) -> bytes:
     """All bytes that the next connection to `listener` sends."""
     connection, _ = listener.accept()
     with connection:
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(TIMEOUT_S)
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

@@ -5,8 +5,6 @@
     class TestMyPolicy(PolicyContract):
         def make_policy(self, *, stream, keys, max_items, max_bytes):
             return MyPolicy(max_items=max_items, max_bytes=max_bytes)
-
-`DefinedPolicyContract` also compares a policy with an exact definition of what it evicts.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ except ImportError as error:
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.testing.exact_policies import ExactPolicy
-from torch_dpflow.testing.exact_traces import ExactTrace
 
 _KEYS = 20
 _JOBS = st.sampled_from(["a", "b", "c"])
@@ -322,27 +318,3 @@ class PolicyHistory(RuleBasedStateMachine):
         assert set(gone) <= set(self.resident), f"{gone} names keys that were neither resident nor offered"
         for key in gone:
             del self.resident[key]
-
-
-class DefinedPolicyContract(PolicyContract):
-    """For a policy that has an exact definition, whose victims its own must equal, key for key."""
-
-    #: How many traces are compared.
-    traces = 25
-
-    def make_definition(
-        self, *, keys: int, max_items: int | None = None, max_bytes: int | None = None
-    ) -> ExactPolicy:
-        raise NotImplementedError(f"{type(self).__name__} must say what defines the policy")
-
-    def test_evicts_what_its_definition_says(self) -> None:
-        nothing = np.empty(0, dtype=np.int64)
-        for seed in range(self.traces):
-            rng = np.random.default_rng(seed)
-            items, size = int(rng.integers(1, 24)), int(rng.integers(3, 72))
-            budgets = [{"max_items": items}, {"max_bytes": size}, {"max_items": items, "max_bytes": size}]
-            budget: dict[str, int] = budgets[seed % 3]
-            policy = self.make_policy(stream=nothing, keys=24, **budget)
-            trace = ExactTrace(rng, policy, self.make_definition(keys=24, **budget))
-            for _ in range(120):
-                trace.step()

@@ -1,7 +1,12 @@
-"""The targets of the processes in `torch_dpflow.testing.platforms`: apart, so that they import no torch or pytest."""
+"""What the processes of the suites of platforms and launchers run: apart, so that it imports no torch or pytest.
+
+Launchers whose platform starts a command run this module by `python -m`; functions of a cloud call `handler`, and
+all others `run`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,11 +14,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from torch_dpflow.remote.launchers.processes import take_launch_spec
 from torch_dpflow.workers.platform import Platform, ProcessSpec
 
 #: Time limit for whatever a test awaits, seconds.
-PATIENCE_S = 150.0
+TIMEOUT_S = 150.0
+
+#: What a worker writes before it leaves, and its exit code.
+LAST_WORDS, CODE = "the cupboard is bare", 7
 
 
 def sleep(seconds: float) -> None:
@@ -52,14 +62,14 @@ def lend(address: tuple[str, int]) -> None:
 
     arena = Arena(budget_bytes=1 << 20)
     call_at(address, encode(WorkerHandshake(0, 0, os.getpid(), arena.probe_ref())))
-    time.sleep(PATIENCE_S)
+    time.sleep(TIMEOUT_S)
 
 
 def ignore(number: int, address: tuple[str, int]) -> None:
     """Ignore a signal, report to `address`, and keep running."""
     signal.signal(number, signal.SIG_IGN)
-    call_at(address, b"deaf")
-    time.sleep(PATIENCE_S)
+    call_at(address, b"ready")
+    time.sleep(TIMEOUT_S)
 
 
 def hold(address: tuple[str, int]) -> None:
@@ -73,4 +83,26 @@ def start_and_stay(new_platform: Callable[[], Platform], address: tuple[str, int
     """Launch a process that connects to `address`, and keep running."""
     platform = new_platform()
     platform.launch(ProcessSpec(name="held", incarnation=0, target=hold, arguments=(address,)))
-    time.sleep(PATIENCE_S)
+    time.sleep(TIMEOUT_S)
+
+
+def run(launch_spec: bytes) -> None:
+    """Send the launch spec to the address in it, and run until that hangs up; with "leave" in it end at once."""
+    spec = json.loads(launch_spec)
+    if spec.get("leave"):
+        print(LAST_WORDS, file=sys.stderr)
+        sys.exit(CODE)
+    with socket.create_connection(tuple(spec["address"])) as connection:
+        connection.sendall(len(launch_spec).to_bytes(4, "big") + launch_spec)
+        connection.recv(1)
+
+
+def handler(event: Any, context: Any) -> dict[str, Any]:
+    """Run `run` as a function of AWS Lambda."""
+    from torch_dpflow.remote.worker.aws_lambda import answer_of
+
+    return answer_of(run, event, context)
+
+
+if __name__ == "__main__":
+    run(take_launch_spec(*sys.argv[1:2]))

@@ -30,7 +30,7 @@ from torch_dpflow.errors import MessageError, PeerLostError, StateError
 from torch_dpflow.ipc.transport import Connection, Frame, Listener, TransportOptions, connect, listen
 
 #: Time limit for whatever a test awaits, seconds.
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class TransportContract:
@@ -160,15 +160,15 @@ class TransportContract:
         for endpoint in pair:
             waker = threading.Thread(target=endpoint.wake)
             waker.start()
-            assert endpoint.receive(PATIENCE_S) is None
+            assert endpoint.receive(TIMEOUT_S) is None
             waker.join()
 
     def test_wake_beforehand_ends_one_receive_only(self, pair: tuple[Listener, Connection]) -> None:
         listener, connection = pair
         listener.wake()
         started = time.monotonic()
-        assert listener.receive(PATIENCE_S) is None
-        assert time.monotonic() - started < PATIENCE_S
+        assert listener.receive(TIMEOUT_S) is None
+        assert time.monotonic() - started < TIMEOUT_S
         connection.send([b"after"])
         assert bytes(heard(listener)[1][0]) == b"after"
 
@@ -178,9 +178,9 @@ class TransportContract:
         try:
             listener.watch(descriptor)
             os.eventfd_write(descriptor, 1)
-            assert listener.receive(PATIENCE_S) is None
+            assert listener.receive(TIMEOUT_S) is None
             connection.send([b"comes through"])
-            while (message := listener.receive(PATIENCE_S)) is None:
+            while (message := listener.receive(TIMEOUT_S)) is None:
                 pass
             assert bytes(message[1][0]) == b"comes through"
             listener.unwatch(descriptor)
@@ -191,7 +191,7 @@ class TransportContract:
         listener, connection = pair
         connection.send([b"there"])
         listener.wake()
-        message = listener.receive(PATIENCE_S) or listener.receive(PATIENCE_S)
+        message = listener.receive(TIMEOUT_S) or listener.receive(TIMEOUT_S)
         assert message is not None
         assert bytes(message[1][0]) == b"there"
 
@@ -337,28 +337,28 @@ def send_often(connection: Connection, times: int) -> None:
 
 def heard(listener: Listener) -> tuple[bytes, list[memoryview]]:
     """The listener's next message; fails if none arrives."""
-    message = listener.receive(PATIENCE_S)
-    assert message is not None, f"nothing came to {listener.address} within {PATIENCE_S} s"
+    message = listener.receive(TIMEOUT_S)
+    assert message is not None, f"nothing came to {listener.address} within {TIMEOUT_S} s"
     return message
 
 
 def answered(connection: Connection) -> list[memoryview]:
     """The connection's next message; fails if none arrives."""
-    frames = connection.receive(PATIENCE_S)
-    assert frames is not None, f"nothing came back within {PATIENCE_S} s"
+    frames = connection.receive(TIMEOUT_S)
+    assert frames is not None, f"nothing came back within {TIMEOUT_S} s"
     return frames
 
 
 def greet(listener: Listener, connection: Connection) -> None:
     """Send until a message of the connection arrives; some may be lost with an earlier listener."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         connection.send([b"greeting"])
         message = listener.receive(0.2)
         if message is not None:
             break
     else:
-        raise AssertionError(f"no greeting came to {listener.address} within {PATIENCE_S} s")
+        raise AssertionError(f"no greeting came to {listener.address} within {TIMEOUT_S} s")
     while message is not None:  # those that came late
         assert bytes(message[1][0]) == b"greeting"
         message = listener.receive(0)
@@ -366,7 +366,7 @@ def greet(listener: Listener, connection: Connection) -> None:
 
 def eventually(holds: Callable[[], bool], listener: Listener) -> bool:
     """Whether `holds` becomes true while the listener receives."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         if time.monotonic() > deadline:
             return False

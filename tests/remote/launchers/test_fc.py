@@ -35,7 +35,7 @@ from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.fc import FunctionComputeLauncher
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.launchers import PROGRAM, LauncherContract, caller, launch_spec_to, name_of
-from torch_dpflow.testing.remote_workers import CODE
+from torch_dpflow.testing.processes import CODE
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 

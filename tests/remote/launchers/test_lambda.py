@@ -37,7 +37,7 @@ from torch_dpflow.testing.launchers import LauncherContract, caller, launch_spec
 
 #: Seconds after which tests take a start for accepted.
 ACCEPTED_S = 0.2
-SUITE = "torch_dpflow.testing.lambda_handler.handler"
+SUITE = "torch_dpflow.testing.processes.handler"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 from torch_dpflow.testing.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
-from torch_dpflow.testing.processes import PATIENCE_S
+from torch_dpflow.testing.processes import TIMEOUT_S
 
 
 class TestSubprocesses(LauncherContract):
@@ -27,7 +27,7 @@ class TestSubprocesses(LauncherContract):
     def test_a_launch_spec_is_nowhere_to_be_read_once_it_was_taken(
         self, launcher: Launcher, listener: socket.socket
     ) -> None:
-        pid = launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
+        pid = launcher.start(name_of(0), launch_spec_to(listener), deadline_s=TIMEOUT_S)
         with caller(listener):
             kept = [Path(f"/proc/{pid}/{file}").read_bytes() for file in ("environ", "cmdline", "fd/0")]
             assert not [text for text in kept if SECRET.encode() in text]

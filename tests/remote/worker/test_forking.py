@@ -20,7 +20,7 @@ import pytest
 from tests.new_process import ROOT
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.remote.worker.forking import Fork
-from torch_dpflow.testing.remote_workers import CODE, LAST_WORDS
+from torch_dpflow.testing.processes import CODE, LAST_WORDS
 
 
 def words(launch_spec: bytes) -> None:

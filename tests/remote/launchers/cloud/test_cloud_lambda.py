@@ -56,7 +56,7 @@ class TestLambdaItself(LauncherContract):
 
     @pytest.fixture(scope="class")
     def function(self, settings: Lambda) -> Iterator[Lambda]:
-        yield from deployed(settings, handler="torch_dpflow.testing.lambda_handler.handler")
+        yield from deployed(settings, handler="torch_dpflow.testing.processes.handler")
 
     @pytest.fixture(autouse=True)
     def there(self, function: Lambda) -> None:
