@@ -26,7 +26,7 @@ from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.ipc.transport import Connection, Listener, TransportOptions, connect, listen
 from torch_dpflow.ipc.transport.base import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
-from torch_dpflow.testing.transports import PATIENCE_S, answered, greet, heard
+from torch_dpflow.testing.transports import TIMEOUT_S, answered, greet, heard
 
 CLUSTER = generate_keys("tcp://127.0.0.1:0")
 STRANGER = generate_keys("tcp://127.0.0.1:0")
@@ -260,7 +260,7 @@ class WorkerListener:
             connect(self.listener.address, identity=identity, options=TransportOptions(keys=keys))
         ) as caller:
             caller.send([b"hello"])
-            return self.listen(PATIENCE_S) == identity
+            return self.listen(TIMEOUT_S) == identity
 
     def is_deaf_to(self, identity: bytes, keys: ClientKeys) -> bool:
         """Whether one that is admitted is heard first, though it comes later."""
@@ -276,7 +276,7 @@ class WorkerListener:
             if self.listen(0.3) is not None:
                 return False
             friend.send([b"hello"])
-            return self.listen(PATIENCE_S) == friend.identity
+            return self.listen(TIMEOUT_S) == friend.identity
         finally:
             stranger.close()
             friend.close()
@@ -323,7 +323,7 @@ def test_a_worker_is_not_heard_under_another_s_name_nor_after_it_was_dropped(
     )
     try:
         worker.send([b"hello"])
-        assert worker_listener.listen(PATIENCE_S) == b"1/7/a/line"
+        assert worker_listener.listen(TIMEOUT_S) == b"1/7/a/line"
         worker_listener.keys.drop("1/7")
         worker.send([b"hello"])
         assert worker_listener.listen(0.3) is None
@@ -333,7 +333,7 @@ def test_a_worker_is_not_heard_under_another_s_name_nor_after_it_was_dropped(
 
 def test_a_listener_for_workers_counts_connections_that_end(worker_listener: WorkerListener) -> None:
     assert worker_listener.hears(b"1/7/a/line", worker_listener.expect("1/7", 10.0))
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while worker_listener.listener.losses < 1:
         assert time.monotonic() < deadline
         worker_listener.listener.receive(0.1)

@@ -13,7 +13,7 @@ import pytest
 from torch_dpflow.ipc.transport import Connection, Listener, connect
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
 from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
-from torch_dpflow.testing.transports import PATIENCE_S, TransportContract, heard
+from torch_dpflow.testing.transports import TIMEOUT_S, TransportContract, heard
 
 
 class TestJoined(TransportContract):
@@ -56,7 +56,7 @@ def test_peers_of_either_are_heard_and_answered_where_they_are(
     assert {heard(joined)[0] for _ in peers} == {b"a", b"b"}
     for peer in peers:
         assert joined.send(peer.identity, [b"to " + peer.identity])
-        frames = peer.receive(PATIENCE_S)
+        frames = peer.receive(TIMEOUT_S)
         assert frames is not None
         assert bytes(frames[0]) == b"to " + peer.identity
         peer.close()
@@ -90,7 +90,7 @@ def test_what_wakes_the_second_wakes_both_once(both: tuple[JoinedListener, ZeroM
     joined, second = both
     waker = threading.Thread(target=second.wake)
     waker.start()
-    assert joined.receive(PATIENCE_S) is None
+    assert joined.receive(TIMEOUT_S) is None
     waker.join()
     assert joined.receive(0.01) is None
     peer = hello_of(second.address, b"b")
