@@ -240,7 +240,7 @@ def test_training_that_takes_longer_than_loading_is_told_to_change_nothing(
     OurLoader: Any, eventually: Callable[..., None]
 ) -> None:
     def train(batches: Any) -> None:
-        eventually(lambda: batches._flights.due() is not None or batches._shard.poll() is not None)
+        eventually(lambda: batches._in_flight.due() is not None or batches._shard.poll() is not None)
         time.sleep(0.05)
 
     told = read_until_told(OurLoader(Indices(MANY), num_workers=1), "job", train)

@@ -75,12 +75,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        batches: Iterator[Any],
-        *,
-        sampler: Any = None,
-        position: int = 0,
-        ended_at: int | None = None,
+        self, batches: Iterator[Any], *, sampler: Any = None, position: int = 0, ended_at: int | None = None
     ) -> None:
         self._batches = _Iterated(batches)
         #: The position after the last batch, once the sampler has ended.

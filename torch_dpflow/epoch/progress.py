@@ -1,4 +1,4 @@
-"""The position of one iteration of a loader: what it has delivered, and the state to resume it from."""
+"""The position of one iteration of a loader, and the state to resume it from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
 
-#: How torch begins an epoch without workers, with new ones and with those that it kept.
+#: How torch begins an epoch without workers, with new ones and with persistent ones.
 OPENING_ALONE: tuple[OpeningStep, ...] = ("order", "seed")
 OPENING_WORKERS: tuple[OpeningStep, ...] = ("order", "seed", "order")
 OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
@@ -43,7 +43,7 @@ OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 class LoaderShape:
     """The properties that a loader must share with the one whose state it resumes.
 
-    Lengths are computed with the state: torch computes none while it iterates, and `__len__` may fail or be slow.
+    Lengths are computed with the state only: torch computes none while it iterates, and `__len__` may fail or be slow.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -56,11 +56,11 @@ class LoaderShape:
         self._sampler = type(loader.sampler).__name__
 
     def length(self) -> int | None:
-        """Batches in a whole epoch; None if the sampler has no length."""
+        """Return the number of batches of an epoch; None if the sampler has no length."""
         return None if self.kind == "iterable" else length_or_none(self._index_sampler)
 
     def parts(self) -> dict[str, int | str | None]:
-        """The values that must be equal, by their names in messages."""
+        """Return the values that must be equal, by their names in messages."""
         if self.kind == "iterable":
             return {"batch_size": self._batch_size}
         return {
@@ -71,7 +71,7 @@ class LoaderShape:
 
 
 class GeneratorStates(msgspec.Struct, frozen=True):
-    """The generators that an epoch's order is drawn from, as they were before it was drawn."""
+    """The states of the generators before an epoch's order is drawn from them."""
 
     #: The three generators of the process.
     process: RngState
@@ -82,13 +82,13 @@ class GeneratorStates(msgspec.Struct, frozen=True):
 
     @classmethod
     def capture(cls, loader: Any) -> GeneratorStates:
-        """The current states, with those of the loader and its samplers."""
+        """Return the current states, with those of the loader and its samplers."""
         held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
         return cls(capture_rng(), generator_state(loader.generator), [*map(encode_generator, held)])
 
 
 class EpochStart(msgspec.Struct, frozen=True, kw_only=True):
-    """How an epoch began: its order and its random numbers follow from this."""
+    """The beginning of an epoch, which determines its order and its random numbers."""
 
     epoch: int
     #: Worker streams and batch keys derive from it.
@@ -102,7 +102,7 @@ class EpochStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochProgress:
-    """What one iteration has delivered.
+    """The batches that one iteration has delivered.
 
     Args:
         shape: of the loader.
@@ -130,9 +130,9 @@ class EpochProgress:
         self.base_seed = start.base_seed
         self.plan = plan
         self.streams = [replace(stream) for stream in streams]
-        #: The batch that `next` returns; it is delivered once it was taken.
+        #: The batch that `next` returns, delivered once it was taken.
         self.head: PlannedBatch | None = None
-        #: Workers that owe the batches in flight, in order.
+        #: The workers of the batches in flight, in order.
         self.due = list(at.due)
         self.next_worker = at.next_worker
         #: Returns the dataset's own state, if it has one and is read in this process.
@@ -143,7 +143,7 @@ class EpochProgress:
         self.draw_rng: RngState | None = at.draw_rng
         #: The seed of a data pipe's shuffling.
         self.shared_seed: int | None = None
-        #: Whether the dataset was given the state that it had at the end of the epoch before.
+        #: Whether the dataset was restored to its state at the end of the epoch before.
         self.is_restored = False
         self.finished = False
         #: The first position that is not delivered.
@@ -167,10 +167,9 @@ class EpochProgress:
         generator: torch.Generator | None,
         keeps_seed: bool,
     ) -> EpochProgress:
-        """Resume a state in mid-epoch. The process's generators are left unchanged.
+        """Resume a state in mid-epoch. The process's generators stay unchanged.
 
-        Raises:
-            StateError: the state does not fit; the generators of the loader and its samplers are left unchanged too.
+        Raises StateError: the state does not fit. The generators of the loader and its samplers are unchanged then.
         """
         _check_order(state, sampler, generator)
         held = sampler_generators(index_sampler, sampler, generator)
@@ -201,9 +200,9 @@ class EpochProgress:
         return position < self.position or position in self._ahead
 
     def passed(self, position: int, samples: int) -> None:
-        """The batch at this position was delivered or given up. Idempotent.
+        """Count the batch at this position as delivered or skipped. Idempotent.
 
-        Calls nothing: Python handles signals at calls, so Control-C finds this method either done or not begun.
+        Calls nothing: Python handles signals at calls, so Control-C comes before or after the whole method.
         """
         if position >= self.position:
             self._ahead[position] = samples
@@ -227,19 +226,18 @@ class EpochProgress:
         self.head = None
 
     def finish(self) -> None:
-        """The epoch is over."""
+        """Record that the epoch is over."""
         self.finished = True
         if self.is_restored and not self.position:
             LOADER.warning(
-                "the dataset's own state, which was taken at the end of an epoch, was restored, and it yields nothing "
-                "more; have it begin another epoch in its own way, as by set_epoch()"
+                "the dataset's own state, which was taken at the end of an epoch, was restored, and the dataset yields "
+                "nothing more; let it begin another epoch, as by set_epoch()"
             )
 
     def state(self) -> LoaderState:
-        """The state to resume this iteration from, or the next one if it is over. No side effect.
+        """Return the state to resume this iteration from, or the next one if it is over. No side effect.
 
-        Raises:
-            StateError: the dataset or the sampler has a `state_dict` of its own, which failed.
+        Raises StateError: the `state_dict` of the dataset or sampler failed.
         """
         self.note_taken()
         if self.await_streams is not None and (wait := self.await_streams()) is not None:
@@ -308,11 +306,11 @@ class EpochProgress:
         return ended(kept) if self._shape.kind == "iterable" else kept
 
     def streams_of_next(self) -> list[StreamState]:
-        """The beginnings of the workers' own streams in the next iteration, if it keeps the workers."""
+        """Return the beginnings of the workers' own streams in the next iteration, if it keeps the workers."""
         self.note_taken()
         if not self._start.keeps_seed:
             return []
-        # If an iterable dataset was left in mid-epoch, only its worker knows where its next iteration begins.
+        # Where the next iteration of an iterable dataset begins that was left in mid-epoch is known in its worker only.
         is_map = self._shape.kind == "map"
         return [
             StreamState(rng=stream.rng, dataset=stream.dataset if stream.ended or is_map else None)
@@ -321,7 +319,7 @@ class EpochProgress:
 
 
 def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
-    """The plan of an epoch with these index batches."""
+    """Return the plan of an epoch with these index batches."""
     return Plan(batches, sampler=stateful_part(index_sampler, sampler))
 
 
@@ -331,7 +329,7 @@ def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | 
         raise StateError(
             "the state was taken in an epoch whose order the router of a shared flow decided, and this loader's "
             f"order is that of its {type(sampler).__name__}; resume with the sampler and the job=JobOptions(...) "
-            "that it was taken with, or begin the epoch afresh"
+            "that it was taken with, or begin the epoch anew"
         )
     if (generator is None) != (state.plan_generator is None):
         raise StateError(

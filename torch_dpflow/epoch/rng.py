@@ -1,7 +1,4 @@
-"""Random number generators of one process: seeding by key, capture and restore.
-
-Three generators are global to a process and used by datasets: torch's, `random`'s and numpy's legacy one.
-"""
+"""The three global random generators of a process (torch, `random`, numpy's legacy one): seed, capture, restore."""
 
 import base64
 import hashlib
@@ -17,8 +14,8 @@ import torch
 
 from torch_dpflow.errors import StateError
 
-#: The epoch that this context loads for, None outside of loading. Whoever sets it sets it back in a `finally` of its
-#: own: between two steps of a context manager a signal could come, and the epoch would stay.
+#: The epoch that this context loads for, None outside of loading. Reset it in a `finally`, not by a context manager,
+#: between whose steps a signal could come.
 EPOCH_HERE: ContextVar[int | None] = ContextVar("epoch", default=None)
 _epoch_of_worker: int | None = None
 
@@ -42,7 +39,7 @@ def seed_batch(base_seed: int, epoch: int, position: int) -> None:
 
 
 def loading_epoch() -> int | None:
-    """The epoch that one of our loaders is loading for in this context; None outside of loading."""
+    """Return the epoch that a loader of ours is loading for in this context; None outside of loading."""
     here = EPOCH_HERE.get()
     return _epoch_of_worker if here is None else here
 
@@ -55,12 +52,12 @@ def begin_epoch_of_worker(epoch: int) -> None:
 
 
 def encode_generator(generator: torch.Generator) -> str:
-    """The state of a torch generator as base64 text (about 7 kB)."""
+    """Return the state of a torch generator as base64 text (about 7 kB)."""
     return _text(generator.get_state().numpy().tobytes())
 
 
 def restore_generator(generator: torch.Generator, state: str) -> None:
-    """Undo `encode_generator`. Raises StateError when the text is of another kind of generator, or of none."""
+    """Undo `encode_generator`. Raises StateError if the text is of another kind of generator, or of none."""
     try:
         generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
     except (ValueError, TypeError, RuntimeError) as error:
@@ -68,7 +65,7 @@ def restore_generator(generator: torch.Generator, state: str) -> None:
 
 
 def capture_rng() -> RngState:
-    """The state of the process's three generators, O(1): about 14 kB of text."""
+    """Return the state of the process's three generators: about 14 kB of text."""
     version, internal, gauss = random.getstate()
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     return {
@@ -101,7 +98,7 @@ def restore_rng(state: RngState) -> None:
 
 
 def fingerprints(state: RngState) -> dict[str, str]:
-    """A digest of each generator's state, by its name."""
+    """Return a digest of each generator's state, by its name."""
     return {
         name: hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
         for name, value in state.items()
@@ -109,7 +106,7 @@ def fingerprints(state: RngState) -> dict[str, str]:
 
 
 def unchanged_generators(state: RngState, began: dict[str, str]) -> set[str]:
-    """Names of the process's generators that equal those in `state`, or have the fingerprint in `began`."""
+    """Return the names of the process's generators that equal those in `state`, or have the fingerprint in `began`."""
     now = capture_rng()
     marks = fingerprints(now)
     return {name for name in now if now[name] == state.get(name) or marks[name] == began.get(name)}
@@ -117,7 +114,7 @@ def unchanged_generators(state: RngState, began: dict[str, str]) -> set[str]:
 
 @contextmanager
 def preserved_rng_except(names: set[str]) -> Iterator[None]:
-    """As `preserved_rng`, except for the generators of these names."""
+    """Restore the process's generators after the body, except those of these names."""
     before = capture_rng()
     try:
         yield

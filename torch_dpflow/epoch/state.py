@@ -1,4 +1,4 @@
-"""The schema of `state_dict`: versioned, of plain types, so that JSON, pickle and torch.save can save it."""
+"""The schema of `state_dict`: versioned, of plain types for JSON, pickle and torch.save."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -26,15 +26,15 @@ class StreamState:
     delivered: int = 0
     #: Whether its dataset has ended.
     ended: bool = False
-    #: The own states of the dataset and its iterator after these batches, under these names, and whether the dataset
-    #: has "ended" in a short batch; None if neither has a state. In a worker, the form of `own_state.sealed`.
+    #: The own states of the "dataset" and its "iterator" after these batches, and whether the dataset has "ended" in a
+    #: short batch; None if neither has a state. In a worker, the form of `own_state.sealed`.
     dataset: Any = None
-    #: The worker's generators after these batches; if the dataset has no state, so that its beginning has to be
-    #: skipped again, as they were before it. None: as its seed leaves them.
+    #: The worker's generators after these batches; before the first one if the dataset has no state, so that its
+    #: beginning is skipped again. None: as seeded.
     rng: RngState | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy as a dict."""
+        """Return a copy as a dict."""
         return {
             "delivered": self.delivered,
             "ended": self.ended,
@@ -45,7 +45,7 @@ class StreamState:
 
 @dataclass(kw_only=True)
 class LoaderState:
-    """One loader's position: the epoch, the batch, and the generators and seeds of the rest of the epoch."""
+    """The position of a loader: the epoch, the batch, and the generators and seeds of the rest of the epoch."""
 
     version: int = VERSION
     kind: Literal["map", "iterable"] = "map"
@@ -65,8 +65,8 @@ class LoaderState:
     base_seed: int | None = None
     #: The seed of a data pipe's shuffling, in all workers and ranks.
     shared_seed: int | None = None
-    #: How the epoch began; with workers, torch calls the sampler twice, and later epochs of persistent ones draw
-    #: no base seed. Each step may draw random numbers.
+    #: The steps that began the epoch, each of which may draw random numbers. With workers, torch calls the sampler
+    #: twice; later epochs of persistent ones draw no base seed.
     opening: list[OpeningStep] = field(default_factory=list)
     #: The generators from which the plan was drawn, as they were before it.
     plan_rng: RngState | None = None
@@ -82,11 +82,11 @@ class LoaderState:
     generator: str | None = None
     #: The samplers' generators at that time.
     sampler_generators: list[str] = field(default_factory=list)
-    #: The own states of the sampler and its iteration, under these names, if either has one.
+    #: The own states of the "sampler" and its "iterator", if either has one.
     sampler: dict[str, Any] | None = None
     #: In a fresh state: the own state of a dataset that is read in the training process, as in a `StreamState`.
     dataset: dict[str, Any] | None = None
-    #: The sampler has yielded all of this epoch's batches, and its state is that after them.
+    #: The sampler has yielded all batches of this epoch, and its state is that after them.
     ended: bool = False
     #: Batches in a whole epoch, if known; compared when resuming, as the next one is.
     length: int | None = None
@@ -94,15 +94,15 @@ class LoaderState:
     made_of: dict[str, int | str | None] = field(default_factory=dict)
     #: One entry per worker if batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)
-    #: Workers that owe the next batches, in order (only with `streams`).
+    #: The workers of the next batches, in order (only with `streams`).
     due: list[int] = field(default_factory=list)
     #: The worker after those.
     next_worker: int = 0
-    #: In a shared flow whose router chooses the order: what the job has read of it, or its next epoch.
+    #: In a shared flow whose router decides the order: the samples that the job has read, or its next epoch.
     shared: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy as a dict of plain types, but for the own states of dataset and sampler, which are not copied."""
+        """Return a copy as a dict of plain types. The own states of dataset and sampler are not copied."""
         shallow = {f.name: getattr(self, f.name) for f in fields(self)}
         shallow["ahead"] = list(self.ahead)
         shallow["due"] = list(self.due)
@@ -117,14 +117,10 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, state: Any) -> "LoaderState":
-        """The state in a `state_dict`, checked.
-
-        Raises:
-            StateError: it is no state of a loader, of a newer version, or damaged.
-        """
+        """Return the checked state of a `state_dict`. Raises StateError if it is of another version, or damaged."""
         if not isinstance(state, dict):
             raise StateError(
-                f"load_state_dict() takes the dict that state_dict() gave, not a {type(state).__name__}"
+                f"load_state_dict() takes the dict that state_dict() returned, not a {type(state).__name__}"
             )
         known = {f.name for f in fields(cls)}
         state = {key: value for key, value in state.items() if key not in _OTHERS_KEYS}
@@ -136,7 +132,7 @@ class LoaderState:
         if state["version"] != VERSION:
             raise StateError(
                 f"the state is of version {state['version']!r}, this torch_dpflow reads version {VERSION}; "
-                "resume with the release that wrote it, or start the epoch afresh"
+                "resume with the release that wrote it, or begin the epoch anew"
             )
         if unknown := set(state) - known:
             raise StateError(
@@ -175,5 +171,5 @@ class LoaderState:
 def _check_own(kind: str, kept: Any, keys: set[str]) -> None:
     if kept is not None and not (isinstance(kept, dict) and set(kept) == keys):
         raise StateError(
-            f"the state is damaged: what the {kind} keeps itself is {kept!r:.80}, not {sorted(keys)}"
+            f"the state is damaged: the own state of the {kind} is {kept!r:.80}, not of {sorted(keys)}"
         )

@@ -1,4 +1,4 @@
-"""The iterator without workers: as torch's, with a position that can be saved."""
+"""The iterator without workers: torch's, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from torch_dpflow.epoch.progress import OPENING_ALONE
 from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
-from torch_dpflow.loader.batch_planner import interrupted_draw
+from torch_dpflow.loader.batch_planner import interrupted_draw, next_undelivered
 from torch_dpflow.loader.iteration_start import EpochAnnouncement, begin
 
 
 class SingleProcessIterator(BaseDataLoaderIter):
-    """Loads each batch in `next()`, in the training process.
-
-    Args:
-        loader: the `DPFlowDataLoader`.
-    """
+    """Iterator of a `DPFlowDataLoader` that loads each batch in `next()`, in the training process."""
 
     def __init__(self, loader: Any) -> None:
         if loader.timeout:  # torch's constructor accepts it, and its iterator raises this
@@ -38,14 +34,14 @@ class SingleProcessIterator(BaseDataLoaderIter):
         self._rng_at_start = copy.copy(torch.default_generator.get_state())
         self._plan: Plan = self._progress.plan
         self._drawn = self._progress.position > 0
-        #: Until its dataset was told the order of the epoch, which its first batch fixes.
+        #: Until the order of the epoch was announced to its dataset, at the first batch, which fixes it.
         self._loader = loader
-        #: A batch until it is loaded: Control-C while it is loaded does not skip it.
+        #: The drawn batch until it is loaded, so that Control-C does not skip it.
         self._due: PlannedBatch | None = None
-        #: The latest batch that was loaded, and the latest that was counted in the figures.
+        #: The latest batch that was loaded, and the latest that the meter has counted.
         self._head: PlannedBatch
         self._metered: PlannedBatch | None = None
-        #: Whether Control-C came while an iterable dataset was read.
+        #: Whether Control-C interrupted the reading of an iterable dataset.
         self._is_torn = False
         try:
             self._fetcher = self._make_fetcher(loader)
@@ -53,7 +49,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._runtime.epoch, self._runtime.progress = epoch, progress
             self._runtime.pending = None if isinstance(error, Exception) else pending
             raise
-        self._progress.dataset_state = self._asked()
+        self._progress.dataset_state = self._dataset_state()
         if self._dataset_kind == DatasetKind.Iterable or self._progress.dataset_state is not None:
             self._progress.streams = self._progress.streams or [StreamState()]
         self._runtime.meter.begin_epoch()
@@ -82,8 +78,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
     def _load(self) -> None:
         if self._is_torn:
             raise WorkerError(
-                "this iteration was interrupted while its iterable dataset was read, so what that had given of the "
-                "batch is lost; begin another iteration"
+                "this iteration was interrupted while its iterable dataset was read, so a part of the batch is lost; "
+                "begin another iteration"
             )
         if self._due is not None and self._due.outcome is TAKEN:
             self._progress.head, self._due = self._due, None
@@ -114,7 +110,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._progress.head, self._due = due, None
             raise
         except BaseException:
-            # Given up by the next `next`: a state that is saved now still has it, as after the SystemExit of a handler.
+            # Skipped by the next `next`; a state that is saved now still has it, as after the SystemExit of a handler.
             due.outcome = TAKEN
             raise
         finally:
@@ -131,12 +127,9 @@ class SingleProcessIterator(BaseDataLoaderIter):
         if self._loader is not None:
             loader, self._loader = self._loader, None
             EpochAnnouncement(loader, plan, 1)
-        position, index = plan.peek()
-        while self._progress.was_delivered(position):
-            plan.draw()
-            position, index = plan.peek()
+        position, index = next_undelivered(plan, self._progress)
         batch = PlannedBatch(position, index)
-        # No call until it is noted that the batch was drawn: Control-C comes before that or after it.
+        # No call before all of this is assigned: Control-C comes before it or after it.
         self._due, plan.drawn, plan.held = batch, position + 1, []
         return batch
 
@@ -162,8 +155,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
                 self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size
             )
 
-    def _asked(self) -> Callable[[], Any] | None:
-        """A function that returns the dataset's own state, if it has one."""
+    def _dataset_state(self) -> Callable[[], Any] | None:
+        """Return a function that returns the dataset's own state; None if it has none."""
         dataset = self._dataset
         if self._dataset_kind != DatasetKind.Iterable:
             return (lambda: copied(dataset, at_rest(dataset))) if has_state(dataset) else None

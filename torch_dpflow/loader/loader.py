@@ -1,4 +1,4 @@
-"""DPFlowDataLoader: torch's DataLoader with workers that survive, a position that can be kept, and figures."""
+"""DPFlowDataLoader: torch's DataLoader with workers that are replaced, a position that can be saved, and figures."""
 
 from __future__ import annotations
 
@@ -44,32 +44,31 @@ T = TypeVar("T", covariant=True)
 class DPFlowDataLoader(DataLoader[T]):
     """A drop-in replacement for `torch.utils.data.DataLoader`.
 
-    Takes torch's arguments in torch's meaning, gives the same batches in the same order for the same seed, and
-    raises the same errors. What it adds:
+    It takes torch's arguments with torch's meaning, yields the same batches in the same order for the same seed, and
+    raises the same errors. In addition:
 
-    - A worker that dies is replaced and its batches are loaded again; the training loop sees nothing of it.
-    - Idle workers take over work from busy ones, so one slow sample does not hold up the rest.
-    - Random augmentation is the same whatever the number of workers, and after any crash or resume (see
-      `LoaderOptions.seeding`; not with `num_workers=0`, where it draws from the process's generators).
-    - `state_dict()` and `load_state_dict()` keep and restore the position, also in another process and with
-      another number of workers.
-    - `stats()` returns how long the training loop waited, `explain()` why, and what to change.
+    - A worker that dies is replaced and its batches are loaded again; the training loop goes on.
+    - Idle workers take over tasks of busy ones, so one slow sample does not delay the rest.
+    - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
+      not with `num_workers=0`, which draws from the process's generators).
+    - `state_dict()` and `load_state_dict()` save and restore the position, also in another process and with another
+      number of workers.
+    - `stats()` returns how long the training loop waited; `explain()` returns the cause, and what to change.
 
-    Not thread-safe: iterate, save and load in one thread. In a forked child it can be iterated anew.
+    Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader anew.
 
-    With `flow`, jobs that read the same data share one loading of it: each sample is loaded once for all of them by
-    the workers of a cluster (`dpflow up`), and this process puts batches together. See `JobOptions`.
+    With `flow`, jobs that read the same data share one loading of it: the workers of a cluster (`dpflow up`) load each
+    sample once for all jobs, and this process collates batches. See `JobOptions`.
 
     Args:
-        options: what goes beyond torch's arguments, a `LoaderOptions`; None for its defaults.
-        flow: the shared flow's name, as "imagenet/train"; with ":v2" and so on after it once the dataset has changed.
-        address: of the cluster that the flow lives in: a connection file, or "auto" for the one that DPFLOW_ADDRESS
-            names or that runs on this machine. None: "auto".
-        job: what this job asks of the flow, a `JobOptions`; None for its defaults.
-        platform: where workers run, if not on this host: "processes", or an object of `torch_dpflow.remote` with
-            settings of its own.
+        options: a `LoaderOptions`; None for its defaults.
+        flow: the name of the shared flow, as "imagenet/train"; with ":v2" and so on appended once the dataset has changed.
+        address: the cluster of the flow: a connection file, or "auto" for the cluster that DPFLOW_ADDRESS names or that
+            runs on this machine. None: "auto".
+        job: a `JobOptions`, the options of this job of the flow; None for its defaults.
+        platform: where workers run, if not on this host: "processes", or a platform of `torch_dpflow.remote`.
 
-    The others are torch's; see its documentation.
+    The other arguments are torch's; see its documentation.
 
     Raises:
         OptionTypeError: an argument is of a type that no iteration could use.
@@ -148,9 +147,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
             return SharedLoaderIterator(self)
         if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
-            self._iterator = (
-                None  # persistent workers that an error ended, or of the parent process: start others
-            )
+            self._iterator = None  # its persistent workers have ended, or belong to the parent process
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
@@ -164,23 +161,22 @@ class DPFlowDataLoader(DataLoader[T]):
         return iterator
 
     def check_worker_number_rationality(self) -> None:
-        """torch's warning about more workers than processors; a flow's and a platform's are not this machine's."""
+        """Warn as torch about more workers than processors, if the workers run on this machine."""
         if self.flow is None and self.platform is None:
             super().check_worker_number_rationality()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iteration is, as a dict of plain types: JSON, pickle and `torch.save` keep it.
+        """Return the position of the latest iteration as a dict of plain types, for JSON, pickle or `torch.save`.
 
-        What a dataset or sampler with a `state_dict` of its own keeps goes in as it gave it. O(1): no index and no
-        sample is read. Right at any time: before the first batch, after any, after the last.
+        The own states of a dataset or sampler with a `state_dict` are included unchanged. O(1): no index and no sample
+        is read. Valid at any time: before the first batch, after any, after the last.
 
-        It holds the state of the loader's `generator`, but of the process's generators only what this epoch was
-        drawn from. So the rest of the epoch is exact in any case; later epochs are where a `generator` was given,
-        or where the training script restores torch's random state, as its checkpoint should.
+        It holds the state of the loader's `generator`, but of the process's generators only the states that this epoch
+        was drawn from. So the rest of the epoch is always exact. Later epochs are exact if a `generator` was given, or
+        if the training script restores torch's random state.
 
         Raises:
-            StateError: a dataset or sampler has a `state_dict` of its own, and that failed; the error is the cause.
-                Or the workers are threads.
+            StateError: the `state_dict` of the dataset or sampler failed; or the workers are threads.
         """
         self._check_workers()
         runtime = self._runtime
@@ -202,27 +198,26 @@ class DPFlowDataLoader(DataLoader[T]):
         return state.as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next iteration begin where `state_dict()` was taken, whatever the number of workers was.
+        """Begin the next iteration at the position of `state_dict`, whatever the number of workers was.
 
-        Indices are drawn again up to the position (or the sampler is asked, if it has a state), samples are not
-        loaded. An iterable dataset continues with as many workers as it had, from its own `state_dict` if it has
-        one, else by passing over what was delivered. A dataset or sampler that cannot take its own state back
-        raises at the next `iter`.
+        Indices are drawn again up to the position, unless the sampler has a state of its own; samples are not loaded.
+        An iterable dataset needs the same number of workers. It continues from its own state if it has one, else it
+        skips what was delivered. A dataset or sampler that cannot restore its own state raises at the next `iter`.
 
         Raises:
-            StateError: it is no such state, is damaged, or was taken with other data or of a shared flow that this
-                loader does not read; or the workers are threads. Nothing is changed then.
+            StateError: the state is invalid, or was taken with other data or another shared flow; or the workers are
+                threads. Nothing is changed then.
         """
         self._check_workers()
         state = LoaderState.from_dict(state_dict)
         self._check_fits(state)
         self._runtime.pending = state
         self._iterator = (
-            None  # persistent workers have read ahead, and begin epochs differently from new ones
+            None  # persistent workers have read ahead, and begin epochs in another way than new ones
         )
 
     def stats(self) -> LoaderStats:
-        """Counters of this loader, over all its iterations; a shared flow's cluster is asked, once a second at most."""
+        """Return the counters of this loader, over all its iterations; of a shared flow at most a second old."""
         stats, jobs = self._runtime.meter.snapshot(), self._runtime.jobs.values()
         if not jobs:
             return stats
@@ -240,10 +235,10 @@ class DPFlowDataLoader(DataLoader[T]):
         )
 
     def explain(self) -> Explanation:
-        """What limits the run and what to change, in three lines, from what was measured so far.
+        """Return what limits the run and what to change, from the measurements so far; printed, three lines.
 
-        Print it, in or after an iteration. `limited_by` of what it returns is one word for programs; it is empty where
-        too little was read to tell. Of the training thread.
+        Call it in the training thread, in or after an iteration. `limited_by` is one word for programs, empty if too
+        little was read.
         """
         return self._explain(self._runtime.workload)
 
@@ -277,13 +272,13 @@ class DPFlowDataLoader(DataLoader[T]):
         if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):
             raise StateError(
                 f"workers of multiprocessing_context={name_of(self.multiprocessing_context)} are threads, which "
-                "torch's own iterator drives; it has no position: use processes, or num_workers=0"
+                "torch's own iterator runs; it has no position: use processes, or num_workers=0"
             )
 
     def _check_sharing(self) -> None:
         if self.flow is None and self.address is None and self.job is None:
             return
-        # Imported here: a fifth of this module's import, which loaders without a flow do without.
+        # Imported here: it takes a fifth of this module's import time, and private loaders do not need it.
         from torch_dpflow.cluster.client.options import JobOptions
 
         if self.job is not None and not isinstance(self.job, JobOptions):
@@ -306,7 +301,7 @@ class DPFlowDataLoader(DataLoader[T]):
             raise StateError(
                 "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
                 "decides, and this loader has no flow; give it the flow=... and address=... that the state was taken "
-                "with, or begin an epoch afresh"
+                "with, or begin an epoch anew"
             )
         if state.kind != kind:
             raise StateError(
@@ -322,7 +317,7 @@ class DPFlowDataLoader(DataLoader[T]):
             if None not in (was, mine.get(name)) and was != mine[name]:
                 raise StateError(
                     f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
-                    "dataset and the arguments that it was taken with, or begin an epoch afresh"
+                    "dataset and the arguments that it was taken with, or begin an epoch anew"
                 )
         workers = max(1, self.num_workers)
         keep = any(stream.dataset is not None for stream in state.streams)
@@ -330,12 +325,12 @@ class DPFlowDataLoader(DataLoader[T]):
             raise StateError(
                 f"the state is of a loader with {len(state.streams)} workers, this one has {self.num_workers}; each "
                 "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
-                "resume with as many, or begin an epoch afresh"
+                "resume with as many, or begin an epoch anew"
             )
 
 
 def _dataset_before(dataset: Any) -> Any:
-    """The dataset's own state before any iteration; None where its `state_dict` fails."""
+    """Return the dataset's own state before any iteration; None if its `state_dict` fails."""
     kept = copied(dataset, at_rest(dataset))
     return None if isinstance(kept, Unsaved) else kept
 

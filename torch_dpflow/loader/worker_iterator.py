@@ -104,7 +104,7 @@ class WorkerIterator(BaseDataLoaderIter):
 
     @property
     def closed(self) -> bool:
-        """Whether its workers have been ended, or are not this process's."""
+        """Whether its workers have ended, or belong to another process."""
         return self._shard is None or not self._shard.is_own
 
     @property
@@ -141,9 +141,9 @@ class WorkerIterator(BaseDataLoaderIter):
     def _begin_epoch(self, loader: Any, *, resumes: bool) -> None:
         progress = self._progress
         self._resumes = resumes
-        #: Workers that have not reported yet where their streams begin.
+        #: Workers that have not reported the beginning of their streams yet.
         self._unreported = set(range(self._num_workers)) if self._own_stream else set()
-        #: The error of the first worker whose dataset did not take its state.
+        #: The error of the first worker whose dataset did not restore its state.
         self._refusal: ExceptionWrapper | None = None
         if self._own_stream:
             # Weak: the workers end when the last reference to this iterator is dropped.
@@ -156,10 +156,10 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._num_workers, in_order=self._in_order, limit=self._usual, first=progress.next_worker
             )
         self._planner = BatchPlanner(progress, rotation, self._in_flight)
-        #: The batch that is due, and how many are planned once another one is in its place.
+        #: The batch to deliver, and how many batches are planned once another one is in its place.
         self._head: PlannedBatch
         self._goal = 0
-        #: The latest batch that was counted in the figures.
+        #: The latest batch that the meter has counted.
         self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
@@ -192,7 +192,7 @@ class WorkerIterator(BaseDataLoaderIter):
             raise
 
     def _await_beginnings(self) -> None:
-        """Wait until every worker has reported where its stream begins."""
+        """Wait until every worker has reported the beginning of its stream."""
         while self._unreported and not self.closed and self._shard is not None:
             if (event := self._shard.wait(None)) is not None:
                 self._handle(event)
@@ -202,7 +202,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._plan_one()
 
     def _plan_one(self) -> bool:
-        """Draw the next batch and submit it; False where there is none."""
+        """Draw the next batch and submit it; return False if there is none."""
         assert self._shard is not None
         batch = self._planner.draw()
         if batch is None:
@@ -249,7 +249,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 return self._deliver(head)
 
     def _due(self) -> PlannedBatch:
-        """Wait for the batch that is due. Raises StopIteration at the end of the epoch."""
+        """Wait for the next batch to deliver. Raises StopIteration at the end of the epoch."""
         self._handle_pending()
         while True:
             batch = self._in_flight.due()

@@ -194,11 +194,7 @@ class BatchSource:
     def _torch_fetcher(self) -> Any:
         spec = self._load_spec
         return DatasetKind.create_fetcher(
-            spec.dataset_kind,
-            self._dataset,
-            spec.auto_collation,
-            spec.collate_fn,
-            spec.drop_last,
+            spec.dataset_kind, self._dataset, spec.auto_collation, spec.collate_fn, spec.drop_last
         )
 
     def _kept(self) -> Any:

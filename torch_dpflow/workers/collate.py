@@ -1,12 +1,11 @@
-"""Collates in a worker of the private loader: torch's default collate stacks into shared memory, without a copy.
+"""Collate in a worker of the private loader: torch's default collate stacks into shared memory, without a copy.
 
-A shared flow's batches are collated in the job, by `cluster/client/collate`.
+The batches of a shared flow are collated in the job, by `cluster/client/collate`.
 
-A dataset of rows may be lent the block for its batch (`let_fill`), so that rows lie where they are sent from, and are
-not stacked at all.
+A dataset of rows may get the block for its batch (`let_fill`), so that its rows need not be stacked.
 
-torch's `default_collate_fn_map` is its public registry of collate functions. Ours differs from torch's only in where
-the result lies: whatever it does not handle, and whatever fails, goes to torch's function, so that results and errors
+torch's `default_collate_fn_map` is its public registry of collate functions. Ours differs from torch's only in the
+memory of the result. Other types, and tensors for which it fails, go to torch's function, so that results and errors
 are torch's.
 """
 
@@ -24,12 +23,12 @@ from torch_dpflow.ipc.memory.conversions import Memory, storage_over, tensor_ove
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 
 _arena: Arena | None = None
-#: Where blocks begin that were lent to datasets.
+#: Addresses of blocks that were lent to datasets.
 _filled: set[int] = set()
 
 
 def install(arena: Arena) -> None:
-    """Let torch's default collate stack into blocks of `arena`, unless the user has a function there."""
+    """Let torch's default collate stack into blocks of `arena`, unless the user has replaced its function."""
     global _arena
     if default_collate_fn_map.get(torch.Tensor) in (collate_tensor_fn, _collate_tensors):
         _arena = arena
@@ -39,8 +38,7 @@ def install(arena: Arena) -> None:
 def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
     """Lend datasets that have `fill_batches` the memory of their batches, after `install`.
 
-    Only where nobody but torch's default collate gets to see the rows: whoever kept one would see it change with the
-    batch.
+    Only if torch's default collate alone uses the rows: any other code that kept a row would see it change.
     """
     if collate_fn is default_collate:
         for one in _fillers(dataset) or ():
@@ -48,7 +46,7 @@ def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
 
 
 def lend(nbytes: int) -> Memory | None:
-    """Memory of a block of the arena; None: there is none, or it is not worth one."""
+    """Lend the memory of a block of the arena; None if there is none, or `nbytes` is too small."""
     block = _lend(nbytes)
     if block is None:
         return None
@@ -57,7 +55,7 @@ def lend(nbytes: int) -> Memory | None:
 
 
 def _fillers(dataset: Any) -> list[Any] | None:
-    """Those in a dataset that fill their batches; None: somebody else may see the rows."""
+    """Return the parts of a dataset that fill their batches; None if other code may use the rows."""
     if type(dataset) is Subset:
         return _fillers(dataset.dataset)
     if type(dataset) is TensorDataset:
@@ -66,7 +64,7 @@ def _fillers(dataset: Any) -> list[Any] | None:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
         found = [_fillers(one) for one in parts]
         return None if None in found else [one for own in found for one in own or ()]
-    # Of this very class: one that inherits it may keep rows.
+    # Of this very class: a subclass may keep rows.
     return [dataset] if "fill_batches" in vars(type(dataset)) else None
 
 
@@ -79,10 +77,10 @@ def _collate_tensors(
     if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
         if _filled and (filled := _as_they_lie(batch)) is not None:
             return filled
-        # In a worker torch's function stacks with `out=` as well. Unequal shapes, dtypes that do not fit and tensors
-        # that require grad fail here as they do there, and then torch's function raises its own error.
+        # In a worker torch's function stacks with `out=` as well. Unequal shapes, other dtypes and tensors that require
+        # grad fail here as they do there, and then torch's function raises its own error.
         try:
-            return torch.stack(batch, 0, out=_room_for(first, len(batch)))
+            return torch.stack(batch, 0, out=_out_for(first, len(batch)))
         except RuntimeError:
             pass
     return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
@@ -96,12 +94,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
+def _out_for(first: torch.Tensor, count: int) -> torch.Tensor:
     shape = (count, *first.shape)
     nbytes = first.numel() * first.itemsize * count
     block = _lend(nbytes)
     if block is None:
-        # Not in torch's shared memory, whose file would be made in vain: encoding copies small buffers anyway.
+        # Not in torch's shared memory, whose file would be wasted: encoding copies small buffers anyway.
         return torch.empty(shape, dtype=first.dtype, device="cpu")
     return tensor_over(storage_over(block.memory), first.dtype, shape)
 
@@ -109,12 +107,12 @@ def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
 def _lend(nbytes: int) -> Block | None:
     block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
     if block is not None:
-        _filled.discard(block.address)  # what it was lent for before has failed
+        _filled.discard(block.address)  # its former batch has failed
     return block
 
 
 def _as_they_lie(batch: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | None:
-    """The block that these rows fill in this order, as their batch; None: they do not."""
+    """Return the block that these rows fill in this order, as their batch; None if they do not."""
     first, start = batch[0], batch[0].data_ptr()
     if start not in _filled or _arena is None:
         return None

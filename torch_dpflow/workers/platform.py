@@ -1,8 +1,8 @@
 """The contract of a platform: it starts processes, kills them and reports how they ended.
 
-A process is identified by its name and incarnation. Where it runs, and whether it has a pid there, concerns the
-platform alone. What a platform reports is advisory: a process that it reports as running may be unreachable, so its
-users also expect heartbeats or greetings. `torch_dpflow.testing.platforms` has the contract suite.
+A process is identified by its name and incarnation. Reports of a platform are advisory: a process that it reports as
+running may be unreachable, so its users also require heartbeats or handshakes. `torch_dpflow.testing.platforms` has the
+contract suite.
 """
 
 from __future__ import annotations
@@ -14,46 +14,45 @@ from typing import Any, Protocol
 
 from torch_dpflow.errors import OptionError
 
-#: Most characters of a process's exit report that are kept.
+#: Most characters of a process's exit report.
 MAX_REPORT_CHARS = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the users of a platform may expect of it.
+    """The properties and limits of a platform.
 
-    The fields with a default concern remote workers alone: see `remote.launchers.contract`.
+    The fields with a default apply to remote workers only: see `remote.launchers.contract`.
     """
 
-    #: Whether its processes and the one that starts them can read each other's memory mappings. They run on one host
-    #: then, and reach each other by ipc sockets. Each worker still proves it by its probe.
+    #: Whether its processes and the one that starts them run on one host, can read each other's memory mappings and
+    #: connect by ipc sockets. Each worker still proves it by its probe.
     shares_memory: bool
     #: Whether others can connect to an address at which its processes listen.
     accepts_connections: bool
-    #: After how many seconds the platform ends a process; None: never. Users handle that as any other end: they start
-    #: another process, and a worker's unfinished tasks are requeued.
+    #: Seconds after which the platform ends a process; None: never. Users handle that as any other end.
     max_lifetime_s: float | None
-    #: How long it leaves a worker between telling it to end and killing it, seconds.
+    #: The time between the request to end and the kill of a worker, seconds.
     grace_s: float = 0.0
-    #: Workers that the account or cluster may have at once, as far as that is known; None: unknown.
+    #: Most workers of the account or cluster at once; None: unknown.
     max_workers: int | None = None
-    #: Starts a second, on average over 10 s, and calls of the control plane under way at once.
+    #: Starts per second, on average over 10 s, and concurrent calls of the control plane.
     starts_per_s: float = 100.0
     calls_at_once: int = 8
-    #: Most bytes of an order.
+    #: Most bytes of a launch spec.
     max_launch_spec_bytes: int = 8192
-    #: How long a worker may take from its start to its hello, least and most, seconds; learned in between.
+    #: Lower and upper limit of the timeout from a worker's start to its handshake, seconds; adapted in between.
     start_timeout_s: tuple[float, float] = (10.0, 120.0)
-    #: Whether it can say what became of a worker, name those that a dead starter has left, and end one by force.
+    #: Whether it can report the state of a worker, list the workers of a dead starter, and kill one.
     can_watch: bool = True
     can_list: bool = True
     can_stop: bool = True
 
 
 def require_same_host(platform: Platform, user: str) -> None:
-    """Raise OptionError unless the platform's processes can reach this one by an ipc socket.
+    """Raise OptionError unless the platform's processes can connect to this one by an ipc socket.
 
-    user: who needs that, for the message.
+    user: the caller, for the message.
     """
     if not platform.limits.shares_memory:
         raise OptionError(
@@ -73,9 +72,9 @@ class ProcessSpec:
         arguments: of the target. They are pickled unless the process is a fork, which inherits them.
             Unpickling tensors may connect back to this process, which takes the `authkey` of its
             `multiprocessing.current_process()`.
-        report_file: where it writes an exit report when it fails, if it shares this host's files; else empty.
-        directory: private to the launched processes and the one that launches them, which removes it; if that one
-            is killed they remove it. Empty: there is none.
+        report_file: the file for its exit report, if it shares this host's files; else empty.
+        directory: a directory that the launching process removes, or the launched processes if that one is killed;
+            or empty.
     """
 
     name: str
@@ -88,19 +87,19 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a process ended, as far as that is known. `str` gives the text for people."""
+    """How a process ended, as far as known. `str` returns the text for messages."""
 
     #: Its exit code; None if a signal ended it, or the code is unknown.
     code: int | None = None
     #: The number of the signal that ended it, or None.
     signal: int | None = None
-    #: Why it was killed through its handle; empty if it was not, or no reason was given.
+    #: The reason given to `Handle.kill`, or empty.
     killed_for: str = ""
     #: What it wrote to its report file, at most `MAX_REPORT_CHARS` characters.
     report: str = ""
-    #: Where it ran, as "pid 17".
+    #: The place where it ran, as "pid 17".
     place: str = ""
-    #: For how long it ran, seconds, where whoever ran it has measured that: as it is billed.
+    #: Its billed duration, seconds, if the platform measures that.
     ran_s: float | None = None
 
     def __str__(self) -> str:
@@ -126,42 +125,41 @@ class Handle(Protocol):
     #: As in its `ProcessSpec`.
     name: str
     incarnation: int
-    #: Its pid on this machine, for people; 0 if it has none.
+    #: Its pid on this machine, for messages; 0 if it has none.
     pid: int
 
     def kill(self, why: str = "") -> None:
-        """Kill it without waiting; `describe` names the reason. Any thread may call, repeatedly."""
+        """Kill it without waiting. `describe` returns the reason. Idempotent; any thread may call."""
 
     def describe(self) -> End | None:
-        """How it ended; None while it runs. Waits at most a second for a status that is still in transit."""
+        """Return how it ended; None while it runs. Waits at most a second for a status in transit."""
 
 
 class Platform(Protocol):
-    """Starts processes. They end with the process that starts them, however that one ends.
+    """Starts processes, which end with the process that starts them, however that one ends.
 
-    One thread may launch while another takes the ended ones: the thread that waits for `wakeup_fd`. All other
-    methods belong to either.
+    One thread may launch while another, which waits for `wakeup_fd`, calls `take_ended`.
     """
 
     limits: Limits
-    #: A descriptor that is readable while `take_ended` has something to return. Not a callback: both users' threads
-    #: wait for it beside their socket, so there is no other thread, no lock and nothing that a fork copies half done,
-    #: and a death is handled after the messages that came before it.
+    #: A descriptor that is readable while `take_ended` has something to return. Users wait for it beside their socket.
+    #: With a callback there would be another thread and a lock that a fork could copy, and a death could be handled
+    #: before earlier messages.
     wakeup_fd: int
 
     def launch(self, spec: ProcessSpec) -> Handle:
-        """Start this process without waiting for it. If it never comes up, its `End` says why.
+        """Start this process without waiting for it. Its `End` has the reason if it never runs.
 
         SIGINT may be blocked in it until its target unblocks it, so that Control-C prints no traceback of its start.
 
         Raises:
             NotPicklableError: the arguments cannot be sent to a new process.
-            LaunchError: the platform refuses, for now or for good.
+            LaunchError: the platform refuses.
             DescriptorLimitError: this process has too many files open.
         """
 
     def take_ended(self) -> Sequence[Handle]:
-        """The processes that have ended, each returned once; does not wait."""
+        """Return the processes that have ended, each once; does not wait."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """Ask all running processes to end, wait `grace_s`, kill the rest and release everything. Idempotent."""
+        """Terminate all running processes, kill them after `grace_s`, and release everything. Idempotent."""

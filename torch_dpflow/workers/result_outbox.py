@@ -1,8 +1,8 @@
-"""Sends a worker's results to its shard: slow ones at once, fast ones several together.
+"""Sends a worker's results to its shard: slow ones at once, fast ones in groups.
 
-A result that comes alone costs a shard three times what it costs among others, since on a busy machine the processor's
-caches hold nothing of the shard by then, and nothing of the decoder afterwards. The code of shard, job and worker
-around a sample takes some 100 µs by itself; beside decoders, on two cores, it took 700 µs.
+A single result costs a shard three times the processor time of one in a group: on a busy machine it begins with cold
+caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes some 100 µs alone;
+beside decoders, on two cores, it took 700 µs.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Callable, Sequence
 from torch_dpflow.ipc.messages.headers import Exchange, Finished, PackedExchange, encode
 from torch_dpflow.ipc.transport import Connection, Frame
 
-#: Most results of one message; most frames, and bytes in frames and shared memory, of a message of several results.
+#: Most results of a message; most frames and bytes, shared memory included, of a message of several results.
 MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 16, 128, 8 << 20
-#: How long a result waits for others, seconds: as long as ten small samples take. With 8 results and 20 ms a shard took
-#: a fifth more processor time. It costs latency where the design asks for little, and buys throughput.
+#: The longest wait of a result for others, seconds: the time of ten small samples. With 8 results and 20 ms a shard
+#: took a fifth more processor time.
 HOLD_S = 0.06
-#: After how long results are sent although the worker still loads the next sample, seconds.
+#: The time after which results are sent although the worker still loads the next sample, seconds.
 LATE_S = 0.1
 
 
 class ResultOutbox:
-    """Sends a worker's results, and lets one thread at a time use its connection.
+    """Sends a worker's results. One thread at a time uses the connection.
 
-    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited for long. No
-    `PeriodicCall`: while no result waits, it must not wake up beside the decoder.
+    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. It is
+    no `PeriodicCall`, as it must not wake up beside the decoder while no result waits.
 
     Args:
         connection: to the shard. Other users of it must hold `lock` while results wait.
         hold_s: as HOLD_S.
         late_s: as LATE_S.
-        compress: makes fewer bytes of frames, as `compression.compress`; None: they are sent as they are.
+        compress: compresses frames; None: they are sent unchanged.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ResultOutbox:
                 self._send()
 
     def flush(self) -> None:
-        """Send the waiting results; without any, a message that the worker is idle."""
+        """Send the waiting results; if there are none, report that the worker is idle."""
         with self.lock:
             self._started = None
             self._send()

@@ -1,7 +1,6 @@
 """Settings of the script's process that affect samples, for workers that are not forked from it.
 
-Workers of a shared flow and of a platform start in a process of their own, where these settings have their defaults.
-Forked workers have them anyway.
+In the processes of a shared flow or a platform these settings have their defaults.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Attributes of modules that change what is decoded: module, name, and default. Read only where the script has imported
-#: the module.
+#: Attributes of modules that affect decoding: module, name, and default. Read only if the script has imported the
+#: module.
 _ATTRIBUTES: tuple[tuple[str, str, Any], ...] = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", False),
     ("PIL.Image", "MAX_IMAGE_PIXELS", 1024 * 1024 * 1024 // 4 // 3),
@@ -33,14 +32,14 @@ class ScriptSettings:
     numpy_errors: dict[str, Any] = field(default_factory=_NUMPY_ERRORS.copy)
     #: Module, name and value.
     attributes: tuple[tuple[str, str, Any], ...] = ()
-    #: Whether torch uses deterministic algorithms only, and whether it merely warns where there is none.
+    #: Whether torch uses deterministic algorithms only, and whether it only warns if there is none.
     deterministic: tuple[bool, bool] = (False, False)
     #: As of `torch.set_float32_matmul_precision`.
     matmul_precision: str = "highest"
 
     @classmethod
     def capture(cls) -> ScriptSettings:
-        """Read them in this process, in this thread."""
+        """Return the settings of this process, in this thread."""
         found = [
             (module, name, usual, vars(sys.modules.get(module, cls))) for module, name, usual in _ATTRIBUTES
         ]
@@ -58,13 +57,13 @@ class ScriptSettings:
         )
 
     def apply(self) -> None:
-        """Set them in this process; numpy's in this thread only."""
+        """Apply the settings to this process; numpy's to this thread only."""
         torch.set_default_dtype(self.default_dtype)
         np.seterr(**self.numpy_errors)
         for module, name, value in self.attributes:
-            with suppress(ImportError):  # then no dataset can use it here either
+            with suppress(ImportError):  # then no dataset can use it either
                 setattr(importlib.import_module(module), name, value)
-        # Not where it is set already: torch imports its compiler for this call, which takes seconds.
+        # Only if it differs: torch imports its compiler for this call, which takes seconds.
         here = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -74,7 +73,7 @@ class ScriptSettings:
         torch.set_float32_matmul_precision(self.matmul_precision)
 
     def describe(self) -> str:
-        """Those that change what samples are, for people; empty where all have their defaults."""
+        """Return the settings that change samples, for messages; empty if all have their defaults."""
         parts = [f"{module}.{name}={value!r}" for module, name, value in self.attributes]
         if self.default_dtype is not torch.float32:
             parts.insert(0, f"torch's default dtype {self.default_dtype}")

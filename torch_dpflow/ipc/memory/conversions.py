@@ -16,10 +16,10 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
 def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
-    """As `torch.from_numpy`, but arrays made of the tensor stay valid when the tensor is shared.
+    """Return a tensor over an array, as `torch.from_numpy`; arrays made of it stay valid when the tensor is shared.
 
-    `share_memory_`, and so a queue, moves a storage elsewhere and drops the memory that it had. Arrays that `numpy` has
-    made of its tensors keep the storage alive, so the storage keeps the memory.
+    `share_memory_`, and so a queue, moves a storage and drops its former memory. Arrays made of its tensors keep the
+    storage alive, so the storage keeps the memory.
     """
     tensor = torch.from_numpy(array)
     storage: Any = tensor.untyped_storage()
@@ -28,7 +28,7 @@ def from_array(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def storage_over(memory: Memory) -> torch.UntypedStorage:
-    """A storage over `memory`, which it keeps alive, also where the storage is shared."""
+    """Return a storage over `memory`, which it keeps alive, even if the storage is shared."""
     return from_array(memory).untyped_storage()
 
 
@@ -38,7 +38,7 @@ def keeps_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def memory_of(storage: Any, start: int = 0, nbytes: int | None = None) -> Memory:
-    """The bytes of a CPU storage, or a part of them, without a copy."""
+    """Return the bytes of a CPU storage, or a part of them, without a copy."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
     if nbytes is None:
         nbytes = storage.nbytes()
@@ -53,7 +53,7 @@ def tensor_over(
     stride: Sequence[int] | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """A tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
+    """Return a tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
     # Twice as fast as `torch.empty`.
     empty: Any = _empty(dtype).new_empty(0)
     if stride is None:
@@ -69,7 +69,7 @@ def _empty(dtype: torch.dtype) -> torch.Tensor:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where the array's first element lies."""
+    """Return the address of the array's first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -81,7 +81,7 @@ def is_aligned(memory: memoryview, alignment: int) -> bool:
 
 
 def aligned_copy(memory: memoryview) -> Memory:
-    """A writable copy that begins at a multiple of ALIGNMENT."""
+    """Return a writable copy that begins at a multiple of ALIGNMENT."""
     copy: Memory = torch.empty(len(memory), dtype=torch.uint8, device="cpu").numpy()
     copy.data[:] = memory
     return copy
