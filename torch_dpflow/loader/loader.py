@@ -62,7 +62,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
     Args:
         options: a `LoaderOptions`; None for its defaults.
-        flow: the name of the shared flow, as "imagenet/train"; with ":v2" and so on appended once the dataset has changed.
+        flow: the name of the shared flow, as "imagenet/train"; with ":v2" and so on once the dataset has changed.
         address: the cluster of the flow: a connection file, or "auto" for the cluster that DPFLOW_ADDRESS names or that
             runs on this machine. None: "auto".
         job: a `JobOptions`, the options of this job of the flow; None for its defaults.
