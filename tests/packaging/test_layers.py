@@ -93,7 +93,7 @@ def test_every_sampler_and_cache_policy_is_held_to_being_pure(package: str) -> N
     [
         "cli.main",
         "cli.cluster",
-        "cli.cluster_flow",
+        "cli.up",
         "cli.dataset",
         "cli.pool",
         "cluster.services.node",

@@ -3,7 +3,8 @@
 import sys
 from typing import Any
 
-from torch_dpflow.cli.exit_status import INTERRUPTED
+#: Exit status after Control-C, as shells have it.
+INTERRUPTED = 130
 
 
 def main() -> None:

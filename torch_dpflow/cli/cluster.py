@@ -1,210 +1,36 @@
-"""`dpflow up`, `down`, `status`, `top` and `keygen`: a cluster from which several jobs read."""
+"""`dpflow down`, `status`, `top`, `flow` and `keygen`: a cluster from which several jobs read."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from torch_dpflow._core.descriptors import soft_limit
-from torch_dpflow.cli.background import go_on_in_background
-from torch_dpflow.cli.cluster_calls import (
-    address_option,
-    ask,
-    ask_views,
-    connect,
-    end_cluster,
-    json_option,
-    seconds_of,
-    size_of,
-    to_json,
-)
+from torch_dpflow.cli.cluster_calls import address_option, ask, ask_views, connect, end_cluster
 from torch_dpflow.cli.cluster_printing import (
-    counted,
+    print_flow,
     print_flows,
     print_jobs,
     print_missing,
     print_nodes,
     print_processes,
+    print_scaled,
     print_sharing,
     print_top,
 )
-from torch_dpflow.cli.dataset_options import Command
+from torch_dpflow.cli.common import Command, json_option, seconds_of, to_json
+from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.cluster.messages.node import NodeView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, figures_of
-from torch_dpflow.cluster.security.connection_file import ADDRESS_VARIABLE
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 
 if TYPE_CHECKING:
-    from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.ipc.rpc import RpcClient
-
-
-def _up_options(command: Command) -> Command:
-    options = [
-        click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
-        click.option(
-            "--autoscale",
-            metavar="MIN:MAX",
-            help="Have as many workers as jobs need: at least and at most so many, of all flows together.",
-        ),
-        click.option(
-            "--memory", metavar="SIZE", callback=size_of, help="Most memory for samples, of all flows: 8GiB."
-        ),
-        click.option(
-            "--listen", help="tcp://ADDRESS:PORT, with keys; without it, only this user on this host."
-        ),
-        click.option(
-            "--state",
-            envvar="DPFLOW_STATE",
-            show_envvar=True,
-            help="Where flows are stored: a path, or redis://HOST:PORT/NUMBER; without it, until the cluster ends.",
-        ),
-        click.option("--connection-file", help="The path of the file by which jobs find the cluster."),
-        click.option(
-            "--keys",
-            help="A file that `dpflow keygen` has written, for --listen; without it, new keys are generated.",
-        ),
-        click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
-        click.option("--metrics-public", is_flag=True, help="Let other hosts read --metrics, without a key."),
-        click.option("--web", metavar="HOST:PORT", help="Where a browser finds the live page."),
-        click.option(
-            "--web-token-file",
-            metavar="PATH",
-            envvar="DPFLOW_WEB_TOKEN_FILE",
-            show_envvar=True,
-            help="A file of mode 600 with the token that the page needs; without it, --web is for this machine alone.",
-        ),
-        click.option(
-            "--pool-memory",
-            metavar="SIZE",
-            callback=size_of,
-            help="Run a server of the pool too, which holds datasets in so much memory of this host: 2GiB.",
-        ),
-        click.option(
-            "--preload",
-            metavar="MODULE",
-            multiple=True,
-            help="A module to import once for all workers, as torchvision: they start at once and share it.",
-        ),
-        click.option(
-            "--platform",
-            help="What runs the workers of flows: ray, kubernetes, fc, lambda; without it, this host.",
-        ),
-        click.option(
-            "--worker-listen",
-            help="With --platform, where workers call: tcp://HOST:PORT or tcp://HOST:FIRST-LAST.",
-        ),
-        click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
-        click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-@click.command()
-@_up_options
-@click.option(
-    "-d",
-    "--detach",
-    is_flag=True,
-    help="Go on in the background once the cluster is up; its log is beside the connection file.",
-)
-@json_option
-def up(
-    workers: int | None,
-    memory: int | None,
-    detach: bool,
-    as_json: bool,
-    log_format: str,
-    log_level: str,
-    **given: Any,
-) -> None:
-    """Run a cluster until it is stopped: by Ctrl-C, SIGTERM or `dpflow down`.
-
-    It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
-    """
-    from torch_dpflow.cluster.messages.coordinator import ClusterLimits
-    from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
-    from torch_dpflow.cluster.services.node import stopped_by_signals
-    from torch_dpflow.ipc.memory.headroom import check_memory
-    from torch_dpflow.workers.local_platform import end_fork_server
-
-    if memory is not None and given["listen"] is None:  # else nodes of other hosts may have a part of it
-        check_memory("--memory", memory)
-    if given["pool_memory"] is not None:
-        check_memory("--pool-memory", given["pool_memory"])
-        _pool_directory(given["pool_memory"])  # which may be none
-    sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own directory there
-    options = ClusterOptions(
-        limits=ClusterLimits(workers=workers, memory_bytes=memory),
-        log=LogOptions(format=log_format, level=log_level),
-        **given,
-    )
-    _warn_of_another_address(options.path)
-    announce = go_on_in_background(options.path.with_suffix(".log")) if detach else click.echo
-    cluster = LocalCluster(options)
-    with stopped_by_signals(cluster):
-        try:
-            cluster.serve(ready=lambda: _announce(announce, cluster, options, as_json=as_json))
-        finally:
-            end_fork_server()
-    if not as_json:
-        click.echo("dpflow is down")
-
-
-def _announce(
-    announce: Callable[[str], object], cluster: LocalCluster, options: ClusterOptions, *, as_json: bool
-) -> None:
-    text = "\n".join(_up_lines(cluster, options, as_json=as_json))
-    with suppress(OSError):  # whoever has started it may have closed the pipe, and reads from it all the same
-        announce(text)
-
-
-def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> Iterator[str]:
-    if as_json:
-        facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
-        facts["web"] = options.web
-        facts["pool"] = _pool_directory(options.pool_memory)
-        yield to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers})
-        return
-    yield f"dpflow is up at {cluster.address}"
-    yield f"jobs find it by {options.path}"
-    workers = counted(cluster.workers, "worker")
-    yield f"it may run {workers} (its limit of open files, `ulimit -Hn`, is {soft_limit()})"
-    if options.metrics:
-        yield f"metrics are at http://{options.metrics}/metrics"
-    if options.pool_memory:
-        directory = _pool_directory(options.pool_memory)
-        yield f"the pool holds datasets in {options.pool_memory:,} bytes, at {directory}"
-    if options.web:
-        token = "; it asks for the token, as a password" if options.web_token_file else ""
-        yield f"the live page is at http://{options.web}{token}"
-
-
-def _warn_of_another_address(path: Path) -> None:
-    named = os.environ.get(ADDRESS_VARIABLE)
-    if named and Path(named).absolute() != path:
-        click.echo(
-            f"{ADDRESS_VARIABLE}={named!r}: where it is set so, jobs and commands look for another cluster; unset it, "
-            "or give `dpflow up` that path as --connection-file",
-            err=True,
-        )
-
-
-def _pool_directory(memory: int | None) -> str | None:
-    """Where the server of the pool is that the cluster runs."""
-    from torch_dpflow.pool.transport.address import find_directory
-
-    return None if memory is None else str(find_directory())
 
 
 @click.command()
@@ -338,3 +164,108 @@ def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
         counts = {name: getattr(job, name) for name in job.__struct_fields__}
         named["jobs"].append({**counts, "stall_share": job.stall_share})
     return named
+
+
+@click.group()
+def flow() -> None:
+    """List, show, scale and delete flows."""
+
+
+@flow.command("list")
+@address_option
+@json_option
+def list_flows(address: str, as_json: bool) -> None:
+    """List the flows of a cluster."""
+    with connect(address) as coordinator:
+        flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
+    if as_json:
+        click.echo(to_json(flows))
+    else:
+        print_flows(flows)
+
+
+@flow.command()
+@click.argument("name")
+@address_option
+@json_option
+def show(name: str, address: str, as_json: bool) -> None:
+    """Show a flow: its state, its part of the cluster, and the jobs that read it.
+
+    NAME:v2 is its version 2; without a version, every one that is in force or still read is shown.
+    """
+    with connect(address) as coordinator:
+        flows, processes = ask_views(coordinator)
+    found = [one for one in flows if name in (one.spec.name, one.spec.instance)]
+    if not found:
+        raise UsageError(
+            f"flow {name!r} is not registered; registered are {sorted({one.spec.name for one in flows})}"
+        )
+    if as_json:
+        click.echo(to_json(found))
+        return
+    for one in found:
+        print_flow(one, figures_of([one], processes))
+
+
+@flow.command()
+@click.argument("name")
+@click.option(
+    "--shards", type=click.IntRange(1, 256), help="The new number of shards; without it, as many as now."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 4096),
+    help="The new number of workers of all its shards together; without it, as many as now, but one for each shard.",
+)
+@address_option
+@json_option
+def scale(name: str, shards: int | None, workers: int | None, address: str, as_json: bool) -> None:
+    """Change a flow's numbers of shards and workers, whether or not jobs read it.
+
+    NAME:v2 is its version 2; without a version, the highest one is changed.
+
+    Jobs read on: each key changes its owner once, and a removed shard ends when its jobs have moved to the others.
+    """
+    if shards is None and workers is None:
+        raise click.UsageError("give --shards, --workers or both")
+    with connect(address) as coordinator:
+        scaled: FlowView = ask(
+            coordinator, "scale", FlowView, Scale(name, shards, workers), doubt=_doubt(name)
+        )
+        flows, processes = ask_views(coordinator)
+    if as_json:
+        click.echo(to_json(scaled))
+        return
+    print_scaled(scaled, figures_of([scaled], processes))
+    others = _versions_of(scaled.spec.name, flows, but=scaled.spec.version)
+    if others:
+        click.echo(f"its other versions are as before: {others}")
+
+
+@flow.command()
+@click.argument("name")
+@address_option
+@json_option
+def delete(name: str, address: str, as_json: bool) -> None:
+    """Delete a flow that no job reads.
+
+    NAME:v2 is its version 2; without a version, the highest one is deleted.
+    """
+    with connect(address) as coordinator:
+        instance: str = ask(coordinator, "delete", str, name, doubt=_doubt(name))
+        flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
+    if as_json:
+        click.echo(to_json({"deleted": instance}))
+        return
+    others = _versions_of(instance.rpartition(":v")[0], flows)
+    click.echo(f"deleted {instance}" + (f"; registered still: {others}" if others else ""))
+
+
+def _versions_of(name: str, flows: list[FlowView], *, but: int = 0) -> str:
+    """The versions of a flow but for one, for people; empty if there are none."""
+    versions = sorted(one.spec.version for one in flows if one.spec.name == name)
+    return ", ".join(f"{name}:v{version}" for version in versions if version != but)
+
+
+def _doubt(name: str) -> str:
+    return f"Whether it was done is unknown; `dpflow flow show {name}` tells once the cluster answers."

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.checks import check_int
 from torch_dpflow.cluster.messages.coordinator import FlowView
-from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
@@ -27,29 +24,6 @@ address_option = click.option(
     show_default=True,
     help='The connection file of the cluster; "auto" uses DPFLOW_ADDRESS or the one that `dpflow up` wrote.',
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-
-
-def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """The bytes of "8GiB"."""
-    from torch_dpflow.caches.policy import parse_capacity
-
-    try:
-        size = None if text is None else parse_capacity(text).bytes
-    except UsageError:
-        raise click.BadParameter(
-            f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB"
-        ) from None
-    return (
-        None if size is None else check_int(str(parameter.opts[0]), size, minimum=MIN_MEMORY, maximum=2**53)
-    )
-
-
-def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Seconds from 0 to a day."""
-    if not 0 <= value <= 86400:
-        raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
-    return value
 
 
 def connect(address: str) -> RpcClient:
@@ -115,18 +89,3 @@ def _stop_node(address: str) -> bool:
     except DPFlowError:
         return False
     return True
-
-
-def to_json(value: Any) -> str:
-    """The answer of a service as JSON, with the names of the fields."""
-    return msgspec.json.encode(_named(value)).decode()
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, msgspec.Struct):
-        return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, list):
-        return [_named(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _named(one) for name, one in value.items()}
-    return value

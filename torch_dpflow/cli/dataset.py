@@ -1,16 +1,26 @@
-"""`dpflow dataset`: import, list, show, verify and extend datasets; the rest is in `dataset_upkeep`."""
+"""`dpflow dataset`: import, list, show, verify, extend, copy and delete datasets."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from torch_dpflow.cli.dataset_options import Command, name_value_pairs, store_options, version_ref
+from torch_dpflow.cli import INTERRUPTED
+from torch_dpflow.cli.common import (
+    name_value_pairs,
+    storage_options_of,
+    store_options,
+    to_json,
+    with_options,
+)
 from torch_dpflow.cli.dataset_printing import (
     checked_line,
+    copied_lines,
+    copy_progress,
     import_progress,
     print_datasets,
     print_json,
@@ -18,15 +28,31 @@ from torch_dpflow.cli.dataset_printing import (
     problem_line,
     verify_progress,
 )
-from torch_dpflow.cli.dataset_upkeep import copy_, delete_, discard, prune_
-from torch_dpflow.cli.exit_status import INTERRUPTED
+from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers import IMPORTERS, make_importer
+from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, next_version
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
+
+
+def version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
+    """A dataset with a version, without a variant."""
+    if "=" in text:
+        text = without_login(text)
+        raise click.BadParameter(
+            f"{text!r} stands where the dataset's name belongs; give NAMESPACE/NAME:VERSION before the sources, as "
+            f"in core/pets:v1 {text}"
+        )
+    target = DatasetRef.parse(text)
+    if target.version is None or target.variant is not None:
+        raise OptionError(
+            f"{text!r} should name a version, such as {target.id}:v1; variants go before sources"
+        )
+    return target
 
 
 def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
@@ -39,42 +65,34 @@ def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
     )
 
 
-def _import_options(command: Command) -> Command:
-    options = [
-        click.argument("kind", metavar=f"[{'|'.join(sorted(IMPORTERS))}]", callback=_kind),
-        click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref),
-        click.argument(
-            "sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=name_value_pairs
-        ),
-        click.option(
-            "-s",
-            "--setting",
-            "settings",
-            metavar="NAME=VALUE",
-            multiple=True,
-            callback=name_value_pairs,
-            help="A setting of the importer, such as images=…; {variant} stands for the variant's name.",
-        ),
-        click.option(
-            "--checksum",
-            type=click.Choice(["crc32", "sha256"]),
-            help="Read all data and keep its checksums; data that is copied into the store has them always.",
-        ),
-        click.option("--description", default="", help="A line for people."),
-        click.option("--restart", is_flag=True, help="Discard what an interrupted run has written."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_import_options = with_options(
+    click.argument("kind", metavar=f"[{'|'.join(sorted(IMPORTERS))}]", callback=_kind),
+    click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref),
+    click.argument(
+        "sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=name_value_pairs
+    ),
+    click.option(
+        "-s",
+        "--setting",
+        "settings",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=name_value_pairs,
+        help="A setting of the importer, such as images=…; {variant} stands for the variant's name.",
+    ),
+    click.option(
+        "--checksum",
+        type=click.Choice(["crc32", "sha256"]),
+        help="Read all data and keep its checksums; data that is copied into the store has them always.",
+    ),
+    click.option("--description", default="", help="A line for people."),
+    click.option("--restart", is_flag=True, help="Discard what an interrupted run has written."),
+)
 
 
 @click.group()
 def dataset() -> None:
     """Import, list, show, verify, extend, copy and delete datasets."""
-
-
-for _command in (discard, delete_, prune_, copy_):
-    dataset.add_command(_command)
 
 
 @dataset.command("import")
@@ -254,3 +272,138 @@ def _only_variant(version: Dataset) -> str:
             f"{version.id}:{version.version} has variants {sorted(version.variants)}; name one"
         )
     return next(iter(version.variants))
+
+
+_confirmed = click.option(
+    "--yes", is_flag=True, help="Remove it; without this the command only says what it would remove."
+)
+
+
+def _unvaried(context: click.Context, parameter: click.Parameter, text: str | None) -> DatasetRef | None:
+    """A dataset or a version, without a variant; None if none is given."""
+    target = None if text is None else DatasetRef.parse(text)
+    if target is not None and target.variant is not None:
+        raise OptionError(f"{text!r} names a variant; versions are removed and copied as a whole")
+    return target
+
+
+def _dataset_only(context: click.Context, parameter: click.Parameter, text: str | None) -> DatasetRef | None:
+    target = _unvaried(context, parameter, text)
+    if target is not None and target.version is not None:
+        raise OptionError(f"{text!r} names a version; give a dataset, such as {target.id}, or none")
+    return target
+
+
+@dataset.command()
+@click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref)
+@store_options
+def discard(url: str, storage_options: dict[str, Any], target: DatasetRef, as_json: bool) -> None:
+    """Remove what an unfinished import has written; its sources stay as they are."""
+    store = DatasetStore(url, **storage_options)
+    assert target.version is not None
+    if target.version not in store.drafts(target.id):
+        raise OptionError(f"{target} is no unfinished import of {store.url}; see dpflow dataset list")
+    Draft(store, target.id, target.version).discard()
+    click.echo(to_json({"discarded": str(target)}) if as_json else f"{target}: discarded")
+
+
+@dataset.command("delete")
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION]", callback=_unvaried)
+@_confirmed
+@store_options
+def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: bool, as_json: bool) -> None:
+    """Remove a version, or a dataset with all versions and unfinished imports.
+
+    Data that other versions refer to stays, as does data that no import has written. This cannot be undone.
+    """
+    store = DatasetStore(url, **storage_options)
+    versions = store.versions(target.id)
+    drafts = [] if target.version else store.drafts(target.id)
+    if target.version:
+        versions = [name for name in versions if name == target.version]
+    if not versions and not drafts:
+        raise store.not_found(target)
+    published, unfinished = (
+        [str(DatasetRef(target.id, name)) for name in part] for part in (versions, drafts)
+    )
+    names = [*published, *(f"the unfinished import {name}" for name in unfinished)]
+    _check_meant(yes, f"{', '.join(names)} from {store.url}")
+    delete(store, target.id, target.version)
+    if as_json:
+        click.echo(to_json({"deleted": published, "discarded": unfinished}))
+        return
+    for name in names:
+        click.echo(f"{name}: deleted")
+
+
+@dataset.command("prune")
+@click.argument("target", metavar="[NAMESPACE/NAME]", required=False, callback=_dataset_only)
+@_confirmed
+@store_options
+def prune_(
+    url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool, as_json: bool
+) -> None:
+    """Remove unfinished imports, and imported files that no published version refers to; of all datasets by default.
+
+    An import that runs meanwhile will not be published.
+    """
+    store = DatasetStore(url, **storage_options)
+    ids = store.ids() if target is None else [target.id]
+    drafts = [str(DatasetRef(name, version)) for name in ids for version in store.drafts(name)]
+    imports = f", and the unfinished imports {', '.join(drafts)}" if drafts else ""
+    _check_meant(yes, f"what no published version of {target or 'any dataset'} in {store.url} names{imports}")
+    for name in ids:
+        removed = prune(store, name)
+        click.echo(
+            to_json({"dataset": name, "files_removed": removed})
+            if as_json
+            else f"{name}: {removed} files removed"
+        )
+
+
+@dataset.command("copy")
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION]", callback=_unvaried)
+@click.option("--to", required=True, metavar="URL", help="The other store; one is made where there is none.")
+@click.option(
+    "--to-option",
+    "to_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=storage_options_of,
+    help="What fsspec needs to open the other store; may be repeated.",
+)
+@store_options
+def copy_(
+    url: str,
+    storage_options: dict[str, Any],
+    target: DatasetRef,
+    to: str,
+    to_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Copy a version, the last one by default, to another store, and verify the copy before it is published.
+
+    Data in the dataset's directory is copied; data elsewhere stays, and the copy refers to it too. Running the same
+    command again continues an interrupted copy.
+    """
+    store, compared = DatasetStore(url, **storage_options), Compared()
+    store.load(
+        target.id, target.version
+    )  # first: no other store is created for a version that does not exist
+    other = DatasetStore.create(to, **to_options)
+    with copy_progress() as progress:
+        copied = copy(store, target.id, target.version, other, progress=progress, compared=compared)
+    if as_json:
+        click.echo(
+            to_json(
+                {"copied": f"{copied.id}:{copied.version}", "to": other.url, "compared": asdict(compared)}
+            )
+        )
+        return
+    for line in copied_lines(copied, other.url, compared):
+        click.echo(line)
+
+
+def _check_meant(yes: bool, what: str) -> None:
+    if not yes:
+        raise OptionError(f"nothing was removed; with --yes this removes {what}")

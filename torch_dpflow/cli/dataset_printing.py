@@ -20,8 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from torch_dpflow.cli.cluster_calls import to_json
-from torch_dpflow.cli.console import stdout_console
+from torch_dpflow.cli.common import stdout_console, to_json
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, SampleMeta, encode_file
 from torch_dpflow.datasets.store import StoredDataset

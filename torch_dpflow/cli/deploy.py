@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from torch_dpflow.cli.cluster_calls import json_option, size_of, to_json
+from torch_dpflow.cli.common import json_option, size_of, to_json, with_options
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.registry import resolve, warn_experimental
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.security.connection_file import ConnectionFile
 
 _CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
-_F = TypeVar("_F", bound=Callable[..., None])
 
 
 @click.group()
@@ -25,22 +24,18 @@ def deploy() -> None:
     """Make, change or remove the function that a platform's workers are, by dpflow.toml, or nodes of a cluster."""
 
 
-def _with_options(command: _F) -> _F:
-    """What is given to the command of any platform."""
-    for option in (
-        json_option,
-        click.option("--remove", "removes", is_flag=True, help="Remove the function."),
-        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
-        click.option(
-            "--image", default="", help="The container's image, in a registry of the function's region."
-        ),
-    ):
-        command = option(command)
-    return command
+_function_options = with_options(
+    click.option(
+        "--image", default="", help="The container's image, in a registry of the function's region."
+    ),
+    click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
+    click.option("--remove", "removes", is_flag=True, help="Remove the function."),
+    json_option,
+)
 
 
 @deploy.command()
-@_with_options
+@_function_options
 def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """The function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import fc_function
@@ -55,7 +50,7 @@ def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
 
 
 @deploy.command("lambda")
-@_with_options
+@_function_options
 def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """The function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import aws_client
@@ -69,49 +64,40 @@ def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     )
 
 
-def _with_group_options(command: _F) -> _F:
-    """What container groups are."""
-    options = [
-        click.option(
-            "--join",
-            metavar="FILE",
-            help="The cluster's connection file, with its keys, as `dpflow up --listen` has written it.",
-        ),
-        click.option(
-            "--cluster", help="With --list and --remove, where that file is lost: what groups are named by."
-        ),
-        click.option("--nodes", type=click.IntRange(0, 256), help="As many groups as there are to be."),
-        click.option("--image", default="", help="The container's image, which `dpflow image` describes."),
-        click.option("--vswitch", default="", help="The vSwitch of the groups, in the cluster's network."),
-        click.option(
-            "--security-group", default="", help="Has to let jobs reach all TCP ports of the groups."
-        ),
-        click.option("--cpu", type=float, default=4.0, show_default=True, help="vCPUs of a group."),
-        click.option(
-            "--memory",
-            metavar="SIZE",
-            default="16GiB",
-            show_default=True,
-            callback=size_of,
-            help="Of a group.",
-        ),
-        click.option("--spot", is_flag=True, help="For less, and the platform may end them at any time."),
-        click.option("--region", default="cn-hangzhou", show_default=True),
-        click.option(
-            "--endpoint", default="", help="http(s)://HOST of the control plane; else the region's."
-        ),
-        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
-        click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
-        click.option("--list", "lists", is_flag=True, help="List the groups of the cluster."),
-        json_option,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_group_options = with_options(
+    click.option(
+        "--join",
+        metavar="FILE",
+        help="The cluster's connection file, with its keys, as `dpflow up --listen` has written it.",
+    ),
+    click.option(
+        "--cluster", help="With --list and --remove, where that file is lost: what groups are named by."
+    ),
+    click.option("--nodes", type=click.IntRange(0, 256), help="As many groups as there are to be."),
+    click.option("--image", default="", help="The container's image, which `dpflow image` describes."),
+    click.option("--vswitch", default="", help="The vSwitch of the groups, in the cluster's network."),
+    click.option("--security-group", default="", help="Has to let jobs reach all TCP ports of the groups."),
+    click.option("--cpu", type=float, default=4.0, show_default=True, help="vCPUs of a group."),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        default="16GiB",
+        show_default=True,
+        callback=size_of,
+        help="Of a group.",
+    ),
+    click.option("--spot", is_flag=True, help="For less, and the platform may end them at any time."),
+    click.option("--region", default="cn-hangzhou", show_default=True),
+    click.option("--endpoint", default="", help="http(s)://HOST of the control plane; else the region's."),
+    click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
+    click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
+    click.option("--list", "lists", is_flag=True, help="List the groups of the cluster."),
+    json_option,
+)
 
 
 @deploy.command()
-@_with_group_options
+@_group_options
 def eci(
     join: str | None,
     cluster: str | None,

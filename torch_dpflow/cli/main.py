@@ -14,17 +14,17 @@ from typing import Any
 import click
 
 from torch_dpflow._version import __version__
-from torch_dpflow.cli.exit_status import INTERRUPTED
+from torch_dpflow.cli import INTERRUPTED
 from torch_dpflow.errors import DPFlowError
 
 #: name → (module, attribute, what it does). A command is imported when it runs, or is asked for its own help.
 COMMANDS = {
-    "up": ("torch_dpflow.cli.cluster", "up", "Run a cluster that several jobs read from."),
+    "up": ("torch_dpflow.cli.up", "up", "Run a cluster that several jobs read from."),
     "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
-    "node": ("torch_dpflow.cli.node", "node", "Have this host run workers of another host's cluster."),
+    "node": ("torch_dpflow.cli.up", "node", "Have this host run workers of another host's cluster."),
     "status": ("torch_dpflow.cli.cluster", "status", "List the flows, jobs and processes of a cluster."),
     "top": ("torch_dpflow.cli.cluster", "top", "Show the activity of a cluster, updated continually."),
-    "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),
+    "flow": ("torch_dpflow.cli.cluster", "flow", "List, show, scale and delete flows."),
     "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
     "check": ("torch_dpflow.cli.platform", "check", "Try a platform that runs workers elsewhere."),
     "workers": ("torch_dpflow.cli.platform", "workers", "List the workers that a platform runs."),

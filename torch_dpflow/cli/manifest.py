@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from torch_dpflow.cli.cluster_calls import size_of
+from torch_dpflow.cli.common import size_of, with_options
 from torch_dpflow.errors import MissingExtraError, OptionError
 from torch_dpflow.remote.launchers.registry import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch_dpflow.remote.launchers.kubernetes_manifest import Head
 
 _PLAIN = re.compile(r"v1|[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
-_F = TypeVar("_F", bound="Callable[..., None]")
 
 
 @click.group()
@@ -28,58 +27,48 @@ def manifest() -> None:
     """Print what a cluster on a platform consists of, with the settings of dpflow.toml."""
 
 
-def _options(command: _F) -> _F:
-    options = [
-        click.option("--name", default="dpflow", show_default=True, help="Of the cluster and its objects."),
-        click.option(
-            "--namespace", help="Where it is to be; it has to exist. Else that of the settings, or default."
-        ),
-        click.option("--image", help="Of the head and its workers, as `dpflow image` has it built."),
-        click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
-        click.option("--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need."),
-        click.option(
-            "--memory",
-            metavar="SIZE",
-            default="8GiB",
-            show_default=True,
-            callback=size_of,
-            help="For samples.",
-        ),
-        click.option("--cpu", default="2", show_default=True, help="Processors that the head asks for."),
-        click.option("--state", default="", help="Where flows are stored: redis://HOST:PORT/NUMBER."),
-        click.option(
-            "--state-secret", default="", help="A secret whose `url` is that address, with a password."
-        ),
-        click.option("--state-size", default="", help="Store flows on a volume of this size, as 1Gi."),
-        click.option("--storage-class", default="", help="Of that volume; else the cluster's default."),
-        click.option("--port", type=int, default=7600, show_default=True, help="Where jobs find the head."),
-        click.option(
-            "--worker-ports",
-            default="7700-7799",
-            show_default=True,
-            help="Where workers call: one for each shard.",
-        ),
-        click.option(
-            "--nodes",
-            type=click.IntRange(0, 256),
-            default=0,
-            help="Run workers in so many pods that join the cluster as nodes; else each is a pod of its own.",
-        ),
-        click.option("--node-cpu", default="4", show_default=True, help="Processors that a node asks for."),
-        click.option("--node-memory", default="16Gi", show_default=True, help="Memory that a node has."),
-        click.option(
-            "--jobs-in", metavar="NAMESPACE", multiple=True, help="Where jobs run; else where the head does."
-        ),
-        click.option(
-            "--keys", help="A file that `dpflow keygen` has written; without it, new keys are drawn."
-        ),
-        click.option(
-            "--without-secrets", is_flag=True, help="Print no keys: their secrets are there already."
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_options = with_options(
+    click.option("--name", default="dpflow", show_default=True, help="Of the cluster and its objects."),
+    click.option(
+        "--namespace", help="Where it is to be; it has to exist. Else that of the settings, or default."
+    ),
+    click.option("--image", help="Of the head and its workers, as `dpflow image` has it built."),
+    click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
+    click.option("--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need."),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        default="8GiB",
+        show_default=True,
+        callback=size_of,
+        help="For samples.",
+    ),
+    click.option("--cpu", default="2", show_default=True, help="Processors that the head asks for."),
+    click.option("--state", default="", help="Where flows are stored: redis://HOST:PORT/NUMBER."),
+    click.option("--state-secret", default="", help="A secret whose `url` is that address, with a password."),
+    click.option("--state-size", default="", help="Store flows on a volume of this size, as 1Gi."),
+    click.option("--storage-class", default="", help="Of that volume; else the cluster's default."),
+    click.option("--port", type=int, default=7600, show_default=True, help="Where jobs find the head."),
+    click.option(
+        "--worker-ports",
+        default="7700-7799",
+        show_default=True,
+        help="Where workers call: one for each shard.",
+    ),
+    click.option(
+        "--nodes",
+        type=click.IntRange(0, 256),
+        default=0,
+        help="Run workers in so many pods that join the cluster as nodes; else each is a pod of its own.",
+    ),
+    click.option("--node-cpu", default="4", show_default=True, help="Processors that a node asks for."),
+    click.option("--node-memory", default="16Gi", show_default=True, help="Memory that a node has."),
+    click.option(
+        "--jobs-in", metavar="NAMESPACE", multiple=True, help="Where jobs run; else where the head does."
+    ),
+    click.option("--keys", help="A file that `dpflow keygen` has written; without it, new keys are drawn."),
+    click.option("--without-secrets", is_flag=True, help="Print no keys: their secrets are there already."),
+)
 
 
 @manifest.command()

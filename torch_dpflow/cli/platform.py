@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect, json_option, to_json
+from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect
 from torch_dpflow.cli.cluster_printing import print_costs, print_members
+from torch_dpflow.cli.common import json_option, to_json
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView

@@ -15,9 +15,15 @@ import click
 
 from torch_dpflow._core.checks import check_seconds, parse_bytes
 from torch_dpflow._core.descriptors import raise_limit
-from torch_dpflow.cli.cluster_calls import json_option, to_json
-from torch_dpflow.cli.console import on_one_line, stdout_console
-from torch_dpflow.cli.dataset_options import Command
+from torch_dpflow.cli.common import (
+    Command,
+    json_option,
+    on_one_line,
+    stdout_console,
+    storage_option,
+    store_option,
+    to_json,
+)
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import (
     dataset_facts,
@@ -28,8 +34,9 @@ from torch_dpflow.cli.pool_printing import (
     servers_table,
     updated_table,
 )
-from torch_dpflow.cli.pool_sets import HELD, find_held, opens_dataset
-from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.errors import OptionError
+from torch_dpflow.pool.array_files import array_ref, open_array
 from torch_dpflow.pool.messages import ArraySource, CachedDataset
 from torch_dpflow.pool.server.data_server import DataServer
 from torch_dpflow.pool.sources import identity_of, source_of
@@ -37,6 +44,9 @@ from torch_dpflow.pool.transport.address import CONNECTION_VARIABLE, PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.verifying import PoolComparison, samples_of, verify_pool
 
+#: What may stand for a set in storage, and for one that is held.
+_IN_STORAGE = "NAMESPACE/NAME[:VERSION[:VARIANT]]|FILE[:PATH]"
+_HELD = f"ID|{_IN_STORAGE}"
 #: What a server asks its system for: each reader of another host takes two descriptors or more, each region one.
 _WISHED_DESCRIPTORS = 65536
 _address = click.option(
@@ -71,6 +81,17 @@ def _at_pool(command: Command) -> Command:
         return command(*args, address=found, **given)
 
     return _address(_connection(_trust_network(run)))
+
+
+def _opens_dataset(command: Command) -> Command:
+    """The argument and the options that name a set in storage; the command gets it, opened, as `stored`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, target: str, url: str | None, storage_options: dict[str, Any], **given: Any) -> Any:
+        return command(*args, stored=_open(target, url, storage_options), **given)
+
+    argument = click.argument("target", metavar=_IN_STORAGE)
+    return argument(store_option(required=False)(storage_option(run)))
 
 
 @click.group()
@@ -153,7 +174,7 @@ def serve(
 @click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
 @json_option
 @_at_pool
-@opens_dataset
+@_opens_dataset
 def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, address: PoolAddress) -> None:
     """Load a dataset, or an array; it stays until it is unloaded.
 
@@ -179,7 +200,7 @@ def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, addr
 @pool.command()
 @json_option
 @_at_pool
-@opens_dataset
+@_opens_dataset
 def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddress) -> None:
     """Compare what the pool holds of a dataset, or an array, with its storage, which is read again.
 
@@ -251,13 +272,13 @@ def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddres
 
 
 @pool.command()
-@click.argument("target", metavar=HELD)
+@click.argument("target", metavar=_HELD)
 @json_option
 @_at_pool
 def show(target: str, as_json: bool, address: PoolAddress) -> None:
     """Show one dataset or array in the pool."""
     with PoolConnection(address) as connection:
-        info = find_held(connection, target)
+        info = _find_held(connection, target)
     if as_json:
         click.echo(to_json(dataset_facts(info)))
         return
@@ -273,13 +294,58 @@ def show(target: str, as_json: bool, address: PoolAddress) -> None:
 
 
 @pool.command()
-@click.argument("target", metavar=HELD)
+@click.argument("target", metavar=_HELD)
 @json_option
 @_at_pool
 def unload(target: str, as_json: bool, address: PoolAddress) -> None:
     """Give up a dataset or an array; who reads it goes on from storage."""
     with PoolConnection(address) as connection:
-        info = find_held(connection, target)
+        info = _find_held(connection, target)
         connection.unload(info.identity)
     text = f"{on_one_line(info.ref)}: unloaded; {info.reserved_bytes:,} bytes are free once no process reads them"
     click.echo(to_json({"unloaded": dataset_facts(info)}) if as_json else text)
+
+
+def _find_held(connection: PoolConnection, target: str) -> CachedDataset:
+    """The set of this id, name or file; a name may leave out version and variant, and a file the path in it.
+
+    Raises OptionError: none, or several, are meant.
+    """
+    sets = connection.contents().datasets
+    file = _array_file(target)
+    ref = target if file is None else array_ref(*file)
+    found = [
+        one for one in sets if target == dataset_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")
+    ]
+    if len(found) == 1:
+        return found[0]
+    if not sets:
+        raise OptionError(f"{target!r}: the pool holds nothing; load it by `dpflow pool preload`")
+    has = ", ".join(f"{dataset_id(one)} ({on_one_line(one.ref)})" for one in found or sets)
+    raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
+
+
+def _open(target: str, url: str | None, storage_options: dict[str, Any]) -> StoredDataset | ArraySource:
+    file = _array_file(target)
+    if file is not None:
+        if "path" in storage_options:
+            raise OptionError(f"path is no option of a storage; give the path in the file as {file[0]}:PATH")
+        return open_array(file[0], path=file[1], **storage_options)
+    if url is None:
+        raise click.UsageError(
+            f"Missing option '--store' (env var: 'DPFLOW_STORE') for the dataset {target!r}; an array is named by a "
+            "URL, or by a path that begins with / or has a dot"
+        )
+    return DatasetStore(url, **storage_options).open(target)
+
+
+def _array_file(target: str) -> tuple[str, str] | None:
+    """The file of an array, and the path in it; None: a dataset's name, or an id, in neither of which a dot is."""
+    scheme, mark, place = target.rpartition("://")
+    if not (mark or target.startswith("/") or "." in target.partition(":")[0]):
+        return None
+    file, colon, path = place.rpartition(":")
+    # The host of a URL may have a port; the names of .npy files may have the time of day in them.
+    if not colon or place.endswith(".npy") or (mark and "/" not in file):
+        return target, ""
+    return f"{scheme}{mark}{file}", path

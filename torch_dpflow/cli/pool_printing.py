@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from torch_dpflow.cli.console import cell
+from torch_dpflow.cli.common import cell
 from torch_dpflow.pool.messages import CachedDataset, CachedDatasetList
 from torch_dpflow.pool.server_messages import ServerInfo
 

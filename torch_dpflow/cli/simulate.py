@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torch_dpflow.cli.cluster_calls import json_option, to_json
-from torch_dpflow.cli.dataset_options import Command
+from torch_dpflow.cli.common import Command, json_option, to_json
 from torch_dpflow.errors import OptionError
 
 if TYPE_CHECKING:

@@ -1,0 +1,158 @@
+"""What the commands share: options, JSON and tables on stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from torch_dpflow._core.checks import CONTROL, check_int
+from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY
+from torch_dpflow.datasets.storage.urls import without_login
+from torch_dpflow.errors import UsageError
+from torch_dpflow.log import FORMATS, LEVELS
+
+Command = Callable[..., Any]
+#: Wider than any row, so that no line is broken; a row takes only the width that it needs.
+_UNBROKEN = 2000
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command these options; its help lists them in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+#: The command gets them as `log_format` and `log_level`.
+log_options = with_options(
+    click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
+    click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
+)
+preload_option = click.option(
+    "--preload",
+    metavar="MODULE",
+    multiple=True,
+    help="A module to import once for all workers, as torchvision: they start at once and share it.",
+)
+
+
+def name_value_pairs(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, str]:
+    """NAME=VALUE arguments as a mapping."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not (name and value):
+            raise click.BadParameter(f"{without_login(text)!r} is not of the form NAME=VALUE")
+        if name in found:
+            raise click.BadParameter(f"the name {name!r} is given twice")
+        found[name] = value
+    return found
+
+
+def storage_options_of(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, str]:
+    """NAME=VALUE options of a storage."""
+    if not all("=" in text[1:] for text in texts):
+        raise click.BadParameter("what was given is not of the form NAME=VALUE")  # and may be a secret
+    options = name_value_pairs(context, parameter, texts)
+    taken = options.keys() & {"url", "read_options"}
+    if taken:
+        raise click.BadParameter(
+            f"{sorted(taken)} is no option of a storage; the store's address goes to --store"
+        )
+    return options
+
+
+storage_option = click.option(
+    "--storage-option",
+    "storage_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=storage_options_of,
+    help="What fsspec needs to open the storage, such as key=…, secret=…, endpoint=…; may be repeated.",
+)
+
+
+def store_option(*, required: bool) -> Callable[[Command], Command]:
+    """The option that names a store; the command gets it as `url`."""
+    return click.option(
+        "--store",
+        "url",
+        metavar="URL",
+        envvar="DPFLOW_STORE",
+        required=required,
+        show_envvar=True,
+        help="The directory of the store: a path, s3://…, oss://…",
+    )
+
+
+def store_options(command: Command) -> Command:
+    """The options of a command on a store: what opens the store, and --json."""
+    return json_option(store_option(required=True)(storage_option(command)))
+
+
+def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """The bytes of "8GiB"."""
+    from torch_dpflow.caches.policy import parse_capacity
+
+    try:
+        size = None if text is None else parse_capacity(text).bytes
+    except UsageError:
+        raise click.BadParameter(
+            f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB"
+        ) from None
+    return (
+        None if size is None else check_int(str(parameter.opts[0]), size, minimum=MIN_MEMORY, maximum=2**53)
+    )
+
+
+def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Seconds from 0 to a day."""
+    if not 0 <= value <= 86400:
+        raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
+    return value
+
+
+def to_json(value: Any) -> str:
+    """The answer of a service as JSON, with the names of the fields."""
+    return msgspec.json.encode(_named(value)).decode()
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list):
+        return [_named(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _named(one) for name, one in value.items()}
+    return value
+
+
+def on_one_line(text: str) -> str:
+    """What others have named, with line breaks and other control characters as Python writes them."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def cell(text: str) -> str:
+    """What others have named, in a table."""
+    return escape(on_one_line(text))
+
+
+def stdout_console(*, highlight: bool = True) -> Console:
+    """A console on stdout that breaks no line unless stdout is a terminal."""
+    return Console(width=None if sys.stdout.isatty() else _UNBROKEN, highlight=highlight)

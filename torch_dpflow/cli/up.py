@@ -1,0 +1,288 @@
+"""`dpflow up` and `dpflow node`: run a cluster, or shards and workers of the cluster of another host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from torch_dpflow._core.descriptors import soft_limit
+from torch_dpflow.cli.cluster_printing import counted
+from torch_dpflow.cli.common import json_option, log_options, preload_option, size_of, to_json, with_options
+from torch_dpflow.cluster.security.connection_file import ADDRESS_VARIABLE
+from torch_dpflow.log import LogOptions
+
+if TYPE_CHECKING:
+    from torch_dpflow.cluster.services.joining_node import JoiningNode
+    from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
+
+#: Ends an announcement: processes that the command starts may hold its pipe open.
+_END = b"\0"
+#: Most characters of a log that an error shows.
+_MAX_TAIL = 2000
+
+
+_up_options = with_options(
+    click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
+    click.option(
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="Have as many workers as jobs need: at least and at most so many, of all flows together.",
+    ),
+    click.option(
+        "--memory", metavar="SIZE", callback=size_of, help="Most memory for samples, of all flows: 8GiB."
+    ),
+    click.option("--listen", help="tcp://ADDRESS:PORT, with keys; without it, only this user on this host."),
+    click.option(
+        "--state",
+        envvar="DPFLOW_STATE",
+        show_envvar=True,
+        help="Where flows are stored: a path, or redis://HOST:PORT/NUMBER; without it, until the cluster ends.",
+    ),
+    click.option("--connection-file", help="The path of the file by which jobs find the cluster."),
+    click.option(
+        "--keys",
+        help="A file that `dpflow keygen` has written, for --listen; without it, new keys are generated.",
+    ),
+    click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
+    click.option("--metrics-public", is_flag=True, help="Let other hosts read --metrics, without a key."),
+    click.option("--web", metavar="HOST:PORT", help="Where a browser finds the live page."),
+    click.option(
+        "--web-token-file",
+        metavar="PATH",
+        envvar="DPFLOW_WEB_TOKEN_FILE",
+        show_envvar=True,
+        help="A file of mode 600 with the token that the page needs; without it, --web is for this machine alone.",
+    ),
+    click.option(
+        "--pool-memory",
+        metavar="SIZE",
+        callback=size_of,
+        help="Run a server of the pool too, which holds datasets in so much memory of this host: 2GiB.",
+    ),
+    preload_option,
+    click.option(
+        "--platform",
+        help="What runs the workers of flows: ray, kubernetes, fc, lambda; without it, this host.",
+    ),
+    click.option(
+        "--worker-listen",
+        help="With --platform, where workers call: tcp://HOST:PORT or tcp://HOST:FIRST-LAST.",
+    ),
+    log_options,
+)
+
+
+@click.command()
+@_up_options
+@click.option(
+    "-d",
+    "--detach",
+    is_flag=True,
+    help="Go on in the background once the cluster is up; its log is beside the connection file.",
+)
+@json_option
+def up(
+    workers: int | None,
+    memory: int | None,
+    detach: bool,
+    as_json: bool,
+    log_format: str,
+    log_level: str,
+    **given: Any,
+) -> None:
+    """Run a cluster until it is stopped: by Ctrl-C, SIGTERM or `dpflow down`.
+
+    It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
+    """
+    from torch_dpflow.cluster.messages.coordinator import ClusterLimits
+    from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
+    from torch_dpflow.cluster.services.node import stopped_by_signals
+    from torch_dpflow.ipc.memory.headroom import check_memory
+    from torch_dpflow.workers.local_platform import end_fork_server
+
+    if memory is not None and given["listen"] is None:  # else nodes of other hosts may have a part of it
+        check_memory("--memory", memory)
+    if given["pool_memory"] is not None:
+        check_memory("--pool-memory", given["pool_memory"])
+        _pool_directory(given["pool_memory"])  # which may be none
+    sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own directory there
+    options = ClusterOptions(
+        limits=ClusterLimits(workers=workers, memory_bytes=memory),
+        log=LogOptions(format=log_format, level=log_level),
+        **given,
+    )
+    _warn_of_another_address(options.path)
+    announce = go_on_in_background(options.path.with_suffix(".log")) if detach else click.echo
+    cluster = LocalCluster(options)
+    with stopped_by_signals(cluster):
+        try:
+            cluster.serve(ready=lambda: _announce_cluster(announce, cluster, options, as_json=as_json))
+        finally:
+            end_fork_server()
+    if not as_json:
+        click.echo("dpflow is down")
+
+
+def _announce_cluster(
+    announce: Callable[[str], object], cluster: LocalCluster, options: ClusterOptions, *, as_json: bool
+) -> None:
+    text = "\n".join(_up_lines(cluster, options, as_json=as_json))
+    with suppress(OSError):  # whoever has started it may have closed the pipe, and reads from it all the same
+        announce(text)
+
+
+def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> Iterator[str]:
+    if as_json:
+        facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
+        facts["web"] = options.web
+        facts["pool"] = _pool_directory(options.pool_memory)
+        yield to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers})
+        return
+    yield f"dpflow is up at {cluster.address}"
+    yield f"jobs find it by {options.path}"
+    workers = counted(cluster.workers, "worker")
+    yield f"it may run {workers} (its limit of open files, `ulimit -Hn`, is {soft_limit()})"
+    if options.metrics:
+        yield f"metrics are at http://{options.metrics}/metrics"
+    if options.pool_memory:
+        directory = _pool_directory(options.pool_memory)
+        yield f"the pool holds datasets in {options.pool_memory:,} bytes, at {directory}"
+    if options.web:
+        token = "; it asks for the token, as a password" if options.web_token_file else ""
+        yield f"the live page is at http://{options.web}{token}"
+
+
+def _warn_of_another_address(path: Path) -> None:
+    named = os.environ.get(ADDRESS_VARIABLE)
+    if named and Path(named).absolute() != path:
+        click.echo(
+            f"{ADDRESS_VARIABLE}={named!r}: where it is set so, jobs and commands look for another cluster; unset it, "
+            "or give `dpflow up` that path as --connection-file",
+            err=True,
+        )
+
+
+def _pool_directory(memory: int | None) -> str | None:
+    """Where the server of the pool is that the cluster runs."""
+    from torch_dpflow.pool.transport.address import find_directory
+
+    return None if memory is None else str(find_directory())
+
+
+def go_on_in_background(log: Path) -> Callable[[str], None]:
+    """Fork. The child returns and writes its output to `log`; the parent prints what it announces, and exits.
+
+    Returns:
+        Sends the announcement, once.
+
+    Raises, in the parent:
+        click.ClickException: the child ended before it announced anything.
+    """
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    begins_at = os.fstat(output).st_size
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if child := os.fork():
+        os.close(writer)
+        os.close(output)
+        _print_announced(reader, child, log, begins_at)
+        sys.exit(0)
+    os.close(reader)
+    os.setsid()  # neither Control-C nor the terminal's end is for it
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+    def announce(text: str) -> None:
+        os.write(writer, text.encode() + _END)
+        os.close(writer)
+
+    return announce
+
+
+def _print_announced(reader: int, child: int, log: Path, begins_at: int) -> None:
+    found = b""
+    try:
+        with open(reader, "rb", buffering=0) as pipe:
+            while not found.endswith(_END) and (part := pipe.read(4096)):
+                found += part
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGTERM)
+        raise
+    if not found.endswith(_END):
+        with open(log, "rb") as file:
+            file.seek(begins_at)
+            said = file.read().decode(errors="replace")[-_MAX_TAIL:].strip()
+        raise click.ClickException(f"the cluster has not started; {log} says:\n{said}")
+    click.echo(found.removesuffix(_END).decode())
+
+
+@click.command()
+@click.option(
+    "--join",
+    metavar="FILE",
+    required=True,
+    help="The cluster's connection file, with its keys, as `dpflow up --listen` has written it.",
+)
+@click.option("--name", help="Tells it from the cluster's other nodes; else the name of this host.")
+@click.option(
+    "--listen",
+    metavar="ADDRESS",
+    help="The IP address of this host by which jobs reach it; else the one by which it reaches the cluster.",
+)
+@preload_option
+@log_options
+@json_option
+def node(
+    join: str,
+    name: str | None,
+    listen: str | None,
+    preload: tuple[str, ...],
+    log_format: str,
+    log_level: str,
+    as_json: bool,
+) -> None:
+    """Run shards and workers of a cluster's flows here, until Ctrl-C, SIGTERM or the cluster's end.
+
+    Told to stop, it first waits until jobs have left its shards, for a minute at most; told twice, it ends at once. It
+    ends by itself after a minute in which the cluster does not answer.
+    """
+    from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions
+    from torch_dpflow.cluster.services.node import stopped_by_signals
+    from torch_dpflow.workers.local_platform import end_fork_server
+
+    sys.path.insert(0, os.getcwd())  # as `dpflow up` does
+    joined = JoiningNode(
+        NodeOptions(
+            join=join,
+            name=name,
+            listen=listen,
+            preload=preload,
+            log=LogOptions(format=log_format, level=log_level),
+        )
+    )
+    with stopped_by_signals(joined):
+        try:
+            joined.serve(ready=lambda: _announce_node(joined, as_json=as_json))
+        finally:
+            end_fork_server()
+    if not as_json:
+        click.echo(f"node {joined.name} has left")
+
+
+def _announce_node(joined: JoiningNode, *, as_json: bool) -> None:
+    cluster = joined.cluster.address
+    facts = {"node": joined.name, "address": joined.address, "cluster": cluster, "pid": os.getpid()}
+    text = f"node {joined.name} at {joined.address} has joined the cluster at {cluster}"
+    with suppress(OSError):  # whoever has started it may have closed the pipe
+        click.echo(to_json(facts) if as_json else text)
