@@ -1,4 +1,4 @@
-"""What every service process of a cluster consists of: its specification, roles, heartbeats and main loop."""
+"""What every service process of a cluster consists of: its specification, role, heartbeats and main loop."""
 
 from __future__ import annotations
 
@@ -28,34 +28,54 @@ from torch_dpflow.ipc.transport import Listener, TransportOptions, listen
 from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.launchers.contract import PlatformSpec
 
-#: The name of the provisioner's socket.
-PROVISIONER_SOCKET = "provisioner"
-#: FLOW:vN/router, FLOW:vN/shard-000 or FLOW:vN/shard-000/worker-0: the id of a flow's process. Of a node
-#: that has joined, shards are FLOW:vN/shard-NODE-000.
+T = TypeVar("T")
+#: Ids of the processes that a node runs by itself. Optional: the provisioner (a platform runs the workers), the live
+#: page, the server of the pool.
+COORDINATOR, PROVISIONER, PAGE, POOL = "coordinator", "provisioner", "page", "pool"
+#: The function of each role.
+ROLES = {
+    "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
+    "provisioner": "torch_dpflow.cluster.services.provisioner:run",
+    "page": "torch_dpflow.cluster.services.page:run",
+    "pool": "torch_dpflow.pool.server.data_server:run_service",
+    "router": "torch_dpflow.cluster.services.router:run",
+    "shard": "torch_dpflow.cluster.shard.run:run",
+    "worker": "torch_dpflow.cluster.shard.sample_worker:run",
+}
+#: Modules imported once for all processes of a node. Few clusters have a pool, whose server imports what it needs.
+PRELOAD = [target.partition(":")[0] for role, target in ROLES.items() if role != POOL]
+#: The interval between heartbeats, seconds.
+HEARTBEAT_S = 1.0
+#: A process sends no heartbeat once an iteration of its main loop takes this long, seconds.
+STUCK_S = 30.0
+#: Longest time that a server waits for a message before it polls, seconds.
+POLL_S = 0.1
+#: The interval at which the status is gathered, seconds; gathering costs more than polling.
+STATUS_S = 0.5
+#: FLOW:vN/router, FLOW:vN/shard-000 or FLOW:vN/shard-000/worker-0: the id of a process of a flow. Shards of a joined
+#: node are FLOW:vN/shard-NODE-000.
 _ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker-(?P<worker>\d+))?)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberPlace:
-    """Where the workers of a cluster's flows run, if its node does not start them."""
+    """The platform that runs the workers of a cluster, for shards. The provisioner alone has its settings and keys."""
 
-    #: Of the platform. Its settings, which may hold keys, are the provisioner's alone.
     name: str
-    #: Where they call their shards: see `RemoteWorkers`.
+    #: Address at which shards listen for workers: see `RemoteWorkers`.
     listen_at: str = ""
-    #: How many all flows may have together.
+    #: Most workers of all flows together.
     most_workers: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlace:
-    """Where the processes of one node meet.
+    """What the processes of one node share.
 
     Args:
-        directory: private to the node's user; sockets lie in it.
-        host: the address of this host on which services listen over tcp; None: ipc only.
-        keys: for tcp; None where all is ipc, which needs none. Held here and not read from the connection file, which
-            may vanish while processes start.
+        directory: holds the sockets; only the node's user can read it.
+        host: the address of this host on which services listen over TCP; None: sockets of this host only.
+        keys: for TCP; None without TCP. Held here, as the connection file may vanish while processes start.
         log: how its processes log.
         token: proves to services that the node has started a shard or worker.
         members: where workers run; None: the node starts them.
@@ -70,96 +90,91 @@ class ClusterPlace:
 
     @property
     def node_address(self) -> str:
-        """Where the node listens; always on this host."""
+        """Address of the node: a socket of this host."""
         return f"ipc://{self.directory}/{NODE_SOCKET}"
 
     @property
     def provisioner_address(self) -> str:
-        """Where the provisioner listens; always on this host, so that only this user can reach it."""
-        return f"ipc://{self.directory}/{PROVISIONER_SOCKET}"
+        """Address of the provisioner: a socket of this host, which only this user can reach."""
+        return f"ipc://{self.directory}/{PROVISIONER}"
 
     @property
     def cluster(self) -> str:
-        """The first part of its members' names, 8 hexadecimal digits."""
+        """First part of the names of its remote workers, 8 hexadecimal digits."""
         return hashlib.sha256(self.token.encode()).hexdigest()[:8]
 
     def address_for(self, id: str) -> str:
-        """Where a process of this id is to listen."""
+        """Return the address at which the process `id` is to listen."""
         if self.host is not None:
             return f"tcp://{self.host}:0"
         return f"ipc://{self.directory}/{hashlib.sha256(id.encode()).hexdigest()[:16]}"
 
     def remove_socket(self, id: str) -> None:
-        """Remove what a process of this id, which has ended, has listened on."""
+        """Remove the socket of the process `id`, which has ended."""
         scheme, _, path = self.address_for(id).partition("://")
         if scheme == "ipc":
             Path(path).unlink(missing_ok=True)
 
-    def client_transport(self) -> TransportOptions:
-        """Options for connecting."""
-        return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
-
-    def server_transport(self) -> TransportOptions:
-        """Options for listening."""
-        return TransportOptions(keys=None if self.keys is None else self.keys.server_keys())
-
     def connect(self, address: str, *, timeout_s: float = 30.0) -> RpcClient:
-        """A client of the service at `address`, for calls whose payload is small."""
+        """Return a client of the service at `address`, for calls with small payloads."""
         options = ClientOptions(timeout_s=timeout_s, shared_bytes=0)
         return RpcClient(address, options=options, transport=self.client_transport())
+
+    def client_transport(self) -> TransportOptions:
+        """Return options for connecting to services."""
+        return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
+
+    def listen(self, address: str) -> Listener:
+        """Listen at `address`. Raises TransportError."""
+        return listen(
+            address, options=TransportOptions(keys=None if self.keys is None else self.keys.server_keys())
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSpec:
-    """Which process of a node this is."""
+    """Everything that a process of a node receives at its start."""
 
     id: str
     role: str
     incarnation: int
-    #: For the role, msgpack; the settings as they are when it starts.
+    #: For the role, msgpack; the settings are those at the time of the start.
     arguments: bytes
     settings: bytes
-    #: Where the process before it listened; empty for the first.
+    #: Address of the process before it; empty for the first.
     address: str
     place: ClusterPlace
-    #: Where workers run; only a provisioner has it.
+    #: The platform that runs workers; for the provisioner only.
     platform: PlatformSpec | None = None
 
     def listen(self, address: str = "") -> Listener:
-        """Listen where the process before this one did, if there was one; else at `address`, if given.
+        """Listen at the address of the process before this one, or else at `address`, if given.
 
-        If another process has the port by now, it takes another one, which its heartbeats report.
+        If another process has taken the port, listen at a free one, which heartbeats report.
         """
-        options = self.place.server_transport()
         for chosen in filter(None, (self.address, address)):
             try:
-                return listen(chosen, options=options)
+                return self.place.listen(chosen)
             except TransportError as error:
                 SERVICE.warning("%s listens elsewhere: %s", self.id, error, extra=subjects_of(self.id))
-        return listen(self.place.address_for(self.id), options=options)
+        return self.place.listen(self.place.address_for(self.id))
 
 
 def subjects_of(id: str) -> dict[str, str | None]:
-    """The fields of log lines about the process with this id: see `torch_dpflow.log`."""
+    """Return the fields of log lines about the process `id`: see `torch_dpflow.log`."""
     parts = _ID.fullmatch(id)
     return {} if parts is None else parts.groupdict()
 
 
-#: The interval between heartbeats, seconds.
-HEARTBEAT_S = 1.0
-#: A process sends no heartbeats once an iteration of its main loop takes longer, seconds.
-STUCK_S = 30.0
-
-
 class HeartbeatSender:
-    """A thread that sends heartbeats to the node, and ends this process once the node does not desire it.
+    """A thread that sends heartbeats to the node and ends this process once the node no longer desires it.
 
     Args:
-        address: where the process listens; empty where it does not.
-        apply_settings: called with settings that have changed, in this thread.
-        status: figures for people, until there are others.
-        leave: called before this process ends because the node does not desire it, in this thread.
-        stuck_s: no heartbeat is sent once an iteration of the main loop takes longer, seconds.
+        address: at which the process listens; empty if it does not listen.
+        apply_settings: called in this thread with settings that have changed.
+        status: the first figures for people.
+        leave: called in this thread before the process ends because the node does not desire it.
+        stuck_s: no heartbeat is sent once an iteration of the main loop takes this long, seconds.
     """
 
     def __init__(
@@ -177,7 +192,7 @@ class HeartbeatSender:
         self._address = address
         self._apply_settings = apply_settings
         self._settings = service.settings
-        #: Figures for people. Replaced by the main thread, which alone may read what they are gathered from.
+        #: Figures for people. The main thread replaces it, as only that thread may read their sources.
         self.status = status or {}
         self._stuck_s = stuck_s
         self._iterated_at = time.monotonic()
@@ -194,7 +209,7 @@ class HeartbeatSender:
         self._thread.wake()
 
     def on_iteration(self) -> None:
-        """The main loop has completed an iteration."""
+        """Record that the main loop has completed an iteration."""
         self._iterated_at = time.monotonic()
 
     def _send(self) -> None:
@@ -206,20 +221,13 @@ class HeartbeatSender:
                 "heartbeat", heartbeat, reply_type=HeartbeatReply, timeout_s=HEARTBEAT_S
             ).body
         except DPFlowError:
-            return  # the node is busy; if it has ended, this process ends without its help
+            return  # the node is busy; if it has ended, its fork server ends this process
         if not reply.desired:
             self._leave()
             os._exit(0)
         if reply.settings != self._settings:
             self._settings = reply.settings
             self._apply_settings(reply.settings)
-
-
-T = TypeVar("T")
-#: How long a server waits for a message before it polls, seconds.
-POLL_S = 0.1
-#: How often its status is gathered, seconds: that costs more than polling.
-STATUS_S = 0.5
 
 
 def serve(
@@ -233,12 +241,12 @@ def serve(
     leave: Callable[[], None] = lambda: None,
     heartbeats: HeartbeatSender | None = None,
 ) -> None:
-    """Serve until the process ends. All functions but `leave` are called in this thread.
+    """Serve until the process ends. All functions except `leave` are called in this thread.
 
     status: returns figures for people.
     poll: called between messages, at least every `poll_s` seconds.
     apply_settings: called with settings that have changed.
-    leave: as of `HeartbeatSender`.
+    leave: as for `HeartbeatSender`.
     heartbeats: of a process that sends some already.
     """
     heartbeats = heartbeats or HeartbeatSender(
@@ -247,22 +255,22 @@ def serve(
         apply_settings=lambda settings: server.post(partial(apply_settings, settings)),
         leave=leave,
     )
-    due = status_due = 0.0
+    poll_at = status_at = 0.0
     while True:
         server.step(poll_s)
         now = time.monotonic()
-        if now >= due:
-            due = now + poll_s
+        if now >= poll_at:
+            poll_at = now + poll_s
             heartbeats.on_iteration()
             poll()
-        if now >= status_due:
-            status_due = now + STATUS_S
+        if now >= status_at:
+            status_at = now + STATUS_S
             stats = server.stats()
             heartbeats.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}
 
 
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
-    """What `question` returns, called in the server's thread, while this one waits. Raises what it raises."""
+    """Call `question` in the server's thread, wait, and return its result. Raises what it raises."""
     answer: Future[T] = Future()
 
     def ask() -> None:
@@ -276,7 +284,7 @@ def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
-    """The address of the process `id`, as soon as it listens. Raises DeadlineError if it does not in time."""
+    """Return the address of the process `id` once it listens. Raises DeadlineError if it does not in time."""
     deadline = time.monotonic() + timeout_s
     seen, backoff = 0, Backoff()
     with place.connect(place.node_address) as node:
@@ -289,32 +297,14 @@ def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
             backoff.reset()
             seen = running.revision
             own = next((view.address for view in running.processes if view.id == id), "")
-            address = own or running.elsewhere.get(id, "")
-            if address:
+            if address := own or running.elsewhere.get(id, ""):
                 return address
     raise DeadlineError(f"{id!r} does not listen after {timeout_s} s; is it desired?")
 
 
-#: The ids of the processes that a node runs by itself: the second only where a platform runs the workers, the third
-#: where the live page is wanted, the fourth where datasets are held in memory.
-COORDINATOR, PROVISIONER, PAGE, POOL = "coordinator", "provisioner", "page", "pool"
-#: The function of each role.
-ROLES = {
-    "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
-    "provisioner": "torch_dpflow.cluster.services.provisioner:run",
-    "page": "torch_dpflow.cluster.services.page:run",
-    "pool": "torch_dpflow.pool.server.data_server:run_service",
-    "router": "torch_dpflow.cluster.services.router:run",
-    "shard": "torch_dpflow.cluster.shard.run:run",
-    "worker": "torch_dpflow.cluster.shard.sample_worker:run",
-}
-#: Imported once, for all processes of a node; a server of the pool, which few clusters have, imports what it needs.
-PRELOAD = [target.partition(":")[0] for role, target in ROLES.items() if role != POOL]
-
-
 def main(service: ServiceSpec) -> None:
     """Run the role that the specification names, until the process ends."""
-    # Control-C reaches every process of the terminal. The node stops on it, and ends this process.
+    # Control-C reaches every process of the terminal. The node handles it and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_lines(service.place.log, {**subjects_of(service.id), "process": service.id, "pid": os.getpid()})
     # For a process that seems to hang: kill -USR1 writes the stacks of its threads to stderr.
