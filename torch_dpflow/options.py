@@ -16,7 +16,7 @@ from torch_dpflow._core.checks import (
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: The most that the batches in flight may grow by; beyond it they would fill any memory.
-MOST_GROWTH = 1000
+MAX_GROWTH = 1000
 
 Seeding = Literal["auto", "batch", "worker"]
 #: Which code of the user's is sent to workers elsewhere. "auto": what the pickle needs; paths: these too; None: none.
@@ -98,7 +98,7 @@ class LoaderOptions:
             check_type("watch", self.watch, str, "HOST:PORT, such as '127.0.0.1:8265', or None")
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
-        check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MOST_GROWTH)
+        check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MAX_GROWTH)
 
 
 def check_code(code: Code) -> None:

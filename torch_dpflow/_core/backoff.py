@@ -10,12 +10,12 @@ _RANDOM = random.SystemRandom()
 
 
 class Backoff:
-    """How long to wait after each failure in a row; clients that failed together retry at different times.
+    """Random pauses after failures in a row, so that clients that failed together retry at different times.
 
     Args:
-        first_s: the longest pause after the first failure, seconds; it doubles with each.
-        longest_s: the longest of all, seconds.
-        draw: gives the part of the longest pause that is waited, from 0 to below 1.
+        first_s: upper limit of the pause after the first failure, seconds; doubles with each.
+        longest_s: upper limit of all pauses, seconds.
+        draw: returns the share of the limit to wait, from 0 to below 1.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class Backoff:
         self.failures = 0
 
     def reset(self) -> None:
-        """An attempt has succeeded."""
+        """Record a success."""
         self.failures = 0
 
     def pause_s(self) -> float:
-        """Seconds to wait after one failure more."""
+        """Record a failure and return the seconds to wait."""
         longest_s: float = min(self._longest_s, self._first_s * 2.0 ** min(self.failures, 100))
         self.failures += 1
         return self._draw() * longest_s

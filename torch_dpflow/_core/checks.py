@@ -14,24 +14,17 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: What fits into 64 bits with a sign.
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-#: The longest time that may be given, seconds.
 MAX_SECONDS = 1e9
 _MAX_FLOAT = sys.float_info.max
-#: Of line breaks and other control characters.
+#: Line breaks and other control characters.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _TCP = re.compile(r"tcp://\S*:(\*|\d{1,5})", re.ASCII)
 MAX_PORT = 65535
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
-    """`value`, which may be numpy's or a tensor, as an int. Bools are refused.
-
-    Raises:
-        OptionTypeError: it is no whole number.
-        OptionError: it is out of range.
-    """
+    """Return `value`, which may be numpy's or a tensor, as an int. Raises OptionTypeError, also for bools; OptionError."""
     allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     try:
         number = operator.index(value)
@@ -53,14 +46,7 @@ def check_number(
     exclusive: bool = False,
     unit: str = "a finite number",
 ) -> float:
-    """`value`, which may be numpy's, as a float.
-
-    exclusive: `minimum` itself is not allowed.
-
-    Raises:
-        OptionTypeError: it is no number, or a bool.
-        OptionError: it is out of range.
-    """
+    """Return `value`, which may be numpy's, as a float; `exclusive`: above `minimum`. Raises as `check_int`."""
     allowed = f"{unit} {'above' if exclusive else 'from'} {minimum:g}"
     if maximum < _MAX_FLOAT:
         allowed += f"{' and up' if exclusive else ''} to {maximum:g}"
@@ -76,19 +62,14 @@ def check_number(
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False, maximum: float = MAX_SECONDS) -> float:
-    """`value` as a number of seconds above 0, or with `zero` from 0. Raises as `check_number`."""
+    """Return a number of seconds above 0, or with `zero` from 0. Raises as `check_number`."""
     return check_number(name, value, maximum=maximum, exclusive=not zero, unit="seconds")
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value`, or the number 0 or 1, as a bool. Text is refused: "no" and "False" would count as true.
-
-    Raises OptionTypeError.
-    """
-    is_bool = isinstance(value, int) or type(value).__name__ in (
-        "bool",
-        "bool_",
-    )  # the latter two are numpy's
+    """Return a bool, or 0 or 1, as a bool. Raises OptionTypeError, also for text: "False" would count as true."""
+    # The two names are numpy's.
+    is_bool = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     if not is_bool or value not in (0, 1):
         raise _wrong_type(name, value, "True or False")
     return bool(value)
@@ -101,7 +82,7 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: st
 
 
 def check_name(name: str, value: str) -> None:
-    """Raise OptionError where what is shown to people as a name has a line break, or another control character."""
+    """Raise OptionError if a name has a line break or another control character."""
     if CONTROL.search(value):
         raise OptionError(
             f"{name}={value!r} has a line break or another control character; give it another name"
@@ -109,7 +90,7 @@ def check_name(name: str, value: str) -> None:
 
 
 def check_path(name: str, value: str) -> None:
-    """Raise OptionError unless the system takes `value` as the path of a file; it may be a URL."""
+    """Raise OptionError unless `value` can be the path of a file; it may be a URL."""
     try:
         has_null = b"\0" in os.fsencode(value)
     except UnicodeEncodeError as error:
@@ -130,9 +111,9 @@ def check_tcp_address(name: str, value: Any) -> None:
 def check_fields(
     options: object, check: Callable[..., Any], *names: str, optional: bool = False, **limits: Any
 ) -> None:
-    """Set fields of a frozen dataclass to what `check` makes of them.
+    """Set fields of a frozen dataclass to the result of `check`; `limits` are its keyword arguments.
 
-    optional: None is allowed too. limits: the keyword arguments of `check`.
+    optional: None is allowed too.
     """
     for name in names:
         value = getattr(options, name)
@@ -144,7 +125,6 @@ def _wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:
     return OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")
 
 
-#: What to give.
 BYTES_ALLOWED = 'give bytes as text, such as "16GiB" or "500MB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 _BYTE_UNITS = {"b": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -155,7 +135,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII
 
 
 def parse_bytes(name: str, text: str, allowed: str = BYTES_ALLOWED) -> int:
-    """The number of bytes, at least one, in text with their unit. Raises OptionError; `allowed` says what to give."""
+    """Parse a number of bytes, at least one, with its unit. Raises OptionError; `allowed` says what to give."""
     match = _SIZE.fullmatch(text)
     unit = _BYTE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -166,19 +146,13 @@ def parse_bytes(name: str, text: str, allowed: str = BYTES_ALLOWED) -> int:
     return size
 
 
-#: What to give.
 DURATION_ALLOWED = 'give a time as text, such as "14m" or "1h" (s, m, h, d), or a number of seconds'
 _TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])\s*", re.ASCII)
 
 
 def parse_duration(name: str, value: float | str, *, maximum: float | None = None) -> float:
-    """A time as seconds, above 0 and up to `maximum`.
-
-    Raises:
-        OptionTypeError: it is neither text nor a number.
-        OptionError: it is no time, or out of range.
-    """
+    """Parse a time to seconds, above 0 and up to `maximum`. Raises OptionTypeError, OptionError."""
     check_type(name, value, (str, float, int), DURATION_ALLOWED.removeprefix("give "))
     given = repr(value)
     if isinstance(value, str):
@@ -193,7 +167,7 @@ def parse_duration(name: str, value: float | str, *, maximum: float | None = Non
 
 
 def format_duration(seconds: float) -> str:
-    """A time with its unit, for people."""
+    """Format a time with its unit, for people."""
     unit = next(
         (unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s"
     )
@@ -201,10 +175,9 @@ def format_duration(seconds: float) -> str:
 
 
 def working(part: Any, name: str, default: Any = None) -> Any:
-    """The attribute, or `default` where there is none or reading it fails.
+    """Return an optional attribute of a user's object, or `default` if there is none or reading it fails.
 
-    A property, or a `__getattr__` that looks in a dict or in an object inside, may raise any error for a name that only
-    this package asks for: the object works without it, so it is as if the attribute were not there.
+    A property or a `__getattr__` may raise any error for a name that only this package reads.
     """
     try:
         return getattr(part, name, default)

@@ -1,7 +1,7 @@
-"""A bound on how deep values are nested that a peer or a file chooses, the same with every Python.
+"""Limit of the nesting of values from peers and files, the same with every Python.
 
-The decoders' own bound is the interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and
-fewer the deeper the caller is. What is within it for the decoder may be beyond it for what handles the value later.
+The decoders' own limit is the interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and
+fewer the deeper the caller is. A value within it for the decoder may be beyond it for later code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-#: Most levels of lists and mappings. Annotations and messages have fewer than ten.
+#: Levels of lists and mappings. Annotations and messages have fewer than ten.
 MAX_DEPTH = 100
 TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 _CONTAINERS = frozenset((dict, list))
@@ -22,7 +22,7 @@ _NO_CONTAINERS = bytes({*range(256)} - {*range(0x81, 0x90), *range(0x91, 0xA0), 
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and dicts are nested deeper than `MAX_DEPTH`. Values of other types are not looked into."""
+    """Return whether lists and dicts are nested deeper than `MAX_DEPTH`. Values of other types are not inspected."""
     level = [value] if type(value) in _CONTAINERS else []
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -37,13 +37,13 @@ def is_too_deep(value: Any) -> bool:
 
 
 def check_json(data: bytes | bytearray | memoryview) -> None:
-    """Raise RecursionError if this JSON is nested too deep. What is no JSON is left to its decoder."""
+    """Raise RecursionError if this JSON is nested too deep. Invalid JSON is left to its decoder."""
     if may_be_too_deep(data):
         _check(partial(msgspec.json.decode, data))
 
 
 def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
-    """Whether this JSON has enough brackets for it, quickly."""
+    """Return whether this JSON has enough brackets to be too deep. Fast."""
     if len(data) <= MAX_DEPTH:
         return False
     if isinstance(data, str):
@@ -53,13 +53,13 @@ def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
 
 
 def check_msgpack(data: bytes | bytearray | memoryview) -> None:
-    """Raise RecursionError if this msgpack is nested too deep. What is none is left to its decoder."""
+    """Raise RecursionError if this msgpack is nested too deep. Invalid msgpack is left to its decoder."""
     if len(data) > MAX_DEPTH and len(bytes(data).translate(None, _NO_CONTAINERS)) > MAX_DEPTH:
         _check(partial(msgspec.msgpack.decode, data, ext_hook=_no_value))
 
 
 def load_json(data: bytes | str) -> Any:
-    """As `json.loads`. Raises ValueError also where it is nested too deep."""
+    """Decode as `json.loads`. Raises ValueError also if it is nested too deep."""
     try:
         value = json.loads(data)
     except RecursionError:

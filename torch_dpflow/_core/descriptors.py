@@ -1,7 +1,7 @@
-"""How many descriptors this process may still open, and the error where there are too few.
+"""Count the file descriptors that this process may still open, and raise an error if there are too few.
 
-libzmq aborts the process if it cannot get a descriptor for a connection or for a thread's wake-up. So whoever is about
-to need descriptors checks first.
+libzmq aborts the process if it cannot get a descriptor for a connection or a thread's wake-up. So code that needs
+descriptors checks first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN = "/proc/self/fd"
 
 
 def available() -> int | None:
-    """How many more this process may open; None where the system gives no count."""
+    """Return how many more this process may open; None if the system gives no count."""
     limit = soft_limit()
     try:
         # The limit is one of descriptor numbers: after it was lowered, descriptors above it do not count.
@@ -30,9 +30,9 @@ def available() -> int | None:
 
 
 def require(count: int, what: str) -> None:
-    """Raise DescriptorLimitError unless so many more can be opened, at the latest once garbage that holds some is gone.
+    """Raise DescriptorLimitError unless `count` more can be opened, after a garbage collection if needed.
 
-    what: needs them; the subject of the error's sentence.
+    what: the subject of the error's sentence.
     """
     left = available()
     if left is not None and left < count:
@@ -43,7 +43,7 @@ def require(count: int, what: str) -> None:
 
 
 def has_spare(count: int) -> bool:
-    """Whether so many more can be opened; quick where many can."""
+    """Return whether `count` more can be opened; quick if many can."""
     # To try the last number of all would have the kernel make its table that long: 12 to 30 ms where there are threads.
     taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
     if 0 < taken <= soft_limit() - count:
@@ -53,7 +53,7 @@ def has_spare(count: int) -> bool:
 
 
 def exhausted(what: str) -> DescriptorLimitError:
-    """The error: what cannot be done, the limit, and how to raise it."""
+    """Return the error, with the limit and how to raise it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     advice = (
@@ -69,22 +69,22 @@ def exhausted(what: str) -> DescriptorLimitError:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an error was caused by a lack of descriptors."""
+    """Return whether an error was caused by a lack of descriptors."""
     if isinstance(error, OSError):
         return isinstance(error, DescriptorLimitError) or error.errno in (errno.EMFILE, errno.ENFILE)
-    # torch has no other words for it.
+    # torch raises a RuntimeError with the system's text.
     return isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)
 
 
 def soft_limit() -> int:
-    """How many this process may have open."""
+    """Return how many this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def raise_limit(wished: int) -> None:
-    """Let this process, and those that it starts, have so many open, or as many as the hard limit allows."""
+def raise_limit(wanted: int) -> None:
+    """Raise the limit of this process and its children to `wanted`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wished if hard == resource.RLIM_INFINITY else min(wished, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,4 +1,4 @@
-"""Public names of packages, imported at their first use: services and a command line that only prints need no torch."""
+"""Public names of packages, imported at first use, because services and most commands need no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose public names are in these modules."""
+    """Return `__getattr__` and `__dir__` of a package whose public names are in these modules."""
     refuse_copy(package)
     homes = {name: module for module, names in modules.items() for name in names}
 

@@ -7,37 +7,36 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: So many stale entries more than there are items may pile up before they go.
+#: Stale entries that are tolerated beyond the number of items.
 _MAX_STALE = 64
 
 
 class LazyHeap(dict[T, tuple[float, int, Any]]):
     """Items by rank, the lowest first. Every call is O(log n), amortised.
 
-    An item that changes its rank or leaves does so in a dictionary, which this is: len(), `in` and iteration are of the
-    items, at the speed of C. The entry that it had in the heap goes when it comes up or, as that may be never while
-    others rank lower, when half of all entries are stale: in a pool that is never short of room, or whose jobs always
-    wait, 0.65 kB stayed of every sample.
+    The dict holds each item's current entry, so len(), `in` and iteration have the speed of C. A stale entry leaves the
+    heap when it comes to the top, or when half of all entries are stale: entries that never came to the top took
+    0.65 kB for every sample.
 
-    Items are hashable; no two of them have the same rank and `then`. Changed by the methods below only.
+    Items are hashable; no two of them have the same rank and `then`. Change it by the methods below only.
     """
 
     __slots__ = ("_heap",)
 
     def __init__(self) -> None:
         super().__init__()
-        #: (rank, then, item), those that are stale among them: an entry is not that the dictionary has for its item.
+        #: (rank, then, item). An entry is stale if it is not the dict's entry of its item.
         self._heap: list[tuple[float, int, Any]] = []
 
     def push(self, item: T, rank: float, then: int = 0) -> None:
-        """It is here, at this rank, and by `then` among equals; one that is here already moves there."""
+        """Add an item, or move it, to this rank; `then` decides among equals."""
         entry = self[item] = (rank, then, item)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self) + _MAX_STALE:
             self._drop_stale()
 
     def discard(self, item: T) -> bool:
-        """It leaves; whether it was here."""
+        """Remove an item; returns whether it was present."""
         if self.pop(item, None) is None:
             return False
         if len(self._heap) > 2 * len(self) + _MAX_STALE:
@@ -45,7 +44,7 @@ class LazyHeap(dict[T, tuple[float, int, Any]]):
         return True
 
     def first(self) -> T:
-        """The item of the lowest rank, which stays. There must be one."""
+        """Return the item of the lowest rank without removing it. There must be one."""
         heap = self._heap
         while True:
             item: T = heap[0][2]

@@ -1,4 +1,4 @@
-"""Processes: values that each makes for itself, identities across reuse of a pid, private directories."""
+"""Values that each process makes for itself, identities across reuse of a pid, private directories."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """Makes its value on first use in every process; a forked child does not touch its parent's.
+    """A value made on first use in each process; a forked child does not touch its parent's.
 
-    Sockets, threads and held locks do not survive a fork, so a child must not use those of its parent, not
-    even to close them. Thread-safe: at first use two threads may both call `make`; one result is kept. A pickle has
-    `make` alone.
+    Sockets, threads and held locks do not survive a fork, so a child must not use those of its parent, not even to
+    close them. Thread-safe: at first use two threads may both call `make`; one result is kept. Pickles `make` only.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -41,7 +40,7 @@ class PerProcess(Generic[T]):
         return PerProcess, (self._make,)
 
     def drop(self) -> T | None:
-        """Forget this process's value and return it, if there is one."""
+        """Remove this process's value and return it, if there is one."""
         return self._values.pop(os.getpid(), None)
 
 
@@ -51,7 +50,7 @@ _ENDED = ("Z", "X", "x")
 
 
 def own_process() -> str:
-    """An identity of this process: its boot, PID namespace, pid and start time; empty where /proc does not say."""
+    """Return an identity of this process: boot, PID namespace, pid and start time; empty if /proc lacks it."""
     with suppress(OSError, ValueError, IndexError):
         _, started = _stat(os.getpid())
         return _SEPARATOR.join([*_place(), str(os.getpid()), started])
@@ -59,10 +58,7 @@ def own_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether the process of this identity is known to have ended. False where this process cannot find out.
-
-    That is so for a process of another host or container.
-    """
+    """Return whether the process of this identity is known to have ended; False for another host or container."""
     try:
         *place, number, started = process.split(_SEPARATOR)
         if place != _place():
@@ -78,32 +74,32 @@ def has_ended(process: str) -> bool:
 
 
 def _place() -> list[str]:
-    """The boot of the kernel and the PID namespace, in which pids are unique."""
+    """Return the kernel's boot and the PID namespace, in which pids are unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return [boot, os.readlink("/proc/self/ns/pid")]
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start time of a process. Raises OSError, or IndexError where /proc has another format."""
+    """Return state and start time of a process. Raises OSError, or IndexError for another format of /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
-#: Marks our directories, together with the user's id, so that a sweep looks at nothing else.
+#: Marks the directories of this package and user.
 PREFIX = f"dpflow-{os.getuid()}-"
 _UNLOCKED = "new-"
 _LOCK = "lock"
 #: A socket's path may have no more than 107 bytes, and a deep TMPDIR would break that.
-_LONGEST_BASE = 60
+_MAX_BASE = 60
 #: A directory without a lock that is older than this, seconds, belongs to a process that was killed while making it.
 _MAKING_S = 3600
 
 
 class PrivateDirectory:
-    """Made with mode 0700 in the system's directory for temporary files; holds a lock for as long as it is used.
+    """A directory of mode 0700 for the sockets of one loader, with a lock that its processes hold.
 
-    The lock lives as long as any process that holds it, so it outlives a forked child's parent and frees itself
-    however they end. Whoever makes the next directory removes those whose lock is free.
+    The lock is released once the last process that holds it ends, in whichever way. The process that makes the next
+    directory removes those whose lock is free.
     """
 
     _swept = False
@@ -116,9 +112,9 @@ class PrivateDirectory:
         made = os.path.join(_base(), _UNLOCKED + name)
         #: Its path, without a slash at the end.
         self.path = os.path.join(_base(), name)
-        #: Whoever takes the descriptor from it closes it.
+        #: The lock's descriptor; the caller that pops it closes it.
         self._locks: list[int] = []
-        # Control-C may come before anybody has it who would remove it. -1: after processes that use it have ended.
+        # Before the directory is made, because Control-C may come at any time. -1: after its processes have ended.
         self._dropped = Finalize(self, _remove, (self._locks, made, self.path), exitpriority=-1)
         os.mkdir(made, 0o700)
         lock = os.path.join(made, _LOCK)
@@ -128,13 +124,13 @@ class PrivateDirectory:
         os.rename(made, self.path)
 
     def remove(self) -> None:
-        """Remove it and what is in it. May be called twice, and by several threads."""
+        """Remove the directory. May be called twice, and by several threads."""
         _remove(self._locks, self.path)
         self._dropped.cancel()
 
 
 def sweep() -> None:
-    """Remove directories of this user that no process uses any more."""
+    """Remove directories of this user that no process uses."""
     for directory in Path(_base()).glob(PREFIX + "*"):
         if _is_abandoned(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)
@@ -153,7 +149,7 @@ def _remove(locks: list[int], *paths: str) -> None:
 
 def _base() -> str:
     base = tempfile.gettempdir()
-    return base if len(base) <= _LONGEST_BASE else "/tmp"
+    return base if len(base) <= _MAX_BASE else "/tmp"
 
 
 def _is_abandoned(lock: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Threads: periodic calls, threads that a finalizer may wait for, single flight; and a clock for leases."""
+"""Threads: periodic calls, threads that a finalizer may join, one load for many readers; and a clock for leases."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from torch_dpflow.log import SERVICE
 
 
 class CallTiming:
-    """When a repeated call is due: after an interval, sooner on request, but after a failure not before a back-off.
-
-    All times are in seconds, by one clock.
-    """
+    """Schedule of a repeated call: after an interval, or on request; after a failure not before a back-off. Seconds."""
 
     def __init__(self, interval_s: float, now: float, backoff: Backoff | None = None) -> None:
         self._interval_s = interval_s
@@ -27,16 +24,16 @@ class CallTiming:
         self._earliest, self.due = now, now + interval_s
 
     def on_request(self) -> None:
-        """The call is to be made as soon as it may be."""
+        """Schedule the call as early as the back-off allows."""
         self.due = self._earliest
 
     def on_success(self, now: float) -> None:
-        """A call has returned."""
+        """Record that a call returned."""
         self._backoff.reset()
         self._earliest, self.due = now, now + self._interval_s
 
     def on_failure(self, now: float) -> None:
-        """A call has failed."""
+        """Record that a call failed."""
         self._earliest = self.due = now + self._backoff.pause_s()
 
 
@@ -44,9 +41,9 @@ class PeriodicCall(threading.Thread):
     """A daemon thread that repeats a call until it is stopped; no exception of the call ends it.
 
     Args:
-        interval_s: the time before the first call, and from the end of one to the next, seconds; may be `math.inf`.
-        what: what the call does, for the log; empty: the thread's name.
-        on_error: called with what a call raises, which is then repeated after a back-off; None: a service's log.
+        interval_s: seconds before the first call, and from the end of one to the next; may be `math.inf`.
+        what: description of the call for the log; empty: the thread's name.
+        on_error: receives the exception of a call, which is repeated after a back-off; None: log it.
         finish: called at the end, in the thread.
     """
 
@@ -69,11 +66,11 @@ class PeriodicCall(threading.Thread):
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wake(self) -> None:
-        """Have the call made now; after a failure, once its back-off is over. Any thread or finalizer may call."""
+        """Make the call now, or once the back-off is over. Any thread or finalizer may call."""
         self._requests.put(None)
 
     def stop(self) -> None:
-        """Have no further call made, without waiting for the thread's end. Any thread or finalizer may call."""
+        """Make no further call; does not wait for the thread. Any thread or finalizer may call."""
         self._stopping = True
         self.wake()
 
@@ -103,15 +100,15 @@ class PeriodicCall(threading.Thread):
         SERVICE.warning("%s has failed and is repeated (%s)", self._what, error, exc_info=trace)
 
 
-#: How long to wait for a thread that has done its work to be gone, seconds: it needs microseconds.
+#: Limit of `join` once the thread's work is done, seconds. It takes microseconds.
 GONE_S = 0.5
 
 
 class AwaitedThread(threading.Thread):
-    """A daemon thread whose end any thread may wait for, the garbage collector's finalizers too.
+    """A daemon thread that a finalizer may wait for.
 
-    The garbage collector runs between any two steps of any thread, which may hold `threading`'s own lock then. A
-    thread takes that lock to end, so `join()` in a finalizer could wait for ever.
+    The garbage collector may run while this thread holds `threading`'s own lock. A thread takes that lock to end, so
+    `join()` in a finalizer could wait for ever.
     """
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
@@ -126,58 +123,58 @@ class AwaitedThread(threading.Thread):
             self._work_is_done.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has done its work, and shortly for it to be gone. Returns whether it has done it."""
+        """Wait until the thread has done its work, then join it. Returns whether it has done it."""
         if not self._work_is_done.wait(timeout_s):
             return False
         self.join(GONE_S)
         return True
 
 
-class Flight(Future[Any]):
-    """A running load. Threads that wait for one that is cancelled start over."""
+class RunningLoad(Future[Any]):
+    """Future of a running load. Threads that wait for one that is cancelled start over."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: who loads
+        #: The loading thread.
         self.thread = threading.get_ident()
 
 
-class Flights(dict[int, Flight]):
-    """The running loads, by key. Guarded by its owner's lock."""
+class RunningLoads(dict[int, RunningLoad]):
+    """Running loads by key, so that concurrent readers of a key share one. The owner locks."""
 
-    def board(self, key: int) -> tuple[Flight, bool]:
-        """The running load of a key, or a new one; and whether it was running."""
+    def start_or_join(self, key: int) -> tuple[RunningLoad, bool]:
+        """Return the load of a key, and whether it was running already."""
         is_new = key not in self
         if is_new:
-            self[key] = Flight()
+            self[key] = RunningLoad()
         return self[key], not is_new
 
-    def land(self, key: int, flight: Flight) -> bool:
-        """A load is over; returns whether it was still wanted."""
-        was_wanted = self.get(key) is flight
-        if was_wanted:
+    def finish(self, key: int, future: RunningLoad) -> bool:
+        """Remove a load that is over; returns whether it was still registered."""
+        is_registered = self.get(key) is future
+        if is_registered:
             del self[key]
-        return was_wanted
+        return is_registered
 
 
-def fail(flights: Iterable[Flight], error: BaseException) -> None:
-    """Fail the waiters of these loads, which are over, with `error`."""
-    for flight in flights:
+def fail(running: Iterable[RunningLoad], error: BaseException) -> None:
+    """Fail the waiters of these loads with `error`."""
+    for future in running:
         if isinstance(error, Exception):
-            flight.set_exception(error)
+            future.set_exception(error)
         else:
-            flight.cancel()  # an interrupt concerns one thread: the others start over
+            future.cancel()  # an interrupt concerns one thread: the others start over
 
 
-#: Of the time between two readings no more than this counts, seconds.
+#: The most that one step between two readings counts, seconds.
 MAX_STEP_S = 1.0
 
 
 class SuspendAwareClock:
-    """Seconds that this process has been running, for leases. Read it at least every `MAX_STEP_S` seconds.
+    """Seconds that this process has been running, for leases; stops while the process is suspended.
 
-    A process that was suspended itself, with its container or by a debugger, has not read what its peers sent
-    meanwhile, and must not let their leases expire for that. One thread reads it at a time.
+    A process that was suspended has not read its peers' messages, so their leases must not expire for that time.
+    Read it at least every `MAX_STEP_S` seconds, in one thread at a time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses, under a name of ours. No other module touches one.
 
-torch may move or drop any of them in any release, without notice. What is missing is detected when this
-module is imported, not in a worker in the middle of a training run.
+torch may move or drop any of them in any release. A missing one is detected when this module is imported, not in a
+worker in the middle of a training run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 #: The releases at both ends of which the loader's contract tests run (`make test-versions`).
 TESTED = ("2.6", "2.13")
-#: What the package reads, sets or overrides of torch's loader, and of the iterator that it derives its own from.
+#: Attributes of torch's loader, and of its iterator, that the package reads, sets or overrides.
 LOADER_ATTRIBUTES = ("_auto_collation", "_dataset_kind", "_get_iterator", "_index_sampler", "_iterator")
 ITERATOR_ATTRIBUTES = (
     "_auto_collation",
@@ -66,8 +66,8 @@ ITERATOR_ATTRIBUTES = (
 
 def _unsupported(missing: str) -> UnsupportedTorchError:
     return UnsupportedTorchError(
-        f"torch {torch.__version__} lacks what torch_dpflow needs of it: {missing}. torch_dpflow is tested with torch "
-        f"{TESTED[0]} to {TESTED[1]}: install one of these, or a release of torch_dpflow that knows this torch"
+        f"torch {torch.__version__} lacks a private name that torch_dpflow needs: {missing}. torch_dpflow is tested with "
+        f"torch {TESTED[0]} to {TESTED[1]}: install one of these, or a release of torch_dpflow for this torch"
     )
 
 
@@ -86,39 +86,35 @@ except ImportError as error:
     raise _unsupported(str(error)) from error
 
 
-#: What `torch.nn.functional.interpolate` calls with antialiasing, by its mode. These take `out`, which it does not.
-#: (image, size, align_corners, scales), of which the last is None.
+#: The functions behind `torch.nn.functional.interpolate` with antialiasing, by mode. Unlike it they take `out`.
+#: Arguments: image, size, align_corners, scales (None).
 antialiased: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def pin_memory(batch: Any, device: str | None) -> Any:
-    """The batch in pinned memory, as torch's loader puts it there."""
+    """Copy the batch to pinned memory as torch's loader does."""
     return _pin_memory.pin_memory(batch, device)
 
 
 def set_worker_info(*, worker: int, workers: int, seed: int, dataset: Any) -> None:
-    """Have `torch.utils.data.get_worker_info()` say so in this process."""
+    """Set the result of `torch.utils.data.get_worker_info()` in this process."""
     _worker._worker_info = _worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """The typed face of a storage, as torch's own rebuilding functions want it, without torch's warning."""
+    """Wrap a storage for torch's own rebuilding functions, without torch's warning."""
     typed: Any = torch.TypedStorage
-    face: torch.TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
-    return face
+    wrapped: torch.TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
+    return wrapped
 
 
 def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """What `typed_storage` was given, without torch's warning."""
+    """Unwrap a typed storage, without torch's warning."""
     return storage._untyped_storage
 
 
 def default_store() -> Store:
-    """The store by which the ranks of torch.distributed have found each other.
-
-    Raises:
-        UnsupportedTorchError: this torch has no such function. Found out here, as not every torch has ranks.
-    """
+    """Return the store of torch.distributed's rendezvous. Raises UnsupportedTorchError; not every torch has ranks."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
     except ImportError as error:
@@ -127,7 +123,7 @@ def default_store() -> Store:
 
 
 def _check() -> None:
-    """Look for what an import does not show: members, and what instances have. Draws no random number of others'."""
+    """Check attributes that an import does not show. Draws no random number from a shared generator."""
     # The generator is on the CPU, and torch draws on the default device.
     with torch.device("cpu"):
         loader = DataLoader([0], generator=torch.Generator())  # type: ignore[arg-type, var-annotated]

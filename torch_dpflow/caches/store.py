@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow._core.threads import Flight, Flights, fail
+from torch_dpflow._core.threads import RunningLoad, RunningLoads, fail
 from torch_dpflow.caches.policy import Job, Policy
 from torch_dpflow.caches.sizing import duplicate, measure
 from torch_dpflow.errors import UsageError
@@ -78,7 +78,7 @@ class SampleStore:
         self._before_read = before_read
         self._lock = threading.Lock()
         #: the load that each thread waits for
-        self._waits: dict[int, Flight] = {}
+        self._waits: dict[int, RunningLoad] = {}
         self._empty()
         _STORES.add(self)
 
@@ -88,20 +88,20 @@ class SampleStore:
         with self._lock:
             self._hint(lookahead)
             if self._policy.access(key, _JOB):
-                sample, flight, joined = self._samples[key], None, False
+                sample, future, joined = self._samples[key], None, False
             else:
-                sample, (flight, joined) = None, self._board(key)
-        if flight is None:
+                sample, (future, joined) = None, self._start_or_join(key)
+        if future is None:
             return self._copy(sample)
         if joined:
-            return self._wait(key, flight, load)
-        return self._load([key], [flight], lambda: [load()])[0]
+            return self._wait(key, future, load)
+        return self._load([key], [future], lambda: [load()])[0]
 
     def get_many(self, keys: Sequence[int], load: Callable[[list[int]], Sequence[Any]]) -> list[Any]:
         """The samples of `keys`, in order. `load` gets the places in `keys` of the samples to load."""
         found: list[Any] = [None] * len(keys)
         own: list[int] = []
-        flights: dict[int, Flight] = {}
+        running: dict[int, RunningLoad] = {}
         lookahead = self._poll(len(keys))
         with self._lock:
             self._hint(lookahead)
@@ -110,19 +110,19 @@ class SampleStore:
                 if hit:
                     found[place] = self._samples[key]
                     continue
-                flights[place], joined = self._board(key)
+                running[place], joined = self._start_or_join(key)
                 if not joined:
                     own.append(place)
         for place, hit in enumerate(held):
             if hit:
                 found[place] = self._copy(found[place])
         if own:
-            loaded = self._load([keys[k] for k in own], [flights.pop(k) for k in own], lambda: load(own))
+            loaded = self._load([keys[k] for k in own], [running.pop(k) for k in own], lambda: load(own))
             for place, sample in zip(own, loaded):
                 found[place] = sample
         # After its own loads, so that two readers of each other's loads do not wait for ever.
-        for place, flight in flights.items():
-            found[place] = self._wait(keys[place], flight, partial(_load_one, load, place))
+        for place, future in running.items():
+            found[place] = self._wait(keys[place], future, partial(_load_one, load, place))
         return found
 
     def clear(self) -> None:
@@ -154,7 +154,7 @@ class SampleStore:
         self._policy = self._make_policy()
         self._samples: dict[int, Any] = {}
         #: running loads
-        self._flights = Flights()
+        self._running = RunningLoads()
         self._loads = self._errors = 0
         #: accesses that the policy counted as misses: those that joined a load, and those repeated because
         #: the load that they had joined was interrupted
@@ -164,14 +164,14 @@ class SampleStore:
         if lookahead is not None:
             self._policy.hint(_JOB, lookahead)
 
-    def _board(self, key: int) -> tuple[Flight, bool]:
-        flight, joined = self._flights.board(key)
+    def _start_or_join(self, key: int) -> tuple[RunningLoad, bool]:
+        future, joined = self._running.start_or_join(key)
         self._joined += joined
-        return flight, joined
+        return future, joined
 
-    def _waits_for(self, thread: int, flight: Flight) -> bool:
+    def _waits_for(self, thread: int, future: RunningLoad) -> bool:
         """Whether a load waits for `thread`: the thread runs it, or runs a load that it waits for."""
-        awaited: Flight | None = flight
+        awaited: RunningLoad | None = future
         while awaited is not None and not awaited.done():
             if awaited.thread == thread:
                 return True
@@ -183,9 +183,9 @@ class SampleStore:
         self._joined -= 1
         self._abandoned += 1
 
-    def _keep(self, keys: list[int], flights: list[Flight], kept: list[Any], sizes: list[int]) -> None:
+    def _keep(self, keys: list[int], running: list[RunningLoad], kept: list[Any], sizes: list[int]) -> None:
         """Offer loaded samples to the policy, unless the store was cleared meanwhile."""
-        current = [self._flights.land(key, flight) for key, flight in zip(keys, flights)]
+        current = [self._running.finish(key, future) for key, future in zip(keys, running)]
         if all(current):
             gone: Sequence[int]
             if len(keys) == 1:
@@ -206,7 +206,7 @@ class SampleStore:
         return duplicate(sample) if self._copies else sample
 
     def _load(
-        self, keys: list[int], flights: list[Flight], load: Callable[[], Sequence[Any]]
+        self, keys: list[int], running: list[RunningLoad], load: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
         """Load samples for this thread and for all that wait for them."""
         try:
@@ -219,31 +219,31 @@ class SampleStore:
             kept = [self._copy(sample) for sample in loaded]
             sizes = [measure(sample) for sample in kept]
         except BaseException as error:
-            self._fail(keys, flights, error)
+            self._fail(keys, running, error)
             raise
         with self._lock:
-            self._keep(keys, flights, kept, sizes)
-        for flight, sample in zip(flights, kept):
-            flight.set_result(sample)
+            self._keep(keys, running, kept, sizes)
+        for future, sample in zip(running, kept):
+            future.set_result(sample)
         return loaded
 
-    def _fail(self, keys: list[int], flights: list[Flight], error: BaseException) -> None:
+    def _fail(self, keys: list[int], running: list[RunningLoad], error: BaseException) -> None:
         with self._lock:
-            self._errors += sum([self._flights.land(key, flight) for key, flight in zip(keys, flights)])
-        fail(flights, error)
+            self._errors += sum([self._running.finish(key, future) for key, future in zip(keys, running)])
+        fail(running, error)
 
-    def _wait(self, key: int, flight: Flight, load: Callable[[], Any]) -> Any:
+    def _wait(self, key: int, future: RunningLoad, load: Callable[[], Any]) -> Any:
         thread = threading.get_ident()
         with self._lock:
-            is_cycle = self._waits_for(thread, flight)
+            is_cycle = self._waits_for(thread, future)
             if is_cycle:
                 self._abandon()
             else:
-                self._waits[thread] = flight
+                self._waits[thread] = future
         if is_cycle:
             return self._copy(load())
         try:
-            return self._copy(flight.result())
+            return self._copy(future.result())
         except CancelledError:
             with self._lock:
                 self._abandon()
@@ -258,8 +258,8 @@ class SampleStore:
         """In the child: the threads that held the lock or were loading do not exist."""
         interrupted = self._lock.locked()
         self._lock = threading.Lock()
-        self._abandoned += len(self._flights)
-        self._flights, self._waits = Flights(), {}
+        self._abandoned += len(self._running)
+        self._running, self._waits = RunningLoads(), {}
         if interrupted:
             self._empty()
 

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 import msgspec
 import numpy as np
 
-from torch_dpflow._core.threads import Flight, Flights, fail
+from torch_dpflow._core.threads import RunningLoad, RunningLoads, fail
 from torch_dpflow.datasets.spec import DatasetShardMeta, SampleMeta, Variant
 from torch_dpflow.errors import DPFlowError
 
@@ -51,7 +51,7 @@ class ShardCache:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._shards: OrderedDict[int, DatasetShardMeta] = OrderedDict()
-        self._loading = Flights()
+        self._loading = RunningLoads()
         #: Bytes that the kept shards take; guarded by the lock.
         self._used = 0
 
@@ -80,42 +80,42 @@ class ShardCache:
 
     def _get(self, numbers: Sequence[int]) -> Mapping[int, LoadedShard]:
         found: dict[int, LoadedShard] = {}
-        ours: dict[int, Flight] = {}
-        others: dict[int, Flight] = {}
+        ours: dict[int, RunningLoad] = {}
+        others: dict[int, RunningLoad] = {}
         with self._lock:
             for number in numbers:
                 if number in self._shards:
                     self._shards.move_to_end(number)
                     found[number] = self._shards[number]
                 else:
-                    flight, joined = self._loading.board(number)
-                    (others if joined else ours)[number] = flight
+                    running, joined = self._loading.start_or_join(number)
+                    (others if joined else ours)[number] = running
         if ours:
             found.update(self._load_ours(ours))
-        for number, flight in others.items():
+        for number, running in others.items():
             try:
-                found[number] = flight.result()
+                found[number] = running.result()
             except CancelledError:
                 found.update(self._get([number]))
         return found
 
-    def _load_ours(self, ours: Mapping[int, Flight]) -> dict[int, LoadedShard]:
+    def _load_ours(self, ours: Mapping[int, RunningLoad]) -> dict[int, LoadedShard]:
         """Load shards that no other thread is loading, for all threads that wait for them."""
         try:
             loaded = dict(zip(ours, self._load(list(ours)), strict=True))
         except BaseException as error:
             with self._lock:
-                for number, flight in ours.items():
-                    self._loading.land(number, flight)
+                for number, running in ours.items():
+                    self._loading.finish(number, running)
             fail(ours.values(), error)
             raise
         with self._lock:
             for number, shard in loaded.items():
-                self._loading.land(number, ours[number])
+                self._loading.finish(number, ours[number])
                 if isinstance(shard, DatasetShardMeta):
                     self._keep(number, shard)
-        for number, flight in ours.items():
-            flight.set_result(loaded[number])
+        for number, running in ours.items():
+            running.set_result(loaded[number])
         return loaded
 
     def _keep(self, number: int, shard: DatasetShardMeta) -> None:

@@ -29,7 +29,7 @@ READER = "reader"
 #: Messages that one connection sends.
 BURST = 200
 #: What a service's memory may grow by after the first fifth of the messages, bytes.
-MOST_GROWTH = 48 << 20
+MAX_GROWTH = 48 << 20
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def fuzz(cluster: TestCluster, job: SharedJob, flow: str, *, messages: int, raw:
     assert set(services(cluster, flow)) == set(ROLES), cluster.log.read_text()
     wait(lambda: all(counted(cluster, flow).values()), what="a count of what was malformed")
     growth = {role: f"{grown[role] / 2**20:+.1f} MiB" for role in ROLES}
-    assert all(grown[role] < MOST_GROWTH for role in ROLES), growth
+    assert all(grown[role] < MAX_GROWTH for role in ROLES), growth
     malformed = counted(cluster, flow)
     return f"{messages} messages, {raw} raw connections, {epochs} epochs: {malformed=}, memory {growth}"
 
