@@ -31,8 +31,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def serve(folder: str, number: int) -> None:
     """A server with room for a third of the set: with one gone, the others have room for nearly all."""
-    address, head = Path(folder, f"s{number}"), Path(folder, "s0")
-    DataServer(12 << 10, address, join=head if number else None).serve()
+    address, leader = Path(folder, f"s{number}"), Path(folder, "s0")
+    DataServer(12 << 10, address, join=leader if number else None).serve()
 
 
 def read_epochs(folder: str, number: int, store: str, epochs: list[int], problems: list[str]) -> None:

@@ -18,7 +18,7 @@ A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
 class Servers:
-    """Obey a keeper: what each holds of each set."""
+    """Obey a allocator: what each holds of each set."""
 
     def __init__(self, allocator: StripeAllocator) -> None:
         self.allocator = allocator
@@ -68,7 +68,7 @@ class Servers:
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ["renew", "restart", "return", "leave", "wait", "preload", "read", "unload", "new head"]
+            ["renew", "restart", "return", "leave", "wait", "preload", "read", "unload", "new leader"]
         ),
         st.integers(0, 3),
         st.integers(1, 60),
@@ -126,7 +126,7 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
             allocator.read_by(identity, name, amount % 3, now)
         elif what == "unload" and identity in known:
             servers.apply(allocator.unload(identity))
-        elif what == "new head":
+        elif what == "new leader":
             servers.allocator = allocator = StripeAllocator(lease_s=LEASE_S, idle_s=IDLE_S)
             generations, alive = [0] * 4, [number < amount % 5 for number in range(4)]
             back, renewed = [f"server {number}" for number in range(4) if alive[number]], [now] * 4
@@ -210,14 +210,14 @@ def test_a_server_that_comes_back_keeps_copies_beside_what_is_still_its_own() ->
     assert allocator.servers() == {"server 0": (100, 100)}
 
 
-def test_a_new_head_gives_nothing_away_before_servers_had_time_to_come_back() -> None:
+def test_a_new_leader_gives_nothing_away_before_servers_had_time_to_come_back() -> None:
     allocator = StripeAllocator(lease_s=LEASE_S, idle_s=IDLE_S)
-    assert allocator.renew("head", 1, 100, 0.0) == []
-    assert allocator.recover(A, [10] * 3, {"head": [1]}, 0.0, explicit=True) == []
+    assert allocator.renew("leader", 1, 100, 0.0) == []
+    assert allocator.recover(A, [10] * 3, {"leader": [1]}, 0.0, explicit=True) == []
     assert allocator.preload(A, [], 0.0, explicit=True, whole=True) == []
     assert allocator.renew("server 0", 1, 100, 1.0, {A: [2]}) == []
     assert allocator.table(A).owners == [UNPLACED, 0, 1]
-    allocator.renew("head", 1, 100, LEASE_S)
+    allocator.renew("leader", 1, 100, LEASE_S)
     allocator.renew("server 0", 1, 100, LEASE_S)
     assert [one.stripes for one in allocator.expire(LEASE_S) if isinstance(one, Fill)] == [[0]]
 

@@ -184,7 +184,7 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
     wait(lambda: pool._holdings.ahead._left == AHEAD, what="the end of reading ahead")
 
 
-def test_a_stranger_announces_nothing(stored: StoredDataset, pool: DataServer) -> None:
+def test_an_unauthenticated_peer_announces_nothing(stored: StoredDataset, pool: DataServer) -> None:
     order = AnnounceAccessPlan(
         identity=identity_of(stored), plan="its", first=0, total=2, spread=8, records=bytes(8)
     )

@@ -68,7 +68,7 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
     assert client.cached_datasets() == []
     assert "is not in the pool" in run(address, "verify", target, code=1)
     for command in ("show", "unload"):
-        assert "the pool holds nothing; load it by `dpflow pool preload`" in run(
+        assert "the pool caches nothing; load it by `dpflow pool preload`" in run(
             address, command, target, code=1
         )
 
@@ -169,7 +169,7 @@ def test_what_names_no_set_is_refused(files: Path, client: DataClient) -> None:
         (("core/numbers:v1", "--store", "nothing"), 1, "nothing"),
         (("other.npy",), 1, "other.npy"),
         (("rows.npy:x",), 1, "rows.npy is no HDF5 file; leave out path='x'"),
-        (("rows.npy", "--storage-option", "path=x"), 1, "path is no option of a storage"),
+        (("rows.npy", "--storage-option", "path=x"), 1, "path is not a storage option"),
         (("rows", "--store", "datasets"), 1, "is no name of a dataset"),
     ]:
         assert says in run(address, "preload", *words, code=code)

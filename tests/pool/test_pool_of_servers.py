@@ -61,13 +61,13 @@ def wait_for_servers(address: Path, count: int) -> None:
 
 @contextmanager
 def inner_pool(folder: Path, *memories: int, **options: float) -> Iterator[list[DataServer]]:
-    """Servers in threads, once all have joined; the first is the head."""
-    head = folder / "s0"
+    """Servers in threads, once all have joined; the first is the leader."""
+    leader = folder / "s0"
     with ExitStack() as stack:
         yield [
-            stack.enter_context(inner_server(head, memories[0], **options)),
+            stack.enter_context(inner_server(leader, memories[0], **options)),
             *(
-                stack.enter_context(inner_server(folder / f"s{number}", memory, join=head, **options))
+                stack.enter_context(inner_server(folder / f"s{number}", memory, join=leader, **options))
                 for number, memory in enumerate(memories[1:], 1)
             ),
         ]
@@ -75,7 +75,7 @@ def inner_pool(folder: Path, *memories: int, **options: float) -> Iterator[list[
 
 @contextmanager
 def pool(folder: Path, count: int, memory: str = "1MiB") -> Iterator[list[subprocess.Popen[str]]]:
-    """Servers in processes, once all have joined; the first is the head."""
+    """Servers in processes, once all have joined; the first is the leader."""
     with ExitStack() as stack:
         processes = [
             stack.enter_context(server(folder / f"s{number}", memory, folder / "s0" if number else None))
@@ -110,7 +110,7 @@ def test_a_set_larger_than_each_server_is_read_from_the_memory_of_all(
 ) -> None:
     with inner_pool(tmp_path, 8 << 10, 8 << 10, 16 << 10):
         wait_for_servers(tmp_path / "s0", 3)
-        client = DataClient(tmp_path / "s1", silence_s=PATIENCE_S)  # a member is as good as the head
+        client = DataClient(tmp_path / "s1", silence_s=PATIENCE_S)  # a follower is as good as the leader
         info = client.preload(stored)
         assert (info.placed, info.loaded, info.failed) == (COUNT, COUNT, 0)
         remove_data(stored)
@@ -157,7 +157,7 @@ def test_commands_show_servers(stored: StoredDataset, tmp_path: Path) -> None:
         assert str(tmp_path / "s1") in listed.output
 
 
-def test_stripes_of_a_killed_member_are_read_again_by_those_with_room(
+def test_stripes_of_a_killed_follower_are_read_again_by_those_with_room(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
     with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s1", silence_s=PATIENCE_S)) as client:
@@ -175,7 +175,7 @@ def test_stripes_of_a_killed_member_are_read_again_by_those_with_room(
         assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)  # whose own server is gone
 
 
-def test_reads_go_on_without_a_head_and_a_new_one_learns_what_members_hold(
+def test_reads_go_on_without_a_leader_and_a_new_one_learns_what_followers_hold(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
     with pool(tmp_path, 2) as processes:
@@ -187,20 +187,20 @@ def test_reads_go_on_without_a_head_and_a_new_one_learns_what_members_hold(
         with closing(PooledDataset(stored, tmp_path / "s1", silence_s=PATIENCE_S)) as dataset:
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             held = dataset.hits
-            assert 0 < held < COUNT  # what the member has
+            assert 0 < held < COUNT  # what the follower has
             remove_data(stored)
             with server(tmp_path / "s0", "1MiB"):
                 wait_for_servers(tmp_path / "s0", 2)
                 wait(lambda: info_of(stored, tmp_path / "s0") is not None, what="the set")
                 wait(lambda: dataset.read_each([*range(COUNT)]) and dataset.hits >= 2 * held, what="hits")
-                wait(lambda: loaded_of(stored, tmp_path / "s0") == held, what="what the member holds")
+                wait(lambda: loaded_of(stored, tmp_path / "s0") == held, what="what the follower holds")
                 info = info_of(stored, tmp_path / "s0")
                 assert info is not None
                 assert info.is_explicit
 
 
 @pytest.mark.slow
-def test_a_command_through_a_member_waits_for_a_head_that_is_late(
+def test_a_command_through_a_follower_waits_for_a_leader_that_is_late(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
     with pool(tmp_path, 2) as processes:
@@ -213,7 +213,7 @@ def test_a_command_through_a_member_waits_for_a_head_that_is_late(
 
 
 @pytest.mark.slow
-def test_a_reader_that_asks_a_new_head_before_its_members_have_come_back_changes_no_part(
+def test_a_reader_that_asks_a_new_leader_before_its_followers_have_come_back_changes_no_part(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
     with pool(tmp_path, 2, "12KiB") as processes:
@@ -232,7 +232,7 @@ def test_a_reader_that_asks_a_new_head_before_its_members_have_come_back_changes
             wait(lambda: is_loaded(stored, tmp_path / "s0"), what="all of it")
 
 
-def test_a_preload_waits_for_members_of_a_head_that_was_killed(
+def test_a_preload_waits_for_followers_of_a_leader_that_was_killed(
     stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_dpflow.pool.server.leader.LEASE_S", 0.5)
@@ -245,7 +245,7 @@ def test_a_preload_waits_for_members_of_a_head_that_was_killed(
         assert client.preload(stored).loaded == COUNT
 
 
-def test_a_member_that_comes_back_with_another_part_gives_it_up(
+def test_a_follower_that_comes_back_with_another_part_gives_it_up(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
     identity = identity_of(stored)
@@ -255,8 +255,8 @@ def test_a_member_that_comes_back_with_another_part_gives_it_up(
         connection.request(
             DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0])
         )
-        (head,) = connection.servers()
-        connection.request(JoinPool(msgspec.structs.replace(head, directory=str(tmp_path / "s1"))))
+        (leader,) = connection.servers()
+        connection.request(JoinPool(msgspec.structs.replace(leader, directory=str(tmp_path / "s1"))))
         orders, _ = connection.request(Heartbeat(applied=0, states=[], wait_s=0.0))
         assert isinstance(orders, Instructions)
         assert [one.identity for one in orders.instructions if isinstance(one, DropDataset)] == [identity]
@@ -274,7 +274,7 @@ def test_of_a_stripe_that_no_server_has_room_for_a_part_is_held(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_frozen_member_is_given_up_and_joins_again(stored: StoredDataset, tmp_path: Path) -> None:
+def test_a_frozen_follower_is_given_up_and_joins_again(stored: StoredDataset, tmp_path: Path) -> None:
     with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=FROZEN_S)) as client:
         client.preload(stored)
         os.kill(processes[1].pid, signal.SIGSTOP)
@@ -295,7 +295,7 @@ def test_a_frozen_member_is_given_up_and_joins_again(stored: StoredDataset, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_member_that_goes_while_a_set_is_preloaded(
+def test_a_follower_that_goes_while_a_set_is_preloaded(
     stored: StoredDataset, tmp_path: Path, number: signal.Signals
 ) -> None:
     with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=FROZEN_S)) as client:
@@ -311,7 +311,7 @@ def test_a_member_that_goes_while_a_set_is_preloaded(
         assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
 
 
-def test_a_member_that_begins_anew_at_its_address_is_empty(stored: StoredDataset, tmp_path: Path) -> None:
+def test_a_follower_that_begins_anew_at_its_address_is_empty(stored: StoredDataset, tmp_path: Path) -> None:
     with (
         inner_server(tmp_path / "s0", 1 << 20),
         closing(PooledDataset(stored, tmp_path / "s0", silence_s=PATIENCE_S)) as dataset,
@@ -339,12 +339,12 @@ def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pyt
     holdings.close()
 
 
-def test_who_is_no_head_takes_no_members(tmp_path: Path) -> None:
+def test_who_is_no_leader_takes_no_followers(tmp_path: Path) -> None:
     with inner_pool(tmp_path, 1 << 20, 1 << 20):
         wait_for_servers(tmp_path / "s0", 2)
         with (
             PoolConnection(tmp_path / "s1") as connection,
-            pytest.raises(UsageError, match="join its head, at"),
+            pytest.raises(UsageError, match="join its leader, at"),
         ):
             connection.request(JoinPool(connection.servers()[0]))
         with PoolConnection(tmp_path / "s0") as connection, pytest.raises(UsageError, match="enlist before"):
@@ -355,14 +355,14 @@ def test_who_is_no_head_takes_no_members(tmp_path: Path) -> None:
             DataServer(1 << 20, tmp_path / "s0")
 
 
-def test_a_member_joins_over_the_network_and_hosts_read_from_each_other(
+def test_a_follower_joins_over_the_network_and_hosts_read_from_each_other(
     stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys.json"
     assert CliRunner().invoke(root, ["keygen", str(keys)]).exit_code == 0
     listen = find_address("tcp://127.0.0.1:0", keys)
-    with inner_server(tmp_path / "s0", 1 << 20, listen=listen) as head:
-        address = find_address(str(head.address), keys)
+    with inner_server(tmp_path / "s0", 1 << 20, listen=listen) as leader:
+        address = find_address(str(leader.address), keys)
         with inner_server(tmp_path / "s1", 1 << 20, listen=listen, join=address):
             wait_for_servers(tmp_path / "s0", 2)
             DataClient(address, silence_s=PATIENCE_S).preload(stored)
@@ -380,12 +380,12 @@ def test_a_reader_whose_own_server_goes_reads_from_the_others_where_these_are(
     keys = tmp_path / "keys.json"
     listen = find_address("tcp://127.0.0.1:0", keys)
     monkeypatch.setattr(ServerInfo, "is_near", False)  # as on a third host
-    with inner_server(tmp_path / "s0", 1 << 20, listen=listen) as head, ExitStack() as later:
-        join = find_address(str(head.address), keys)
-        with inner_server(tmp_path / "s1", 1 << 20, listen=listen, join=join) as member:
+    with inner_server(tmp_path / "s0", 1 << 20, listen=listen) as leader, ExitStack() as later:
+        join = find_address(str(leader.address), keys)
+        with inner_server(tmp_path / "s1", 1 << 20, listen=listen, join=join) as follower:
             wait_for_servers(tmp_path / "s0", 2)
             DataClient(join, silence_s=PATIENCE_S).preload(stored)
-            own = find_address(str(member.address), keys)
+            own = find_address(str(follower.address), keys)
             dataset = later.enter_context(closing(PooledDataset(stored, own, silence_s=PATIENCE_S)))
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             assert dataset.hits == COUNT

@@ -359,7 +359,7 @@ def test_readers_find_in_memory_what_came_after_its_storage_was_gone(pool: Path)
         stored.files.filesystem._session.session.close()
 
 
-def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
+def test_unauthenticated_peers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
     path = socket_path(find_directory(pool))
     for packet in (b"\x00", b"\xc1" * 100, b"x" * 65_000, b"\x82\xa4type"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
@@ -431,11 +431,11 @@ def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: Sto
     assert held.segments == []
 
 
-def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_region(
+def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_segment(
     stored: StoredDataset,
 ) -> None:
     with closing(opened_set(stored)) as held:
-        with held._changed:  # no region is entered meanwhile
+        with held._changed:  # no segment is entered meanwhile
             held.fill(range(held.records.stripes))
             held.fill(range(held.records.stripes))
         wait(lambda: held.is_placed, what="its threads")
@@ -447,11 +447,11 @@ def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_regi
         ]
 
 
-@pytest.mark.parametrize("asks_for_regions", [False, True])
+@pytest.mark.parametrize("asks_for_segments", [False, True])
 def test_a_reader_maps_anew_what_is_held_again_under_its_connection(
-    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_for_regions: bool
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_for_segments: bool
 ) -> None:
-    """Read what the server holds now, whether the reader requests more regions first or the states of records."""
+    """Read what the server holds now, whether the reader requests more segments first or the states of records."""
     never, source, identity = _StuckReader(), source_of(stored, None), identity_of(stored)
     opened = [open_source(source, identity)._replace(reader=one) for one in (never, SampleReader(stored))]
     monkeypatch.setattr(leader, "open_source", lambda *which: opened.pop(0))
@@ -470,7 +470,7 @@ def test_a_reader_maps_anew_what_is_held_again_under_its_connection(
         assert not near.receive([])
         connection.unload(identity)
         assert connection.preload(source, identity, whole=True).loaded == COUNT
-        if asks_for_regions:
+        if asks_for_segments:
             near.refresh()
         assert near.send(range(COUNT))
         assert near.receive(range(COUNT))

@@ -80,7 +80,7 @@ def test_who_has_the_keys_reads_and_others_are_told_why_not(
             assert client.dataset(stored).misses == COUNT
 
 
-def test_what_cannot_be_kept_from_strangers_is_refused(
+def test_what_cannot_be_kept_from_unauthenticated_peers_is_refused(
     stored: StoredDataset, keys: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(OptionError, match=r"give the file that `dpflow keygen` has written"):
@@ -90,13 +90,13 @@ def test_what_cannot_be_kept_from_strangers_is_refused(
     for host in ("0.0.0.0", "[::]", "0"):
         with pytest.raises(OptionError, match="other hosts connect to this address; give one of this host"):
             DataServer(1 << 20, tmp_path / "p", listen=find_address(f"tcp://{host}:0", keys / "ours"))
-    head, own = (find_address(f"tcp://{host}:7070", keys / "ours") for host in ("192.0.2.1", "127.0.0.1"))
+    leader, own = (find_address(f"tcp://{host}:7070", keys / "ours") for host in ("192.0.2.1", "127.0.0.1"))
     with pytest.raises(OptionError, match="is reached over one too; give it an address, --listen"):
-        DataServer(1 << 20, tmp_path / "p", join=head)
+        DataServer(1 << 20, tmp_path / "p", join=leader)
     with pytest.raises(
         OptionError, match=r"the pool at tcp://192.0.2.1:7070 and its readers cannot reach it"
     ):
-        DataServer(1 << 20, tmp_path / "p", join=head, listen=own)
+        DataServer(1 << 20, tmp_path / "p", join=leader, listen=own)
     with pytest.raises(OptionError, match="no certificate for servers"):
         DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://127.0.0.1:0", keys / "jobs"))
     with pytest.raises(OptionError, match="give the file"):
@@ -228,7 +228,7 @@ def total_bytes(stored: StoredDataset, address: PoolAddress) -> int:
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 97])
-def test_a_lane_that_is_cut_at_any_byte_costs_no_sample(
+def test_a_data_connection_that_is_cut_at_any_byte_costs_no_sample(
     stored: StoredDataset, keys: Path, tmp_path: Path, step: int
 ) -> None:
     with tcp_server(tmp_path, keys, trust_network=True) as address:
@@ -243,7 +243,7 @@ def test_a_lane_that_is_cut_at_any_byte_costs_no_sample(
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_lane_that_is_cut_in_a_large_record_costs_no_sample(
+def test_a_data_connection_that_is_cut_in_a_large_record_costs_no_sample(
     keys: Path, tmp_path: Path, store: DatasetStore, copy: bool
 ) -> None:
     large = [(bytes([one]) * 40_000, {"number": one}) for one in range(6)]

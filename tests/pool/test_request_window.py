@@ -104,7 +104,7 @@ def test_algorithm_1_dispatches_in_stages() -> None:
 
 
 class Links:
-    """A link for each lane, behind which all share one line; bytes a second. Records come in the order of each."""
+    """A link for each connection, behind which all share one line; bytes a second. Records come in the order of each."""
 
     def __init__(self, connections: int, link: float, line: float, record: int) -> None:
         self.connections, self.link, self.line, self.record = connections, link, line, record
@@ -139,7 +139,7 @@ class Links:
 @pytest.mark.parametrize(
     ("connections", "record"), [(1, 110_000), (2, 16_000), (4, 110_000), (8, 16_000), (8, 110_000)]
 )
-def test_ours_fills_a_link_for_each_lane(connections: int, record: int) -> None:
+def test_ours_fills_a_link_for_each_data_connection(connections: int, record: int) -> None:
     links = Links(connections, 12.5e6, 1.25e9, record)
     for _ in range(8):
         links.read(256)
@@ -183,7 +183,7 @@ def test_ours_fills_a_line_that_connections_share_with_no_more_than_it_takes(con
     sizes=st.randoms(),
     lost=st.sampled_from(["a", "b", ""]),
 )
-def test_queues_give_each_place_once_and_none_of_a_lane_that_is_lost(
+def test_queues_give_each_place_once_and_none_of_a_data_connection_that_is_lost(
     owners: list[str], rooms: list[int], sizes: random.Random, lost: str
 ) -> None:
     lengths = [sizes.randrange(1, 100) for _ in owners]
@@ -203,7 +203,7 @@ def test_queues_give_each_place_once_and_none_of_a_lane_that_is_lost(
     assert not queues.connections
 
 
-def test_the_lane_with_the_least_under_way_is_asked_and_all_end_together() -> None:
+def test_the_data_connection_with_the_least_under_way_is_asked_and_all_end_together() -> None:
     queues = ConnectionQueues("aaaabb", [10] * 6)
     assert queues.take(20) == [0, 4]  # one of each
     queues.came(0)

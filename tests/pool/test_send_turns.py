@@ -64,7 +64,7 @@ def test_turns_go_round() -> None:
     assert order == "abc" * 3
 
 
-def test_a_lane_that_takes_nothing_keeps_nobody_from_their_turn() -> None:
+def test_a_data_connection_that_takes_nothing_keeps_nobody_from_their_turn() -> None:
     turns = SendTurns[str](most=1, stall_s=1.0)
     for connection in "ab":
         turns.add(connection)

@@ -1,4 +1,4 @@
-"""Who has no keys, or speaks nonsense: gets nothing, costs nothing that grows, and disturbs no other lane."""
+"""Who has no keys, or speaks nonsense: gets nothing, costs nothing that grows, and disturbs no other connection."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from torch_dpflow.pool.transport.data_frames import (
 )
 
 COUNT = 40
-#: What a server's memory may vary by while strangers come and go, bytes.
+#: What a server's memory may vary by while unauthenticated peers come and go, bytes.
 SLACK_BYTES = 16 << 20
 
 
@@ -104,7 +104,7 @@ def test_frames_of_any_bytes_are_taken_or_refused(frames: int) -> None:
 
 
 def answer_to(address: PoolAddress, sent: bytes) -> bytes:
-    """All that a stranger is told."""
+    """All that an unauthenticated peer receives."""
     told = b""
     with (
         socket.create_connection((address.host, address.port), PATIENCE_S) as peer,
@@ -160,18 +160,20 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
 
 
 @contextmanager
-def strangers_at(folder: Path, count: int, say: bytes) -> Iterator[tuple[PoolAddress, list[socket.socket]]]:
+def connected_peers(
+    folder: Path, count: int, say: bytes
+) -> Iterator[tuple[PoolAddress, list[socket.socket]]]:
     """A server in a thread, and connections whose other sides never prove anything."""
     write_connection_file(folder / "keys", generate_keys("", certificates=True))
     place = find_address("tcp://127.0.0.1:0", folder / "keys")
     with inner_server(folder / "p", 1 << 20, listen=place) as serving, ExitStack() as opened:
         address = find_address(str(serving.address), folder / "keys")
-        strangers = []
+        peers = []
         for _ in range(count):
             one = socket.create_connection((address.host, address.port), PATIENCE_S)
-            strangers.append(opened.enter_context(one))
+            peers.append(opened.enter_context(one))
             one.sendall(say)
-        yield address, strangers
+        yield address, peers
 
 
 def is_open(peer: socket.socket) -> bool:
@@ -185,30 +187,36 @@ def is_open(peer: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("say", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"])
-def test_a_reader_waits_for_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: bytes) -> None:
+def test_a_reader_waits_for_no_unauthenticated_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: bytes
+) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 2 * PATIENCE_S)
-    with strangers_at(tmp_path, 200, say) as (address, strangers):
+    with connected_peers(tmp_path, 200, say) as (address, peers):
         connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S).close()
-        assert all(map(is_open, strangers))
+        assert all(map(is_open, peers))
 
 
-def test_the_oldest_strangers_make_room_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_unauthenticated_peers_make_room_for_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 2 * PATIENCE_S)
     monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 8)
-    with strangers_at(tmp_path, 20, b"") as (address, strangers):
+    with connected_peers(tmp_path, 20, b"") as (address, peers):
         connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S).close()
-        assert [is_open(one) for one in strangers] == [False] * 13 + [True] * 7
+        assert [is_open(one) for one in peers] == [False] * 13 + [True] * 7
 
 
-def test_strangers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_are_turned_away_in_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.1)
-    with strangers_at(tmp_path, 20, b"") as (_, strangers):
-        for one in strangers:
+    with connected_peers(tmp_path, 20, b"") as (_, peers):
+        for one in peers:
             assert one.recv(10) == b""
 
 
 @pytest.mark.parametrize("connections", [30, pytest.param(3_000, marks=pytest.mark.slow)])
-def test_lanes_that_speak_nonsense_disturb_no_other(
+def test_data_connections_that_speak_nonsense_disturb_no_other(
     stored: StoredDataset, tmp_path: Path, connections: int
 ) -> None:
     chance = random.Random(3)
@@ -229,7 +237,7 @@ def test_lanes_that_speak_nonsense_disturb_no_other(
             assert process.memory_info().rss < before + SLACK_BYTES
 
 
-def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_it_is_closed() -> None:
+def test_a_data_connection_before_the_thread_runs_is_answered_and_one_after_it_is_closed() -> None:
     connections, identity = DataSender(Holdings(0)), bytes(16)
     (early, its_end), (late, the_other) = socket.socketpair(), socket.socketpair()
     with early, late:
@@ -246,7 +254,9 @@ def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_
         assert late.recv(1) == b""
 
 
-def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:
+def test_a_data_connection_that_asks_and_takes_nothing_is_not_read_from(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
     request = RecordRequest(
         identity_of(stored), [(one, 0, WHOLE) for one in range(COUNT)] * (MAX_RECORDS // COUNT)
     ).pack()

@@ -1,4 +1,7 @@
-"""`dpflow pool`: a server that holds datasets in the memory of this host, and what it holds."""
+"""`dpflow pool`: runs a pool server, and shows and changes what the pool caches.
+
+A stored dataset is named by its name, an array by its file; cached ones by their id too.
+"""
 
 from __future__ import annotations
 
@@ -44,36 +47,35 @@ from torch_dpflow.pool.transport.address import CONNECTION_VARIABLE, PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.verifying import PoolComparison, samples_of, verify_pool
 
-#: What may stand for a set in storage, and for one that is held.
+#: Requested limit of descriptors: a reader of another host takes two or more, a segment one.
+_WANTED_DESCRIPTORS = 65536
+#: Metavars of a dataset in storage, and of a cached one.
 _IN_STORAGE = "NAMESPACE/NAME[:VERSION[:VARIANT]]|FILE[:PATH]"
-_HELD = f"ID|{_IN_STORAGE}"
-#: What a server asks its system for: each reader of another host takes two descriptors or more, each region one.
-_WISHED_DESCRIPTORS = 65536
+_CACHED = f"ID|{_IN_STORAGE}"
 _address = click.option(
     "--address",
     default="auto",
     envvar="DPFLOW_POOL",
     show_envvar=True,
     metavar="DIRECTORY|tcp://HOST:PORT",
-    help="The directory of the pool's socket, or where another host's server listens; by default this user's on this "
-    "host.",
+    help="Directory of the pool's socket, or address of another host's server; by default this user's on this host.",
 )
 _connection = click.option(
     "--connection",
     envvar=CONNECTION_VARIABLE,
     show_envvar=True,
     metavar="FILE",
-    help="The keys that `dpflow keygen` has written, for what is reached over a network.",
+    help="Connection file from `dpflow keygen`, for servers that are reached over a network.",
 )
 _trust_network = click.option(
     "--trust-network",
     is_flag=True,
-    help="Send samples over the network as they are, without TLS; both sides still prove that they have the keys.",
+    help="Send samples over the network without TLS; both sides still prove that they hold the keys.",
 )
 
 
 def _at_pool(command: Command) -> Command:
-    """Options that say which server is meant; the command gets a `PoolAddress`."""
+    """Add the options that name a server; the command gets a `PoolAddress`."""
 
     @functools.wraps(command)
     def run(*args: Any, address: str, connection: str | None, trust_network: bool, **given: Any) -> Any:
@@ -84,11 +86,11 @@ def _at_pool(command: Command) -> Command:
 
 
 def _opens_dataset(command: Command) -> Command:
-    """The argument and the options that name a set in storage; the command gets it, opened, as `stored`."""
+    """Add the argument and options that name a dataset in storage; the command gets it opened, as `stored`."""
 
     @functools.wraps(command)
     def run(*args: Any, target: str, url: str | None, storage_options: dict[str, Any], **given: Any) -> Any:
-        return command(*args, stored=_open(target, url, storage_options), **given)
+        return command(*args, stored=_open_target(target, url, storage_options), **given)
 
     argument = click.argument("target", metavar=_IN_STORAGE)
     return argument(store_option(required=False)(storage_option(run)))
@@ -96,26 +98,26 @@ def _opens_dataset(command: Command) -> Command:
 
 @click.group()
 def pool() -> None:
-    """Hold datasets in this host's memory, where `PooledDataset` finds them; each is read from storage once."""
+    """Cache datasets in this host's memory, where `PooledDataset` finds them; each is read from storage once."""
 
 
 @pool.command()
-@click.option("--memory", required=True, help='Most memory for samples, such as "64GiB".')
+@click.option("--memory", required=True, help='Maximum memory for samples, such as "64GiB".')
 @click.option(
     "--ahead-memory",
-    help="Memory beside that, for reading ahead what has no room; by default an eighth, and at most 1GiB.",
+    help="Additional memory for reading ahead what does not fit; by default an eighth, and at most 1GiB.",
 )
 @click.option(
     "--idle-s",
     type=click.FloatRange(min=0),
     default=600.0,
     show_default=True,
-    help="How long a dataset stays that nobody reads and no command has loaded, seconds.",
+    help="How long a dataset stays that no process reads and no command has loaded, seconds.",
 )
 @click.option(
     "--join",
     metavar="DIRECTORY|tcp://HOST:PORT",
-    help="The address of the pool's first server, its head: this one adds its memory to that pool.",
+    help="Address of the pool's first server, its leader; this server adds its memory to that pool.",
 )
 @click.option(
     "--listen",
@@ -138,14 +140,14 @@ def serve(
     connection: str | None,
     trust_network: bool,
 ) -> None:
-    """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
-    raise_limit(_WISHED_DESCRIPTORS)
+    """Run a server until it is stopped by Ctrl-C or SIGTERM."""
+    raise_limit(_WANTED_DESCRIPTORS)
     ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
     memory_bytes = parse_bytes("--memory", memory)
     place = None if listen is None else find_address(listen, connection, trust_network=trust_network)
-    head = None if join is None else find_address(join, connection, trust_network=trust_network)
+    leader = None if join is None else find_address(join, connection, trust_network=trust_network)
     server = DataServer(
-        memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=place, join=head
+        memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=place, join=leader
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -166,20 +168,20 @@ def serve(
         pass
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # it ends already
+            signal.signal(number, signal.SIG_IGN)  # it is ending already
         server.stop()
 
 
 @pool.command()
-@click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
+@click.option("--part", is_flag=True, help="Cache as much as fits, instead of refusing what does not fit.")
 @json_option
 @_at_pool
 @_opens_dataset
 def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, address: PoolAddress) -> None:
     """Load a dataset, or an array; it stays until it is unloaded.
 
-    An array is named by its file, .npy or HDF5: a URL, or a path that begins with / or has a dot, as ./FILE. Behind it
-    stands the path of the dataset in an HDF5 file, as rows.h5:train/x.
+    An array is named by its file, .npy or HDF5: a URL, or a path that begins with / or has a dot, as ./FILE. The path
+    of the dataset in an HDF5 file follows after a colon, as in rows.h5:train/x.
     """
     with preload_progress(str(stored.ref)) as progress, PoolConnection(address) as connection:
 
@@ -202,9 +204,9 @@ def preload(stored: StoredDataset | ArraySource, part: bool, as_json: bool, addr
 @_at_pool
 @_opens_dataset
 def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddress) -> None:
-    """Compare what the pool holds of a dataset, or an array, with its storage, which is read again.
+    """Compare what the pool caches of a dataset, or an array, with its storage, which is read again.
 
-    Prints one line for each sample that differs; the exit status is 1 if there was any. With --json, one object.
+    Prints one line for each sample that differs; the exit status is then 1. With --json, prints one object.
     """
     differ: list[dict[str, Any]] = []
     bad, compared = 0, PoolComparison()
@@ -229,7 +231,7 @@ def verify(stored: StoredDataset | ArraySource, as_json: bool, address: PoolAddr
 @json_option
 @_at_pool
 def list_(as_json: bool, address: PoolAddress) -> None:
-    """List what the pool holds."""
+    """List what the pool caches, and its servers."""
     with PoolConnection(address) as connection:
         listed, servers = connection.contents(), connection.servers()
     if as_json:
@@ -246,9 +248,9 @@ def list_(as_json: bool, address: PoolAddress) -> None:
 @json_option
 @_at_pool
 def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddress) -> None:
-    """Show what the pool holds and how fast it is read, again and again.
+    """Show repeatedly what the pool caches and how fast it is read.
 
-    With --json, one line for each update, with counts of what has been read so far.
+    With --json, prints one line for each update, with counts of samples read so far.
     """
     check_seconds("--interval-s", interval_s)
     if as_json:
@@ -272,13 +274,13 @@ def top(interval_s: float, count: int | None, as_json: bool, address: PoolAddres
 
 
 @pool.command()
-@click.argument("target", metavar=_HELD)
+@click.argument("target", metavar=_CACHED)
 @json_option
 @_at_pool
 def show(target: str, as_json: bool, address: PoolAddress) -> None:
-    """Show one dataset or array in the pool."""
+    """Show one cached dataset or array."""
     with PoolConnection(address) as connection:
-        info = _find_held(connection, target)
+        info = _find_cached(connection, target)
     if as_json:
         click.echo(to_json(dataset_facts(info)))
         return
@@ -294,22 +296,22 @@ def show(target: str, as_json: bool, address: PoolAddress) -> None:
 
 
 @pool.command()
-@click.argument("target", metavar=_HELD)
+@click.argument("target", metavar=_CACHED)
 @json_option
 @_at_pool
 def unload(target: str, as_json: bool, address: PoolAddress) -> None:
-    """Give up a dataset or an array; who reads it goes on from storage."""
+    """Unload a dataset or an array; its readers continue from storage."""
     with PoolConnection(address) as connection:
-        info = _find_held(connection, target)
+        info = _find_cached(connection, target)
         connection.unload(info.identity)
     text = f"{on_one_line(info.ref)}: unloaded; {info.reserved_bytes:,} bytes are free once no process reads them"
     click.echo(to_json({"unloaded": dataset_facts(info)}) if as_json else text)
 
 
-def _find_held(connection: PoolConnection, target: str) -> CachedDataset:
-    """The set of this id, name or file; a name may leave out version and variant, and a file the path in it.
+def _find_cached(connection: PoolConnection, target: str) -> CachedDataset:
+    """Return the cached dataset of this id, name or file; version, variant and the path in the file may be left out.
 
-    Raises OptionError: none, or several, are meant.
+    Raises OptionError if none or several match.
     """
     sets = connection.contents().datasets
     file = _array_file(target)
@@ -320,16 +322,18 @@ def _find_held(connection: PoolConnection, target: str) -> CachedDataset:
     if len(found) == 1:
         return found[0]
     if not sets:
-        raise OptionError(f"{target!r}: the pool holds nothing; load it by `dpflow pool preload`")
+        raise OptionError(f"{target!r}: the pool caches nothing; load it by `dpflow pool preload`")
     has = ", ".join(f"{dataset_id(one)} ({on_one_line(one.ref)})" for one in found or sets)
-    raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
+    raise OptionError(f"{target!r} names {len(found)} of the cached datasets; give one of: {has}")
 
 
-def _open(target: str, url: str | None, storage_options: dict[str, Any]) -> StoredDataset | ArraySource:
+def _open_target(
+    target: str, url: str | None, storage_options: dict[str, Any]
+) -> StoredDataset | ArraySource:
     file = _array_file(target)
     if file is not None:
         if "path" in storage_options:
-            raise OptionError(f"path is no option of a storage; give the path in the file as {file[0]}:PATH")
+            raise OptionError(f"path is not a storage option; give the path in the file as {file[0]}:PATH")
         return open_array(file[0], path=file[1], **storage_options)
     if url is None:
         raise click.UsageError(
@@ -340,7 +344,7 @@ def _open(target: str, url: str | None, storage_options: dict[str, Any]) -> Stor
 
 
 def _array_file(target: str) -> tuple[str, str] | None:
-    """The file of an array, and the path in it; None: a dataset's name, or an id, in neither of which a dot is."""
+    """Return the file of an array and the path in it; None for the name of a dataset or an id, which have no dot."""
     scheme, mark, place = target.rpartition("://")
     if not (mark or target.startswith("/") or "." in target.partition(":")[0]):
         return None

@@ -1,4 +1,4 @@
-"""The output of `dpflow pool`: what the pool holds, and how fast it is read."""
+"""Output of `dpflow pool`: what the pool caches, and how fast it is read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch_dpflow.pool.server_messages import ServerInfo
 
 
 def dataset_id(info: CachedDataset) -> str:
-    """What names a set in commands."""
+    """Return the id of a cached dataset in commands."""
     return info.identity.hex()[:8]
 
 
 def dataset_facts(info: CachedDataset) -> dict[str, Any]:
-    """A set for programs; bytes and samples are counts."""
+    """Return a cached dataset as JSON; bytes and samples are counts."""
     return {
         "id": dataset_id(info),
         "ref": info.ref,
@@ -40,7 +40,7 @@ def dataset_facts(info: CachedDataset) -> dict[str, Any]:
 
 
 def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo] = ()) -> dict[str, Any]:
-    """All sets and servers for programs."""
+    """Return all cached datasets and servers as JSON."""
     names = ("directory", "host", "listen", "memory", "free")
     return {
         "datasets": [dataset_facts(info) for info in listed.datasets],
@@ -51,17 +51,17 @@ def pool_facts(listed: CachedDatasetList, servers: Sequence[ServerInfo] = ()) ->
 
 
 def servers_table(servers: Sequence[ServerInfo]) -> Table:
-    """One line for each server, the head first."""
-    table = Table("server", "host", "part", "bytes", "free")
+    """Return a table with one line for each server, the leader first."""
+    table = Table("server", "host", "role", "bytes", "free")
     for number, one in enumerate(servers):
-        part = "member" if number else "head"
-        table.add_row(cell(one.directory), cell(one.host), part, f"{one.memory:,}", f"{one.free:,}")
+        role = "follower" if number else "leader"
+        table.add_row(cell(one.directory), cell(one.host), role, f"{one.memory:,}", f"{one.free:,}")
     return table
 
 
 @contextmanager
 def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
-    """Shows a table in the place of the one before; below it, where the console is no terminal."""
+    """Yield a function that replaces the table on a terminal, and else prints it below the last one."""
     if not console.is_terminal:
         yield console.print
         return
@@ -72,7 +72,7 @@ def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
 def read_rates(
     before: CachedDatasetList, now: CachedDatasetList, seconds: float
 ) -> dict[bytes, tuple[float, float]]:
-    """Samples a second that the readers of each set have got from memory and from storage, between two lists."""
+    """Return samples a second that readers of each dataset read from memory and from storage, between two lists."""
     earlier = {one.identity: one for one in before.datasets}
     return {
         one.identity: ((one.hits - was.hits) / seconds, (one.misses - was.misses) / seconds)
@@ -84,7 +84,7 @@ def read_rates(
 def datasets_table(
     listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None
 ) -> Table:
-    """One line for each set, and the memory that is free; with `rates`, how fast each is read."""
+    """Return a table with one line for each dataset, and the free memory; with `rates`, how fast each is read."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
     for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():

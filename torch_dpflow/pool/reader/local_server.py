@@ -44,12 +44,7 @@ class LocalServer:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        identity: bytes,
-        per_stripe: int,
-        silence_s: float,
-        ready: dict[int, Segment],
+        self, directory: Path, identity: bytes, per_stripe: int, silence_s: float, ready: dict[int, Segment]
     ) -> None:
         self._directory, self._identity = directory, identity
         self._per_stripe, self._silence_s = per_stripe, silence_s

@@ -208,12 +208,7 @@ class PoolReader:
         return owner
 
     def _read_remote(
-        self,
-        connections: DataReader,
-        wanted: Sequence[WantedRecord],
-        found: list[Any],
-        *,
-        copy: bool,
+        self, connections: DataReader, wanted: Sequence[WantedRecord], found: list[Any], *, copy: bool
     ) -> None:
         """Fill in records that servers of other hosts hold."""
         owners = (self._server_of(one.record) for one in wanted)

@@ -71,12 +71,7 @@ class DataReader:
         self.gone: set[bytes] = set()
 
     def read(
-        self,
-        identity: bytes,
-        owners: Sequence[str],
-        wanted: Sequence[WantedRecord],
-        *,
-        copy: bool = True,
+        self, identity: bytes, owners: Sequence[str], wanted: Sequence[WantedRecord], *, copy: bool = True
     ) -> list[Content | None]:
         """Return records of one dataset, or parts of records; None for each that must be read from storage.
 
