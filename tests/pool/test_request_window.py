@@ -104,7 +104,7 @@ def test_algorithm_1_dispatches_in_stages() -> None:
 
 
 class Links:
-    """A link for each connection, behind which all share one line; bytes a second. Records come in the order of each."""
+    """A link for each connection, then one line shared by all, bytes a second. Records come in the order of each."""
 
     def __init__(self, connections: int, link: float, line: float, record: int) -> None:
         self.connections, self.link, self.line, self.record = connections, link, line, record

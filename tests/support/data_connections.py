@@ -53,7 +53,7 @@ def content_of(index: int, size: int) -> bytes:
 
 
 class DataConnectionContract:
-    """Contract of data connections: return the bytes of each record in the memory of the server, of any number and size."""
+    """Contract of data connections: return the bytes of each record in the server's memory, of any number and size."""
 
     def listen(self, tmp_path: Path) -> PoolAddress | None:
         """Where the server listens for other hosts; None: readers map its memory."""
