@@ -18,9 +18,9 @@ from tqdm import tqdm
 from tests.loader_cases import Indices
 from torch_dpflow import LoaderOptions, LoaderStats
 from torch_dpflow.loader.explanation import (
-    LEAST_BATCHES,
-    LEAST_S,
-    MOST_THREADS,
+    MAX_THREADS,
+    MIN_BATCHES,
+    MIN_S,
     Explanation,
     Observed,
     explain,
@@ -102,7 +102,7 @@ def test_it_is_three_lines_whatever_is_known(one: Observed) -> None:
 @given(observed())
 def test_nothing_is_said_of_little_and_no_change_advised_to_who_does_not_wait(one: Observed) -> None:
     told = explain(one)
-    if one.stats.batches - one.stats.epochs < LEAST_BATCHES or one.iterating_s < LEAST_S:
+    if one.stats.batches - one.stats.epochs < MIN_BATCHES or one.iterating_s < MIN_S:
         assert told.limited_by == ""
         assert "too little" in told.meaning
     elif not one.stats.stall_s and not one.turns_s:
@@ -130,7 +130,7 @@ def test_what_workers_of_this_host_took_decides(
         assert "torch_dpflow.vision" in told.change
     elif told.limited_by == "storage":
         assert cpu_s * (1 + queued) < 10 * 0.5 * workers
-        assert ("read_threads" in told.change) is (threads < MOST_THREADS)
+        assert ("read_threads" in told.change) is (threads < MAX_THREADS)
     else:
         assert told.limited_by == "workers"
         assert int(told.change.partition("=")[2][:-1]) > workers
@@ -228,7 +228,7 @@ def test_workers_that_fill_the_processors_are_told_to_take_less_of_them(
 
 
 def test_short_epochs_are_told_to_keep_their_workers(OurLoader: Any) -> None:
-    loader = OurLoader(Indices(LEAST_BATCHES), num_workers=2)
+    loader = OurLoader(Indices(MIN_BATCHES), num_workers=2)
     for _ in range(300):
         list(loader)
         if (told := loader.explain()).limited_by == "start":

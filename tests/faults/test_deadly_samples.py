@@ -355,7 +355,7 @@ def test_an_interruption_in_the_sampler_is_not_taken_for_its_end(OurLoader: Any)
     loader = OurLoader(Indices(12), batch_size=None, num_workers=1, sampler=Interrupted())
     iterator, seen = iter(loader), []
     read_until_interrupted(iterator, seen)
-    with pytest.raises(WorkerError, match="what is left of the epoch is not known"):
+    with pytest.raises(WorkerError, match="the rest of the epoch is not known"):
         seen.extend(iterator)
     assert seen == list(range(8))
     assert list(loader) == list(range(12))

@@ -23,8 +23,8 @@ GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 def interrupted_draw() -> WorkerError:
     """The error in place of the end of an epoch if Control-C interrupted the sampler."""
     return WorkerError(
-        "this iteration was interrupted while the sampler was asked for indices, so what is left of "
-        "the epoch is not known; begin another iteration"
+        "this iteration was interrupted while the sampler drew indices, so the rest of the epoch is not known; "
+        "begin another iteration"
     )
 
 

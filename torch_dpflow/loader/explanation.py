@@ -1,4 +1,4 @@
-"""What limits a loader, and what to change: a decision from its figures. Pure."""
+"""Decides from its figures what limits a loader, and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from torch_dpflow.cluster.monitoring.limits import limit_of
 if TYPE_CHECKING:
     from torch_dpflow.metrics import LoaderStats
 
-#: Nothing is said before so many batches have come beside the first ones of epochs, and so many seconds have passed.
-LEAST_BATCHES, LEAST_S = 10, 0.2
-#: Who waits for a smaller share of the time is not limited by loading.
-KEPT_UP = 0.05
-#: Which share of the time goes to the start and end of epochs where these are what limits.
-TURNS = 0.5
-#: One start that takes so much of these says nothing of the others.
-ONE_START = 0.75
-#: Workers that want a processor for a smaller share of the time wait for storage.
-READING = 0.5
-#: Processors are the limit where workers want such a part of them, or wait for one so long for each second on it.
-FULL, TAKEN = 0.8, 0.5
-#: Most read threads that are recommended.
-MOST_THREADS = 16
+#: An explanation needs so many batches, without the first ones of epochs, and so many seconds.
+MIN_BATCHES, MIN_S = 10, 0.2
+#: A training that waits for a smaller share of the time is not limited by loading.
+MAX_WAIT_SHARE = 0.05
+#: The share of the time at the start and end of epochs from which these are the limit.
+TURN_SHARE = 0.5
+#: The share of it from which a single start explains it.
+ONE_START_SHARE = 0.75
+#: Workers that run or wait for a processor for a smaller share of the time wait for storage.
+MIN_PROCESSOR_SHARE = 0.5
+#: Processors are the limit if workers need such a share of them, or wait so long for each second on one.
+FULL_SHARE, QUEUED_SHARE = 0.8, 0.5
+#: Most read threads of a recommendation.
+MAX_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What is known of a loader."""
+    """The figures of a loader."""
 
     stats: LoaderStats
-    #: Seconds from `iter` to the latest batch, all epochs together; of these until first batches came and while workers
-    #: were ended; and how much of the stall that was.
+    #: Seconds from `iter` to the latest batch, over all epochs; of these until first batches and while workers ended;
+    #: and the stall in those.
     iterating_s: float
     turns_s: float
     turn_stall_s: float
-    #: The longest time until a first batch came.
+    #: The longest time until a first batch.
     longest_start_s: float = 0.0
     num_workers: int
     persistent: bool = False
     read_threads: int = 1
-    #: Of this host, those that this process may use.
+    #: Processors of this host that this process may use.
     processors: int
-    #: For so long the workers of this host were watched; what they ran on a processor, and waited for one, all of them
-    #: together. Seconds.
+    #: Seconds that the workers of this host were watched; and that they ran on a processor and waited for one, in all.
     watched_s: float = 0.0
     cpu_s: float = 0.0
     queued_s: float = 0.0
     flow: str = ""
-    #: Where workers run, if not on this host; how many of them work, and why there are no more.
+    #: The platform of remote workers; how many workers work, and why there are no more.
     platform: str = ""
     working: int = 0
     refused: str = ""
@@ -73,12 +72,12 @@ class Observed:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What limits a loader: what `DPFlowDataLoader.explain` returns. Printed, it is three lines."""
+    """What limits a loader: the result of `DPFlowDataLoader.explain`. Printed, it is three lines."""
 
     #: "workers" (too few), "processors", "storage", "start" (of epochs), "job" (the training itself), "cold start",
-    #: "network", "budget", or what a platform says, as "quota"; empty where too little was read to tell.
+    #: "network", "budget", or a platform's reason, as "quota"; empty if too little was read.
     limited_by: str
-    #: What was measured, what that means, what to change.
+    #: The measurements, what they mean, and what to change.
     measured: str
     meaning: str
     change: str
@@ -94,50 +93,53 @@ class Explanation:
         return "<br>".join(escape(line) for line in str(self).split("\n"))
 
 
-#: `Explanation` but for what was measured.
+#: The fields of `Explanation` but `measured`.
 _Verdict: TypeAlias = tuple[str, str, str]
 
 
 def explain(seen: Observed) -> Explanation:
-    """What limits a loader of which this is known."""
+    """Return what limits a loader with these figures."""
     stats = seen.stats
     measured = (
         f"Measured: {stats.batches:,} batches in {_time(seen.iterating_s)}, {seen.rate:,.0f} samples/s; the training "
         f"loop waited {_time(stats.stall_s)} ({stats.stall_share:.0%}), {_time(seen.turn_stall_s)} of it where "
         f"{_counted(stats.epochs, 'epoch')} began and ended."
     )
-    verdict = _too_little(seen) or _from_waits(seen)
+    verdict = _if_too_little(seen) or _by_waits(seen)
     if verdict is None:
         is_elsewhere = seen.platform and seen.num_workers
-        verdict = _of_flow(seen) if seen.flow else _elsewhere(seen) if is_elsewhere else _here(seen)
+        verdict = (
+            _of_flow(seen)
+            if seen.flow
+            else _of_remote_workers(seen)
+            if is_elsewhere
+            else _of_local_workers(seen)
+        )
     limited_by, meaning, change = verdict
     return Explanation(limited_by, measured, meaning, change)
 
 
-def _too_little(seen: Observed) -> _Verdict | None:
-    left = LEAST_BATCHES - (seen.stats.batches - seen.stats.epochs)
-    if left <= 0 and seen.iterating_s >= LEAST_S:
+def _if_too_little(seen: Observed) -> _Verdict | None:
+    left = MIN_BATCHES - (seen.stats.batches - seen.stats.epochs)
+    if left <= 0 and seen.iterating_s >= MIN_S:
         return None
-    needed = (
-        f"{LEAST_BATCHES} batches beside the first of each epoch, and {LEAST_S:g} s of reading, say something"
-    )
+    needed = f"{MIN_BATCHES} batches beside the first of each epoch, and {MIN_S:g} s of reading, are needed"
     return (
         "",
-        f"Limit: not known, too little was read; {needed}.",
-        "Change: nothing yet; read on and ask again.",
+        f"Limit: not known, too little was read: {needed}.",
+        "Change: nothing yet; read on and explain again.",
     )
 
 
-def _from_waits(seen: Observed) -> _Verdict | None:
-    """Where the waits themselves tell it."""
-    if seen.stats.epochs > 1 and seen.turns_s >= TURNS * seen.iterating_s:
+def _by_waits(seen: Observed) -> _Verdict | None:
+    if seen.stats.epochs > 1 and seen.turns_s >= TURN_SHARE * seen.iterating_s:
         stays = bool(seen.persistent or seen.flow or not seen.num_workers)
-        if stays and seen.longest_start_s >= ONE_START * seen.turns_s > 0:
+        if stays and seen.longest_start_s >= ONE_START_SHARE * seen.turns_s > 0:
             rest = _time(max(0.0, seen.turns_s - seen.longest_start_s))
             meaning = (
                 f"Limit: one epoch's start, {_time(seen.longest_start_s)}; the others took {rest} in all."
             )
-            return "start", meaning, "Change: nothing where a run is long; workers were waited for once."
+            return "start", meaning, "Change: nothing if the run is long; it waited for workers once."
         each = _time(seen.turns_s / seen.stats.epochs)
         meaning = f"Limit: the start and end of epochs, {each} each; what lies between takes less."
         if stays:
@@ -147,9 +149,11 @@ def _from_waits(seen: Observed) -> _Verdict | None:
             meaning,
             "Change: persistent_workers=True, which keeps the workers from epoch to epoch.",
         )
-    if seen.wait_s <= KEPT_UP * seen.steady_s:
+    if seen.wait_s <= MAX_WAIT_SHARE * seen.steady_s:
         share = seen.wait_s / seen.steady_s if seen.steady_s else 0.0
-        meaning = f"Limit: the training itself; between first batches and last ones {share:.1%} of the time was waited."
+        meaning = (
+            f"Limit: the training itself; it waited {share:.1%} of the time between first and last batches."
+        )
         return "job", meaning, "Change: nothing; loading keeps up."
     return None
 
@@ -165,12 +169,16 @@ def _of_flow(seen: Observed) -> _Verdict:
     return by, f"Limit: {limit.meaning}; {shared}.", f"Change: {change.replace('NAME', name)}."
 
 
-def _elsewhere(seen: Observed) -> _Verdict:
+def _of_remote_workers(seen: Observed) -> _Verdict:
     working = f"{seen.working} of {seen.num_workers} workers work"
     if seen.working < seen.num_workers:
         if seen.refused:
-            change = "Change: have the platform give more, or be content with those that run (num_workers)."
-            return seen.refused, f"Limit: what platform {seen.platform!r} gives; {working}.", change
+            change = "Change: raise the platform's limit, or lower num_workers to those that run."
+            return (
+                seen.refused,
+                f"Limit: the workers that platform {seen.platform!r} provides; {working}.",
+                change,
+            )
         return (
             "cold start",
             f"Limit: {working}; the others start or are replaced.",
@@ -180,32 +188,32 @@ def _elsewhere(seen: Observed) -> _Verdict:
     return (
         "workers",
         f"Limit: {_counted(seen.num_workers, 'worker')} load {each:,.1f} samples/s each; {flow:,.1f} MB/s come here.",
-        "Change: a higher num_workers. Where that brings nothing, the network or the storage is the limit: smaller "
+        "Change: a higher num_workers. If that does not help, the network or the storage is the limit: smaller "
         "samples (images as uint8), read_threads.",
     )
 
 
-def _here(seen: Observed) -> _Verdict:
+def _of_local_workers(seen: Observed) -> _Verdict:
     if not seen.num_workers:
         return (
             "workers",
-            "Limit: no workers; the training loop loads each batch itself and stands still meanwhile.",
+            "Limit: no workers; the training loop stops while it loads each batch itself.",
             f"Change: num_workers={max(1, seen.processors)}, one for each processor.",
         )
     workers = _counted(seen.num_workers, "worker")
     if not seen.watched_s or not seen.cpu_s:
         return (
             "",
-            f"Limit: loading, by {workers}; what they wait for was not measured, as no epoch was read to its end.",
-            "Change: ask while an iteration goes on, or after a whole one.",
+            f"Limit: loading, by {workers}; the cause was not measured, as no epoch was read to its end.",
+            "Change: explain during an iteration, or after a whole one.",
         )
     used, wanted = seen.cpu_s / seen.watched_s, (seen.cpu_s + seen.queued_s) / seen.watched_s
     has = f"{workers} used {used:.1f} of {_counted(seen.processors, 'processor')}"
-    share, is_full = wanted / seen.num_workers, wanted >= FULL * seen.processors
-    if share < READING and not is_full:
-        return _waiting_for_storage(seen, f"{has}; {1 - share:.0%} of their time they waited, as for reads")
-    if is_full or seen.queued_s > TAKEN * seen.cpu_s:
-        if seen.queued_s > TAKEN * seen.cpu_s:
+    share, is_full = wanted / seen.num_workers, wanted >= FULL_SHARE * seen.processors
+    if share < MIN_PROCESSOR_SHARE and not is_full:
+        return _of_storage(seen, f"{has}; {1 - share:.0%} of their time they waited, as for reads")
+    if is_full or seen.queued_s > QUEUED_SHARE * seen.cpu_s:
+        if seen.queued_s > QUEUED_SHARE * seen.cpu_s:
             has += f" and waited for one {seen.queued_s / seen.cpu_s:.1f} s for each second on it"
         return (
             "processors",
@@ -217,9 +225,9 @@ def _here(seen: Observed) -> _Verdict:
     return "workers", f"Limit: too few workers; {has}.", f"Change: num_workers={more}."
 
 
-def _waiting_for_storage(seen: Observed, has: str) -> _Verdict:
-    if seen.read_threads < MOST_THREADS:
-        threads = min(MOST_THREADS, 4 * seen.read_threads)
+def _of_storage(seen: Observed, has: str) -> _Verdict:
+    if seen.read_threads < MAX_THREADS:
+        threads = min(MAX_THREADS, 4 * seen.read_threads)
         change = (
             f"LoaderOptions(read_threads={threads}), where __getitem__ is thread-safe; or num_workers="
             f"{2 * seen.num_workers}"

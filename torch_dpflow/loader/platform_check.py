@@ -1,4 +1,4 @@
-"""Tries a platform with one real member: whether it comes, what it has, how far away it is, how much it sends."""
+"""Tests a platform with one real worker: whether it connects, its versions, round-trip time and bandwidth."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch_dpflow.remote.shipping.compatibility import versions_here, warnings_o
 
 #: How many small samples are fetched for the round trip, and how many large ones, of how many bytes, for the bandwidth.
 SMALL, LARGE, LARGE_BYTES = 32, 8, 2**24
-#: How long the worker may take for a sample, its start included, seconds.
+#: The timeout of a sample, the worker's start included, seconds.
 TIMEOUT_S = 300.0
 
 
 class Probe(Dataset[Any]):
-    """Sample 0 says where it was loaded; then come small ones, a large one that is not timed, and large ones."""
+    """Sample 0 holds where it was loaded; then small ones, a large one that is not timed, and large ones."""
 
     _large: torch.Tensor | None = None
 
@@ -44,7 +44,7 @@ class Probe(Dataset[Any]):
 
 
 def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -> Iterator[Finding]:
-    """What a platform says of itself, then what a member on it shows, each when it is known; starts and ends one.
+    """Yield the findings about a platform, then those of a worker that is started on it and ended.
 
     listen: as in `LoaderOptions`.
 
@@ -59,12 +59,12 @@ def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -
             findings = launcher.check()
         yield from findings
         if all(finding.good for finding in findings):
-            yield from _try_member(spec, options)
+            yield from _try_worker(spec, options)
     except DPFlowError as error:
         yield Finding(False, str(error))
 
 
-def _try_member(spec: PlatformSpec, options: LoaderOptions) -> Iterator[Finding]:
+def _try_worker(spec: PlatformSpec, options: LoaderOptions) -> Iterator[Finding]:
     # One sample at a time, so that the time between two is a round trip.
     loader = DPFlowDataLoader(
         Probe(),

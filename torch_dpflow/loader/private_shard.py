@@ -369,13 +369,15 @@ class PrivateShard:
 
     # -- callbacks of the shard (`Requester`) ------------------------------------------------------------
 
-    def refusal(self, hello: WorkerHandshake) -> str:
-        return self.processes.refusal(hello.worker, hello.incarnation)
+    def refusal(self, handshake: WorkerHandshake) -> str:
+        return self.processes.refusal(handshake.worker, handshake.incarnation)
 
-    def shares_memory(self, hello: WorkerHandshake) -> bool:
-        reader = self._readers[hello.worker] = ArenaReader(hello.pid)
-        shares = hello.probe is not None and reader.probe(hello.probe)
-        self._running[hello.worker] = RunningTaskReader.open(reader, hello.running) if shares else None
+    def shares_memory(self, handshake: WorkerHandshake) -> bool:
+        reader = self._readers[handshake.worker] = ArenaReader(handshake.pid)
+        shares = handshake.probe is not None and reader.probe(handshake.probe)
+        self._running[handshake.worker] = (
+            RunningTaskReader.open(reader, handshake.running) if shares else None
+        )
         return shares
 
     def epoch_for(self, worker: int) -> bytes:

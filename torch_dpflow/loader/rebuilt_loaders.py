@@ -1,10 +1,10 @@
-"""Makes libraries that rebuild or wrap a loader keep our class, options and state.
+"""Lets libraries that rebuild or wrap a loader keep our class, options and state.
 
-Lightning rebuilds a loader by its own class, which needs no support. Others call torch's class by its name in their
-module and pass torch's arguments only, so that their users would silently lose our workers. They have no hook; but the
-loader that is rebuilt is a local variable of the calling function, so the name stands for a class that looks there.
+Lightning rebuilds a loader by its own class, which needs no support. Other libraries call torch's class by its name in
+their module with torch's arguments only, so that their users would silently lose our workers. They have no hook. But
+the rebuilt loader is a local variable of the calling function, so the name is bound to a class that looks there.
 
-Wrappers copy a loader's attributes, but not its methods: they get ours where they wrap a loader of ours.
+Wrappers copy a loader's attributes, but not its methods: they get ours if they wrap a loader of ours.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from torch_dpflow.errors import StateError
 
-#: By module, the variable with the loader that is rebuilt; empty: the module makes loaders of the arguments that its
-#: user gives, which may be ours.
+#: By module, the variable with the rebuilt loader; empty: the module makes loaders from its user's arguments, which may
+#: be ours.
 _REBUILDING = {
     "accelerate.data_loader": "dataloader",
     "ray.train.torch.train_loop_utils": "loader",
@@ -40,7 +40,7 @@ _METHODS = ("state_dict", "load_state_dict", "stats", "explain")
 
 
 def keep_class_when_rebuilt(ours: type[Any]) -> None:
-    """Have these libraries rebuild and wrap loaders of class `ours` as such, once they are imported."""
+    """Let these libraries rebuild and wrap loaders of class `ours` as such, once they are imported."""
     names = _REBUILDING.keys() | _WRAPPING.keys()
     amend = functools.partial(_amend, ours)
     for name in names & sys.modules.keys():
@@ -101,7 +101,7 @@ def _amend_adapter(ours: type[Any], names: dict[str, Any]) -> None:
 
 
 def _source(names: dict[str, Any], variable: str, ours: type[Any]) -> Any:
-    """The loader that the innermost function of a module is rebuilding, if it is one of ours."""
+    """Return the loader that the innermost function of a module is rebuilding, if it is one of ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and variable:
         if frame.f_globals is names and variable in frame.f_code.co_varnames + frame.f_code.co_cellvars:
@@ -112,7 +112,7 @@ def _source(names: dict[str, Any], variable: str, ours: type[Any]) -> Any:
 
 
 def _lend_methods(ours: type[Any], wrapper: type[Any]) -> None:
-    """Have wrappers of loaders of ours find our methods that they lack."""
+    """Let wrappers of loaders of ours find those of our methods that they lack."""
     if hasattr(wrapper, "__getattr__"):
         return
 
@@ -133,7 +133,7 @@ def _lend_methods(ours: type[Any], wrapper: type[Any]) -> None:
 
     @functools.wraps(read_ahead)
     def keep_state_and_read_ahead(self: Any) -> None:
-        # Ray's wrapper has read one batch more than it has given out: a state of now would leave that out.
+        # Ray's wrapper has read one batch more than it has returned: the present state would skip that batch.
         loader = vars(self).get("_dataloader")
         self._dpflow_state = None
         if isinstance(loader, ours):

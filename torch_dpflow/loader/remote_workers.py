@@ -105,8 +105,8 @@ class RemoteShard(PrivateShard):
 
     # -- callbacks of the remote workers (`Shell`) -------------------------------------------------------
 
-    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
-        self._shard.on_message(peer, hello)
+    def admit(self, peer: bytes, handshake: list[memoryview]) -> None:
+        self._shard.on_message(peer, handshake)
 
     def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
         self._shard.on_message(peer, frames)
@@ -212,7 +212,7 @@ class MixedWorkers:
         assert isinstance(remote.listener, ZeroMQListener)
         self.listener: Listener = JoinedListener(local.listener, remote.listener, _is_remote)
         #: Handshakes of local workers, held back until the minimum of remote workers is connected.
-        self._greetings: list[tuple[bytes, list[memoryview]]] = []
+        self._held_back: list[tuple[bytes, list[memoryview]]] = []
 
     def __len__(self) -> int:
         return len(self.local) + len(self._remote)
@@ -246,14 +246,14 @@ class MixedWorkers:
         if _is_remote(peer):
             self._remote.on_message(peer, frames)
         elif self._remote.awaits_more:
-            self._greetings.append((peer, frames))
+            self._held_back.append((peer, frames))
         else:
             self.shell.deliver(peer, frames)
 
     def look(self) -> None:
         self._remote.look()
-        while self._greetings and not self._remote.awaits_more:
-            self.shell.deliver(*self._greetings.pop(0))
+        while self._held_back and not self._remote.awaits_more:
+            self.shell.deliver(*self._held_back.pop(0))
 
     def dismiss(self) -> None:
         self._remote.dismiss()

@@ -1,7 +1,7 @@
 """Shows the loaders of this process on a live page, for `LoaderOptions(watch=...)` and `DPFLOW_WATCH`.
 
-The page is served by a process of its own, which a thread tells once a second how the loaders stand: the training
-process imports no server, and neither a batch nor a worker takes another way.
+A process of its own serves the page; a thread sends it the loaders' figures once a second. The training process imports
+no server, and the way of batches does not change.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from torch_dpflow.loader.runtime import Workload
 from torch_dpflow.log import LOADER
 from torch_dpflow.workers.platform import Handle
 
-#: Names the address, for loaders whose options have none.
+#: The environment variable with the address for loaders whose options have none.
 VARIABLE = "DPFLOW_WATCH"
 #: The time between two reports, seconds.
 INTERVAL_S = 1.0
-#: The time between two looks at what limits a loader, which read a few files of each worker, seconds.
+#: The time between two explanations of a loader, which read a few files of each worker, seconds.
 LOOK_S = 5.0
-#: Most characters of how a worker ended.
-_MOST_TEXT = 300
+#: Most characters of a worker's exit report.
+_MAX_TEXT = 300
 
 
 def watch(loader: Any, address: str | None) -> None:
-    """Show this loader at HOST:PORT, or where `DPFLOW_WATCH` says, if not in a worker. Raises as `check_page`.
+    """Show this loader at HOST:PORT, or at the address in `DPFLOW_WATCH`, unless in a worker. Raises as `check_page`.
 
-    Processes of one training listen at ports of their own, one after the other: LOCAL_RANK is added. If another process
-    has the address, a warning says so, and the loader is not shown.
+    LOCAL_RANK is added to the port, so that the processes of one training have ports of their own. If another process
+    has the address, a warning is logged and the loader is not shown.
     """
     if get_worker_info() is not None:
-        return  # the loader that has started this process is shown, if any
+        return  # the loader that has started this process may be shown
     name = VARIABLE if address is None else "watch"
     chosen = os.environ[VARIABLE] if address is None else address
     place = check_page(name, chosen, os.environ.get(TOKEN_FILE) or None, vacant=False)
@@ -72,7 +72,7 @@ def watch(loader: Any, address: str | None) -> None:
 class _WatchedLoaders:
     """The page of this process at one address, with its thread and its process.
 
-    Raises OSError: it cannot listen there, or no process can be started.
+    Raises OSError: the address cannot be used, or no process can be started.
     """
 
     def __init__(self, place: PagePlace) -> None:
@@ -87,10 +87,10 @@ class _WatchedLoaders:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torch_dpflow.cluster.monitoring.page_server", str(number), title],
                 stdin=subprocess.PIPE,
-                bufsize=0,  # a fork could send what it holds once more
+                bufsize=0,  # a fork could send buffered data again
                 stdout=subprocess.DEVNULL,
                 pass_fds=(number,),
-                start_new_session=True,  # Control-C is for the training alone
+                start_new_session=True,  # Control-C is for the training only
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -127,7 +127,7 @@ class _WatchedLoaders:
                 continue
             restarts += loader._runtime.meter.restarts
             jobs.append(watched.figures(loader))
-            with suppress(RuntimeError):  # what it looks at changes meanwhile, and is told in a second
+            with suppress(RuntimeError):  # an object changed while it was read; reported in a second
                 processes += watched.workers(loader)
                 limits[jobs[-1].key] = watched.limit(loader)
             del loader
@@ -154,7 +154,7 @@ class _WatchedLoaders:
 
 
 class _WatchedLoader:
-    """One loader, as its page shows it. Of the thread that reports."""
+    """One loader on its page. Of the thread that reports."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = weakref.ref(loader)
@@ -162,14 +162,14 @@ class _WatchedLoader:
         self._workload = Workload(loader._runtime.meter)
         self._shard: Callable[[], Any] = lambda: None
         self._limit = "loading", ""
-        #: When what limits it is looked into again, by `time.monotonic`.
+        #: The time of the next explanation, by `time.monotonic`.
         self._look_at = 0.0
 
     def figures(self, loader: Any) -> JobRow:
-        """What it has read."""
+        """Return the figures of what it has read."""
         meter = loader._runtime.meter
         stall_s, reading_s = meter.stall_s, meter.iterating_s
-        waiting_s = meter.waiting_s()  # a wait that lasts counts too
+        waiting_s = meter.waiting_s()  # with a wait that still lasts
         return JobRow(
             flow=loader.flow or "",
             job=self._name,
@@ -181,7 +181,7 @@ class _WatchedLoader:
         )
 
     def workers(self, loader: Any) -> list[ProcessRow]:
-        """The workers of its latest iteration."""
+        """Return the workers of its latest iteration."""
         iterator = loader._runtime.iterator()
         shard = None if iterator is None else iterator._shard
         if shard is None:
@@ -190,14 +190,14 @@ class _WatchedLoader:
             self._shard = weakref.ref(shard)
             self._workload.begin(shard)
         ends = iterator._restarts.ends
-        del iterator  # who drops it in the training ends its workers there
+        del iterator  # the training thread ends the workers when it drops the last reference
         local = shard.processes.local
-        members: Callable[[], list[RemoteWorkerView]] = getattr(shard.processes, "views", list)
+        remote: Callable[[], list[RemoteWorkerView]] = getattr(shard.processes, "views", list)
         return [
             *(self._row(handle, ends) for handle in (() if local is None else local.handles)),
             *(
-                ProcessRow(id=member.name, flow="", role="worker", state=member.state, where=member.where)
-                for member in members()
+                ProcessRow(id=worker.name, flow="", role="worker", state=worker.state, where=worker.where)
+                for worker in remote()
             ),
         ]
 
@@ -210,11 +210,11 @@ class _WatchedLoader:
             state=RUNNING,  # one that has ended is replaced at once
             where=f"pid {handle.pid}",
             restarts=handle.incarnation if end else 0,  # not before the cause is known
-            ended=end.partition("\n")[0][:_MOST_TEXT],
+            ended=end.partition("\n")[0][:_MAX_TEXT],
         )
 
     def limit(self, loader: Any) -> tuple[str, str]:
-        """What limits it where it waits, and what to change."""
+        """Return what limits it while it waits, and what to change."""
         if time.monotonic() >= self._look_at:
             found, self._limit = loader._explain(self._workload), ("loading", "")
             if found.limited_by:
@@ -225,5 +225,5 @@ class _WatchedLoader:
 
 
 _lock = threading.Lock()
-#: By process and address; None: it cannot be had.
+#: By process and address; None: the address is in use.
 _pages: dict[tuple[int, str, int], _WatchedLoaders | None] = {}

@@ -142,8 +142,8 @@ class BatchWorker:
     def work(self) -> None:
         """Load until the shard sends `Stop`. Raises RefusedError if it refuses this worker."""
         probe = self._arena.probe_ref() if self._arena is not None else None
-        hello = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
-        self._connection.send([encode(hello)])
+        handshake = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+        self._connection.send([encode(handshake)])
         # After the handshake: the answer arrives while torch is set up.
         self._source = BatchSource(self._load_spec, self._number)
         while not self._stopped:

@@ -64,10 +64,10 @@ _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 class Requester(Protocol):
     """The owner of a shard, which gets its results. Called in the shard's thread."""
 
-    def refusal(self, hello: WorkerHandshake) -> str:
+    def refusal(self, handshake: WorkerHandshake) -> str:
         """Return why this process is not a worker of this shard (any more); empty if it is."""
 
-    def shares_memory(self, hello: WorkerHandshake) -> bool:
+    def shares_memory(self, handshake: WorkerHandshake) -> bool:
         """Whether this worker's shared memory can be read here.
 
         Raises DescriptorLimitError: the worker is not admitted and repeats its handshake.
@@ -199,7 +199,7 @@ class Shard:
                 case PackedExchange(finished=finished, started=started, sizes=sizes):
                     self._exchange(peer, Exchange(finished, started), _unpacked(frames[1:], sizes))
                 case WorkerHandshake():
-                    self._on_hello(peer, header)
+                    self._on_handshake(peer, header)
                 case WorkerReady():
                     self._on_ready(peer)
                 case WorkerBegun():
@@ -222,21 +222,21 @@ class Shard:
         if not workers:  # a worker of another release would wait without end
             self.listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
-    def _on_hello(self, peer: bytes, hello: WorkerHandshake) -> None:
-        if hello.version != PROTOCOL_VERSION:
-            raise MessageError(f"version {hello.version} of the protocol")
-        reason = self._requester.refusal(hello)
-        if hello.worker != _worker_of(peer) or reason:
-            who = f"worker {hello.worker}, incarnation {hello.incarnation}"
+    def _on_handshake(self, peer: bytes, handshake: WorkerHandshake) -> None:
+        if handshake.version != PROTOCOL_VERSION:
+            raise MessageError(f"version {handshake.version} of the protocol")
+        reason = self._requester.refusal(handshake)
+        if handshake.worker != _worker_of(peer) or reason:
+            who = f"worker {handshake.worker}, incarnation {handshake.incarnation}"
             raise MessageError(
                 f"{who}, is none of this shard: {reason or 'its connection has another number'}"
             )
         # First: it may replace a worker whose end was not noticed, which the requester then reports as lost.
-        shared = self._requester.shares_memory(hello)
-        if self._peers.get(hello.worker) != peer:  # else it repeats its handshake
-            self._starting[hello.worker] = self._clock()
-        self._peers[hello.worker] = peer
-        self.listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
+        shared = self._requester.shares_memory(handshake)
+        if self._peers.get(handshake.worker) != peer:  # else it repeats its handshake
+            self._starting[handshake.worker] = self._clock()
+        self._peers[handshake.worker] = peer
+        self.listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(handshake.worker)])
 
     def _on_ready(self, peer: bytes) -> None:
         # Not at the handshake: a worker that dies in worker_init_fn has no task yet, so no task is suspected.

@@ -101,8 +101,10 @@ def use_sched_batch() -> bool:
     if chosen:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, int(SLICE_S * 1e9), 0, 0)
-    failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(asked, len(asked)), 0)
+    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, int(SLICE_S * 1e9), 0, 0)
+    failed: int = ctypes.CDLL(None).syscall(
+        number, 0, ctypes.create_string_buffer(attributes, len(attributes)), 0
+    )
     return not failed
 
 

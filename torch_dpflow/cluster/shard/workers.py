@@ -341,27 +341,27 @@ class ShardWorkers:
 
     # -- callbacks of the shard (`Requester`) ------------------------------------------------------------
 
-    def refusal(self, hello: WorkerHandshake) -> str:
+    def refusal(self, handshake: WorkerHandshake) -> str:
         # Any number is accepted: the node that starts workers may know of a new size first.
-        newest = self._newest.get(hello.worker, hello.incarnation)
-        return "" if hello.incarnation >= newest else f"incarnation {newest} has replaced it"
+        newest = self._newest.get(handshake.worker, handshake.incarnation)
+        return "" if handshake.incarnation >= newest else f"incarnation {newest} has replaced it"
 
-    def shares_memory(self, hello: WorkerHandshake) -> bool:
-        before = self._workers.get(hello.worker)
-        if before is not None and before.incarnation != hello.incarnation:
-            self._lose(hello.worker, before)  # its end has not been seen yet
-        self._remove(hello.worker)
+    def shares_memory(self, handshake: WorkerHandshake) -> bool:
+        before = self._workers.get(handshake.worker)
+        if before is not None and before.incarnation != handshake.incarnation:
+            self._lose(handshake.worker, before)  # its end has not been seen yet
+        self._remove(handshake.worker)
         # The pid that a worker states is believed only once its shared memory has proved it: on another host, or in
         # another pid namespace, it belongs to somebody else.
-        reader = ArenaReader(hello.pid)
-        shares = hello.probe is not None and reader.probe(hello.probe)
-        worker = _FlowWorker(hello.incarnation, None, None)
+        reader = ArenaReader(handshake.pid)
+        shares = handshake.probe is not None and reader.probe(handshake.probe)
+        worker = _FlowWorker(handshake.incarnation, None, None)
         if shares:
-            worker.running = RunningTaskReader.open(reader, hello.running)
+            worker.running = RunningTaskReader.open(reader, handshake.running)
             worker.reader = reader
             # Of a member its platform tells, after what it had sent was received.
-            worker.is_watched = self._fleet is None and self._peers.watch(hello.worker, hello.pid)
-        self._workers[hello.worker], self._newest[hello.worker] = worker, hello.incarnation
+            worker.is_watched = self._fleet is None and self._peers.watch(handshake.worker, handshake.pid)
+        self._workers[handshake.worker], self._newest[handshake.worker] = worker, handshake.incarnation
         return shares
 
     def epoch_for(self, worker: int) -> bytes:

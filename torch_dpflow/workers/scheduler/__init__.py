@@ -28,13 +28,13 @@ tasks usually take, gets nothing more until it exchanges: the tasks behind it re
 is copied to the first worker with room.
 
 **Time limit.** Code that hangs never exchanges, and with a copy of its task it occupies two workers. With
-`task_timeout_s`, a worker that has run one task for so long is killed, also where no job wants the task any more. What
-follows is a loss like any other: the task is a suspect, and given up when it has cost `poison_limit` workers. With
+`task_timeout_s`, a worker that has run one task for so long is killed, even if no job needs the task any more. What
+follows is a loss like any other: the task is a suspect, and fails when it has cost `poison_limit` workers. With
 three losses and a copy an in-order consumer waits for two time limits. A third copy at once would halve that, but
 occupy one worker more over each slow sample, and all three would fail in one outage of a storage.
 
 **Loss.** The window of a lost worker returns to the queue in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: only an empty worker gets it, and nothing else with it. Otherwise, where
 workers deliver several results at a time and the scheduler is mistaken about what ran, the neighbours of a task that
-kills workers could be given up in its place.
+kills workers could fail in its place.
 """
