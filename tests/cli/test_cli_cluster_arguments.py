@@ -80,7 +80,7 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
     ("arguments", "message"),
     [
         (["--memory", "1kB"], "--memory=1000 is out of range; give an int from 1048576 to"),
-        (["--memory", "1000TiB"], "are all that this process can have; give fewer"),
+        (["--memory", "1000TiB"], "is more than this process can have"),
         (["--listen", "nonsense"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1:0"], "must be tcp://ADDRESS:PORT"),

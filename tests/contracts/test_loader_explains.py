@@ -151,7 +151,7 @@ def test_what_workers_of_this_host_took_decides(
         ({"cpu_s": 6.0, "queued_s": 5.0}, "processors", "platform="),
         ({"cpu_s": 1.0}, "storage", "read_threads=4"),
         ({"cpu_s": 1.0, "read_threads": 16}, "storage", "num_workers=4"),
-        ({}, "", "while an iteration goes on"),
+        ({}, "", "during an iteration"),
         ({"platform": "ray", "working": 1, "refused": "quota"}, "quota", "platform"),
         ({"platform": "ray", "working": 1}, "cold start", "nothing yet"),
         ({"platform": "ray", "working": 2}, "workers", "num_workers"),

@@ -195,5 +195,5 @@ def test_an_interrupted_sampler_does_not_end_the_epoch_in_silence(OurLoader: Any
         next(iterator)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    with pytest.raises(WorkerError, match="interrupted while the sampler was asked"):
+    with pytest.raises(WorkerError, match="interrupted while the sampler drew"):
         next(iterator)

@@ -92,6 +92,6 @@ def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
         end = late.describe()
     assert end is not None
     assert end.code == 1
-    assert "incarnation 0 is the one that counts" in end.report
+    assert "its present incarnation is 0" in end.report
     seen += [int(index) for batch in iterator for index in batch]
     assert seen == list(range(SIZE))

@@ -276,7 +276,7 @@ def test_an_error_names_its_type_and_the_loader_goes_on(
         (
             {"flow": "a", "options": JobOptions()},
             OptionTypeError,
-            "what a job asks of its flow is given as job=",
+            "JobOptions are given as job=",
         ),
         ({"flow": "a", "job": LoaderOptions()}, OptionTypeError, "it is given as options="),
     ],

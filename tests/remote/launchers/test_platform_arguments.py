@@ -73,7 +73,7 @@ def test_options_are_checked_when_they_are_made(
         ({"platform": 3}, OptionTypeError, r"platform=3 is of type int; give one of \['fc', .*'ray'\]"),
         ({"platform": Ray}, OptionTypeError, r"platform=Ray is a class; did you mean Ray\(\)\?"),
         ({"platform": Path("/")}, OptionTypeError, "is of type PosixPath; give one of"),
-        ({"platform": "processes", "num_workers": 0}, OptionError, "say how many workers"),
+        ({"platform": "processes", "num_workers": 0}, OptionError, "give the number of workers"),
         (
             {"multiprocessing_context": "spawn"},
             OptionError,

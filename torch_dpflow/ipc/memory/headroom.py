@@ -120,7 +120,7 @@ def check_memory(name: str, size: int) -> None:
     headroom = Headroom()
     total = headroom.total()
     if size > total and (_known_total() or headroom.is_limited):
-        raise OptionError(f"{name}={size:,} bytes: this process can have at most {total:,}; give fewer")
+        raise OptionError(f"{name}={size:,} bytes is more than this process can have ({total:,}); give fewer")
 
 
 def _groups(memberships: Path, mount: Path) -> Iterator[tuple[Path, _Files]]:

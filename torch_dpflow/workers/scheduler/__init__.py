@@ -1,4 +1,4 @@
-"""QMOWS: which worker loads which task (thesis 3.4.1: queue views, over-allocation, work stealing).
+"""QMOWS: which worker loads which task (thesis 3.4.1: queue mirrors, over-allocation, work stealing).
 
 A pure state machine: `handle(event)` returns instructions, in order; there is no socket, thread or clock inside. The
 life of a task::
