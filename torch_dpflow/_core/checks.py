@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import numbers
 import operator
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
@@ -97,6 +99,15 @@ def check_path(name: str, value: str) -> None:
         raise OptionError(f"{name}={value!r}: {error}; no path has that character") from error
     if has_null:
         raise OptionError(f"{name}={value!r} has a null byte, which no path has")
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address, `tcp://HOST:PORT` or a URL, is on this host and unreachable from others."""
+    host = urlsplit(address).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_tcp_address(name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.headers import Packing
-from torch_dpflow.ipc.rpc.carrier import SMALLEST_FRAME, Carrier, compress, decompress, pays
+from torch_dpflow.ipc.rpc.carrier import MIN_FRAME_BYTES, Carrier, compress, decompress, pays
 
 NOISE = os.urandom(100_000)
 LABELS = np.arange(20_000, dtype=np.int64).tobytes()
@@ -27,7 +27,7 @@ LABELS = np.arange(20_000, dtype=np.int64).tobytes()
         (b"the same words " * 10_000, True),
         (NOISE, False),
         (np.random.default_rng(0).normal(size=50_000).astype(np.float32).tobytes(), False),
-        (bytes(SMALLEST_FRAME - 1), False),
+        (bytes(MIN_FRAME_BYTES - 1), False),
         (b"", False),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.rpc.leases import (
-    MOST_REMEMBERED,
+    MAX_REMEMBERED,
     ExpireLeases,
     LeaseGranted,
     Leases,
@@ -123,7 +123,7 @@ def test_something_else_than_an_event_is_refused():
 
 def test_of_those_that_are_gone_only_so_many_are_remembered():
     leases = Leases(lease_s=10.0)
-    for number in range(MOST_REMEMBERED + 1):
+    for number in range(MAX_REMEMBERED + 1):
         leases.handle(Leave(f"stranger {number}", 1, 0.0))
     leases.validate()
     assert told(leases, RenewLease("stranger 1", 1, 0.0)) == [Stale("stranger 1", 1, 1)]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from torch_dpflow import LoaderOptions
+from torch_dpflow._core.checks import is_loopback
 from torch_dpflow.errors import OptionError, TransportError
-from torch_dpflow.ipc.transport import connect, is_loopback, listen
+from torch_dpflow.ipc.transport import connect, listen
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.fleet.lifecycle import (
     DRAIN_S,
     LEAVE_S,
-    MOST_FALSE_STARTS,
-    MOST_UNFIT,
+    MAX_FALSE_STARTS,
+    MAX_UNFIT,
     ROTATE,
     STOP_S,
     Fleet,
 )
-from torch_dpflow.remote.fleet.start_limits import AWAY_PAUSE_S, LONGEST_PAUSE_S, RAISE_S, RENEW_S
+from torch_dpflow.remote.fleet.start_limits import AWAY_PAUSE_S, MAX_PAUSE_S, RAISE_S, RENEW_S
 from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,
     CheckWorker,
@@ -184,7 +184,7 @@ def test_after_a_refusal_one_start_is_tried_at_a_time() -> None:
     machine = fleet()
     for name in starts(machine.target(4, 0.0)):
         machine.handle(Refused(name, UnavailableError("503")), 0.0)
-    now = LONGEST_PAUSE_S
+    now = MAX_PAUSE_S
     (tried,) = starts(machine.tick(now))
     assert starts(machine.tick(now + 1.0)) == []
     assert len(starts(machine.handle(Accepted(tried, "ref"), now + 2.0))) == 3
@@ -245,7 +245,7 @@ def test_workers_of_a_platform_that_was_away_come_back_together(error: PlatformE
     while not asked:
         now += 1.0
         asked = starts(machine.tick(now))
-    assert now <= 160.0 + LONGEST_PAUSE_S
+    assert now <= 160.0 + MAX_PAUSE_S
     assert isinstance(error, QuotaError) or now <= 160.0 + AWAY_PAUSE_S
     told = machine.handle(Accepted(asked[0], "ref"), now)
     assert len([*asked, *starts(told)]) == 4
@@ -291,7 +291,7 @@ def test_a_worker_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> 
     told = machine.tick(1.0 + MOST_S + LEAVE_S)
     assert [stop.name for stop in only(StopWorker, told)] == [named(1, 2)]
     told = machine.arrived(named(1, 2), "", 70.0)
-    assert told[0] == RejectWorker(named(1, 2), "nobody waits for it any more")
+    assert told[0] == RejectWorker(named(1, 2), "it is not expected any more")
 
 
 def test_how_long_a_start_may_take_is_learned() -> None:
@@ -313,7 +313,7 @@ def test_who_waits_for_room_that_a_platform_does_not_have_is_a_ceiling_too() -> 
     told = machine.tick(1.0 + MOST_S + LEAVE_S)
     assert [stop.name for stop in only(StopWorker, told)] == names[2:]
     assert only(Fail, told) == [], "two work"
-    assert machine.limited_by == "workers that do not call"
+    assert machine.limited_by == "workers that do not connect"
     stopped_at = 1.0 + MOST_S + LEAVE_S
     assert starts(machine.tick(stopped_at + STOP_S)) == []
     assert len(starts(machine.tick(stopped_at + RAISE_S))) == 1
@@ -323,8 +323,8 @@ def test_workers_that_never_call_fail_the_fleet_with_their_last_words() -> None:
     machine = fleet()
     now = 0.0
     told = machine.target(1, now)
-    for _ in range(MOST_FALSE_STARTS):
-        (name,) = starts(told) or starts(machine.tick(now := now + LONGEST_PAUSE_S))
+    for _ in range(MAX_FALSE_STARTS):
+        (name,) = starts(told) or starts(machine.tick(now := now + MAX_PAUSE_S))
         told = machine.handle(Ended(name, End(code=1, place="pid 7", report="no module named foo")), now)
     (failure,) = only(Fail, told)
     assert "3 workers were started and none could be used" in failure.text
@@ -335,11 +335,11 @@ def test_an_unfit_worker_is_refused_and_three_for_one_reason_fail_the_fleet() ->
     machine = fleet()
     now = 0.0
     told = machine.target(1, now)
-    for count in range(1, MOST_UNFIT + 1):
-        (name,) = starts(told) or starts(machine.tick(now := now + LONGEST_PAUSE_S))
+    for count in range(1, MAX_UNFIT + 1):
+        (name,) = starts(told) or starts(machine.tick(now := now + MAX_PAUSE_S))
         told = machine.arrived(name, "image has 0.1, the cluster 0.2", now)
         assert only(RejectWorker, told) == [RejectWorker(name, "image has 0.1, the cluster 0.2")]
-        assert bool(only(Fail, told)) is (count == MOST_UNFIT)
+        assert bool(only(Fail, told)) is (count == MAX_UNFIT)
         assert only(AdmitWorker, machine.ready(name, now)) == []
         told = machine.handle(Ended(name, End(code=0)), now)
     assert starts(machine.tick(now + 1000.0)) == []

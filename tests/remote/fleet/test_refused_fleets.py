@@ -23,7 +23,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.start_limits import DENIED_S, PATIENCE_S, RENEW_S, UNTRIED_S
+from torch_dpflow.remote.fleet.start_limits import DENIED_S, REFUSED_TIMEOUT_S, RENEW_S, UNTRIED_S
 from torch_dpflow.remote.fleet.worker_states import Fail
 from torch_dpflow.remote.launchers.contract import Ended, Refused
 from torch_dpflow.workers.platform import End
@@ -83,11 +83,11 @@ def test_a_denial_that_has_passed_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("error", "tried", "patience_s"),
     [
-        (ExpiredError("expired"), True, PATIENCE_S),
+        (ExpiredError("expired"), True, REFUSED_TIMEOUT_S),
         (ExpiredError("expired"), False, UNTRIED_S),
-        (UnavailableError("503"), True, PATIENCE_S),
+        (UnavailableError("503"), True, REFUSED_TIMEOUT_S),
         (UnavailableError("no such host"), False, UNTRIED_S),
-        (ThrottledError("slow down"), False, PATIENCE_S),
+        (ThrottledError("slow down"), False, REFUSED_TIMEOUT_S),
     ],
 )
 def test_what_may_pass_is_waited_out_and_not_for_ever(
@@ -97,7 +97,7 @@ def test_what_may_pass_is_waited_out_and_not_for_ever(
     machine.target(1, 0.0)
     if tried:
         machine.handle(Ended(named(0, 1), End(code=1)), 10.0)
-    ((when, text),) = refused(machine, error, 10.0, 10.0 + 2 * PATIENCE_S)
+    ((when, text),) = refused(machine, error, 10.0, 10.0 + 2 * REFUSED_TIMEOUT_S)
     assert text == str(error)
     assert 10.0 + patience_s <= when <= 80.0 + patience_s, "with the longest pause"
 

@@ -138,7 +138,7 @@ def test_a_full_account_is_a_quota(
 def test_a_process_holds_so_many_calls(
     launcher: LambdaLauncher, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.remote.launchers.aws_lambda.MOST_HELD", 1)
+    monkeypatch.setattr("torch_dpflow.remote.launchers.aws_lambda.MAX_HELD", 1)
     start(launcher, listener)
     with caller(listener), pytest.raises(QuotaError, match="this process holds 1 invocations"):
         start_in_vain(launcher, listener, 1)

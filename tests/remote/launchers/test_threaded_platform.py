@@ -353,7 +353,7 @@ def test_what_cannot_be_started_is_refused_at_once(make: Any) -> None:
     platform.start("a", b"1234")
     with pytest.raises(OptionError, match="a cannot be started again"):
         platform.start("a", b"{}")
-    with pytest.raises(OptionError, match="5 bytes, of at most 4"):
+    with pytest.raises(OptionError, match="5 bytes; at most 4 are allowed"):
         platform.start("b", b"12345")
     launcher.gates["start"].set()
     assert take(platform, 1) == [Accepted("a", "ref of a")]
@@ -402,7 +402,7 @@ def test_the_thread_idles_while_nothing_is_due(make: Any) -> None:
 def test_whatever_goes_wrong_each_end_is_told_once_and_nothing_is_left(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threaded_platform, "LONGEST_PAUSE_S", 0.05)  # most stops are repeated
+    monkeypatch.setattr(threaded_platform, "MAX_PAUSE_S", 0.05)  # most stops are repeated
     launcher, chance = FaultyLauncher(seed), random.Random(seed)
     platform = ThreadedPlatform(launcher, deadline_s=SOON_S, sweep_s=0.05)
     names = [str(number) for number in range(40)]

@@ -20,7 +20,8 @@ from torch_dpflow._core.depth import check_json
 from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
-from torch_dpflow.ipc.transport import TransportOptions, is_loopback
+from torch_dpflow._core.checks import is_loopback
+from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.base import ClientKeys, ServerKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair
 

@@ -48,7 +48,8 @@ from torch_dpflow.cluster.services.node import (
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.errors import DPFlowError, ErrorKind, OptionError, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.ipc.transport import TransportOptions, is_loopback
+from torch_dpflow._core.checks import is_loopback
+from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.local_platform import end_fork_server

@@ -303,7 +303,7 @@ class Router:
         joined = Joined(generation, self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
         if self._routing.complete:
             return Result(joined)
-        self._waiting.append((call, joined, now + call.patience_s))
+        self._waiting.append((call, joined, now + call.timeout_s))
         return LATER
 
     def _on_holder(self, call: IncomingCall) -> Result:

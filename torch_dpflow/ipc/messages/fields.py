@@ -10,9 +10,9 @@ from torch_dpflow._core.checks import MAX_SECONDS
 
 #: Longest name of a method, and longest text of an error, characters.
 MAX_NAME, MAX_TEXT = 200, 32 * 1024
-#: Most samples that one message names.
+#: Maximum samples that one message names.
 MAX_SAMPLES = 1 << 14
-#: Most ranks of one job.
+#: Maximum ranks of one job.
 MAX_RANKS = 1024
 #: Prefix of the names that are generated for jobs without one.
 UNNAMED = "unnamed-"

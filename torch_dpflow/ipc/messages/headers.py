@@ -1,10 +1,10 @@
 """Every header that crosses a process boundary: one typed struct each, encoded with msgpack.
 
-A message is one header frame followed by payload frames, which the code here does not parse. Headers are validated
-when they are decoded: types, ranges, lengths, and no unknown fields. No allocation trusts a length that a peer claims:
-msgspec grows lists as it reads, and a header frame is at most `MAX_HEADER_BYTES` long.
+A message is one header frame followed by payload frames, which this module does not parse. Headers are validated when
+they are decoded: types, ranges, lengths, no unknown fields. No allocation trusts a length that a peer claims: msgspec
+grows lists as it reads, and a header frame has at most `MAX_HEADER_BYTES`.
 
-The version is checked once for each connection (`Handshake`, `Welcome`), not in every message.
+The version is checked once per connection (`Handshake`, `Welcome`), not in every message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 
 
 class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How payload frames travel, where some are compressed or in shared memory. Part of other headers."""
+    """How payload frames travel if some are compressed or in shared memory. Part of other headers."""
 
     #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on the
     #: socket, n bytes compressed by snappy. n < 0: the next -n bytes of the shared block, from a 64-byte boundary on;
@@ -48,20 +48,20 @@ class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 
 
 class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """In which form the sender receives large payload frames, and which memory it shares."""
+    """How the sender can receive large payload frames, and which memory it shares."""
 
     #: The sender's process.
     pid: Count
-    #: Whether to compress what is sent to it: the two are on different hosts.
+    #: Whether to compress what is sent to it, because the peers are on different hosts.
     compress: bool = False
-    #: A `ProbeRef` of the sender's shared memory, msgpack-encoded; None where it shares none.
+    #: A `ProbeRef` of the sender's shared memory, msgpack-encoded; None without any.
     probe: msgspec.Raw = EMPTY_BODY
 
 
 class Handshake(_Header, tag=1):
     """Client to server, first on every connection and again after `NoSession`.
 
-    In all releases its first field is the version, as that of `Welcome`: `version_of` reads it.
+    In all releases the first field of this and of `Welcome` is the version: `version_of` reads it.
     """
 
     version: Count
@@ -73,18 +73,18 @@ class Welcome(_Header, tag=2):
     """Server to client: the answer to `Handshake`. A client of another version disconnects."""
 
     version: Count
-    #: Drawn when the server starts, 16 bytes: a new one means that the server has restarted and knows no calls.
+    #: Drawn when the server starts, 16 bytes. A new one means that the server has restarted and has no calls.
     incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     #: How the client's payload may travel.
     offer: PayloadOffer
 
 
 class NoSession(_Header, tag=3):
-    """Server to client: there is no session (any more); send `Handshake`, then repeat the open calls."""
+    """Server to client: there is no session (any more). Send `Handshake`, then repeat the open calls."""
 
 
 class Reading(_Header, tag=6):
-    """Either way: the sender can read the receiver's shared memory, and receives large frames in it."""
+    """Either way: the sender can read the receiver's shared memory, and accepts large frames in it."""
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ class Request(_Header, tag=10):
     #: Counts the client's calls from 1 on.
     call: Count
     method: Name
-    #: Every lower call is answered or given up: the server may forget its reply.
+    #: Every lower call is answered or abandoned: the server may drop its reply.
     completed_below: Count
-    #: Higher calls that were answered or given up since the previous request.
+    #: Higher calls that were answered or abandoned since the previous request.
     answered: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
-    #: How long the client will wait from now on, seconds.
-    patience_s: Seconds
+    #: How long the client waits from now on, seconds.
+    timeout_s: Seconds
     body: msgspec.Raw = EMPTY_BODY
     packing: Packing | None = None
 
@@ -123,7 +123,10 @@ class Failure(_Header, tag=12):
 
 
 class Inquiry(_Header, tag=13):
-    """Client to server: what became of these calls? `Reply`, `Failure` or `Missing` answers each that does not run."""
+    """Client to server.
+
+    Report the state of these calls. `Reply`, `Failure` or `Missing` answers each that does not run.
+    """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
@@ -138,23 +141,23 @@ class Missing(_Header, tag=14):
 
 #: The outcome of a task: a batch, an exception, or the end of the worker's stream.
 BATCH, FAILURE, END = range(3)
-#: Most tasks, and most results, in one message.
+#: Maximum tasks, and most results, in one message.
 MAX_TASKS = 1 << 16
 
 
 class WorkerHandshake(_Header, tag=30):
     """Worker to shard, its first message: it has started.
 
-    No release changes what comes before `version`, and each adds behind it only: `version_of` reads it.
+    Releases only append fields after `version`: `version_of` reads it.
     """
 
     worker: Count
     #: Counts the processes that have had this number.
     incarnation: Count
     pid: Count
-    #: Of the worker's shared memory; None where it has none.
+    #: Of the worker's shared memory; None without any.
     probe: ProbeRef | None
-    #: Where the worker writes which task it runs (`RunningTask`); None where it does not.
+    #: Where the worker writes which task it runs (`RunningTask`); None if it does not.
     running: BlockRef | None = None
     version: Count = PROTOCOL_VERSION
 
@@ -167,16 +170,15 @@ class WorkerWelcome(_Header, tag=31):
 
 
 class WorkerRefused(_Header, tag=38):
-    """Shard to worker: the process is no worker of this shard (any more), or of another release; it has to end."""
+    """Shard to worker: end, because this shard has no such worker (any more), or the release differs."""
 
-    reason: Text  # empty: the shard ends, of which nobody need be told
+    reason: Text  # empty: the shard ends, which needs no log line
 
 
 class WorkerReady(_Header, tag=36):
-    """Worker to shard: the epoch of `WorkerWelcome` has begun; it can load tasks.
+    """Worker to shard: the epoch of `WorkerWelcome` has begun; the worker can load tasks.
 
-    A message of its own, so that no task is suspected of the death of a worker that dies over its own start, as in
-    `worker_init_fn`.
+    A separate message, so that no task is suspected if a worker dies during its own start, as in `worker_init_fn`.
     """
 
 
@@ -208,7 +210,7 @@ class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 class Exchange(_Header, tag=34):
-    """Worker to shard: all results since the last one; requests more tasks. Frames of the results follow."""
+    """Worker to shard: all results since the last one, and a request for more tasks. Frames of the results follow."""
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
     #: The task that begins now; None where none is left.
@@ -216,11 +218,11 @@ class Exchange(_Header, tag=34):
 
 
 class PackedExchange(_Header, tag=47):
-    """As `Exchange`, of a worker on another host: some of its frames are compressed."""
+    """As `Exchange`, from a worker on another host: some of its frames are compressed."""
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
     started: Count | None
-    #: For each frame its size before, bytes; 0 where it is not compressed.
+    #: For each frame its size before compression, bytes; 0 if it is not compressed.
     sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
 
@@ -230,35 +232,35 @@ class Stop(_Header, tag=35):
 
 # --- between a remote worker and its shard -----------------------------------------------------------
 
-# A worker has two connections. On the first, which a thread of its own serves, it says who it is, fetches what it is to
-# load and gives signs of life; on the other it is a worker as any. `WorkerRefused` may come on the first at any time.
+# A remote worker has two connections. A thread of its own serves the first: handshake, download of what it loads,
+# heartbeats. On the other it is a worker like any. `WorkerRefused` may arrive on the first at any time.
 
-#: Most bytes of one piece of a content, and most names in a hello.
+#: Maximum bytes of one piece of a content, and maximum names in a handshake.
 PIECE_BYTES, MAX_NAMES = 4 << 20, 256
 
-#: What a worker calls something, and the text of a version.
+#: Names and versions.
 _Short = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class RemoteHandshake(_Header, tag=40):
-    """Worker to shard, first, and again until it is answered.
+    """Remote worker to shard, first, and again until it is answered.
 
     In all releases its first field is the version: `version_of` reads it.
     """
 
     version: Count
-    #: By the name of a distribution, as far as it is installed; also "python".
+    #: By the name of an installed distribution; also "python".
     versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
     #: Digests of contents that it has already.
     has: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
-    #: Its host and process, for people.
+    #: Its host and process, for display.
     where: _Short = ""
 
 
 class RemoteWelcome(_Header, tag=41):
-    """Shard to worker: fetch these contents, by their digests. An empty digest stands for nothing."""
+    """Shard to remote worker: fetch these contents, by their digests. An empty digest means none."""
 
-    #: What it loads, and how large that is.
+    #: What it loads, and its size.
     content: _Short
     nbytes: Count
     #: The modules that this needs.
@@ -267,39 +269,39 @@ class RemoteWelcome(_Header, tag=41):
 
 
 class FetchPiece(_Header, tag=42):
-    """Worker to shard: send the piece of this content that begins here."""
+    """Remote worker to shard: send the piece of this content at this offset."""
 
     digest: _Short
     offset: Count
 
 
 class Piece(_Header, tag=43):
-    """Shard to worker: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
+    """Shard to remote worker: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
 
     digest: _Short
     offset: Count
 
 
 class MissingModules(_Header, tag=46):
-    """Worker to shard: it cannot load the content, since it has not these modules. `WorkerRefused` answers it."""
+    """Remote worker to shard: it lacks these modules and cannot load the content. `WorkerRefused` answers it."""
 
     modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class WorkerHeartbeat(_Header, tag=44):
-    """Worker to shard, at times, and the shard's answer."""
+    """Remote worker to shard, periodically, and the shard's answer."""
 
-    #: Messages sent on the other connection so far: who has received fewer for some time knows that one was lost.
+    #: Messages sent on the other connection so far. A receiver with fewer for some time knows that one was lost.
     sent: Count
-    #: Of the worker, seconds: how long the answer to an earlier one took, for how long it has waited for its link.
+    #: Of the worker, seconds: round trip of an earlier heartbeat, and how long it has waited for its link.
     round_trip_s: Seconds = 0.0
     away_s: Seconds = 0.0
 
 
 class WorkerGoodbye(_Header, tag=45):
-    """Worker to shard, its last message: it ends now."""
+    """Remote worker to shard, its last message: it ends now."""
 
-    #: Why, as a traceback; empty where it was told to.
+    #: Why, as a traceback; empty if it was requested.
     words: Text
     #: Messages that it has sent on the other connection.
     sent: Count
@@ -309,7 +311,7 @@ class WorkerGoodbye(_Header, tag=45):
 
 
 class _AnyHandshake(msgspec.Struct, array_like=True, tag=1):
-    """What the `Handshake`s of all releases begin with."""
+    """Common fields of the `Handshake`s of all releases."""
 
     version: Count
 
@@ -369,7 +371,7 @@ T = TypeVar("T")
 
 
 def encode(header: Header) -> bytes:
-    """The header frame of `header`. Raises MessageError above `MAX_HEADER_BYTES`."""
+    """Encode a header as a frame. Raises MessageError above `MAX_HEADER_BYTES`."""
     frame = _encoder.encode(header)
     if len(frame) > MAX_HEADER_BYTES:
         raise MessageError(
@@ -380,12 +382,12 @@ def encode(header: Header) -> bytes:
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Header:
-    """The header in `frame`, which may hold anything. Raises MessageError unless it is a valid header."""
+    """Decode the header in `frame`, which may hold anything. Raises MessageError unless it is valid."""
     return _decode(_decoder, frame)
 
 
 def version_of(frame: bytes | bytearray | memoryview) -> int:
-    """The version that a sender of any release speaks, by its greeting; this one's if that is none."""
+    """Return the sender's protocol version, from a handshake of any release; this release's for other frames."""
     try:
         return _decode(_greetings, frame).version
     except MessageError:
@@ -393,7 +395,7 @@ def version_of(frame: bytes | bytearray | memoryview) -> int:
 
 
 def encode_body(body: object) -> msgspec.Raw:
-    """A call's arguments or its result, as msgpack; None is one byte. Raises OptionError for text that has no UTF-8."""
+    """Encode a call's arguments or result as msgpack. Raises OptionError for text without a UTF-8 encoding."""
     try:
         return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
     except UnicodeEncodeError as error:
@@ -401,12 +403,12 @@ def encode_body(body: object) -> msgspec.Raw:
 
 
 def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """What `body` holds, as the decoder's type. Raises MessageError for anything else."""
+    """Decode `body` as the decoder's type. Raises MessageError for anything else."""
     return _decode(decoder, body)
 
 
 def body_decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder for bodies of `body_type`: a struct, a builtin, or Any."""
+    """Return a decoder for bodies of `body_type`: a struct, a builtin, or Any."""
     return msgspec.msgpack.Decoder(body_type)
 
 

@@ -12,7 +12,7 @@ from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
 #: A worker rejects a spec of any other version.
 LAUNCH_SPEC_VERSION = 1
-#: Most bytes of a launch spec, and most addresses in it. All platforms allow that.
+#: Maximum bytes of a launch spec, and maximum addresses in it. All platforms allow that.
 MAX_LAUNCH_SPEC_BYTES, MAX_ADDRESSES = 8192, 16
 
 #: A CURVE key, Z85 text.

@@ -1,8 +1,8 @@
 """Calls between processes: ids, deadlines, safe repetition.
 
-A client calls a method and waits for its answer. Bodies are small and typed (msgpack); bulk data travels in frames
-that are neither copied nor parsed. A call is repeated until it is answered or its deadline passes, and one server
-process executes it at most once.
+A client calls a method and waits for its answer. Bodies are small and typed (msgpack); bulk data travels in frames that
+are neither copied nor parsed. A call is repeated until it is answered or its deadline passes, and one server process
+executes it at most once.
 """
 
 from __future__ import annotations

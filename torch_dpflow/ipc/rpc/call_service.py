@@ -1,4 +1,4 @@
-"""The server's side of calls: methods by name, execution, and replies that are kept for repeated calls."""
+"""Server side of calls: sessions of clients, methods by name, execution, replies kept for repeated calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from torch_dpflow.log import TRANSPORT
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """The kind of an error."""
     if isinstance(error, RecoverableError):
         return error.kind
     if isinstance(error, UsageError) and not isinstance(
@@ -36,7 +35,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def describe(error: BaseException) -> tuple[ErrorKind, str]:
-    """An error's kind, and the end of its text, or of an unforeseen error's traceback, that fits into a header."""
+    """Return an error's kind and text; for an unforeseen error the end of its traceback, cut to a header's limit."""
     kind = kind_of(error)
     is_foreseen = kind is not ErrorKind.INTERNAL or isinstance(error, StateError)
     text = str(error) if is_foreseen else "".join(traceback.format_exception(error))
@@ -64,7 +63,7 @@ Outcome: TypeAlias = "Result | Exception"
 class IncomingCall:
     """One call of a client. The frames are writable and belong to the handler."""
 
-    __slots__ = ("_finish", "body", "client", "frames", "method", "patience_s")
+    __slots__ = ("_finish", "body", "client", "frames", "method", "timeout_s")
 
     def __init__(
         self,
@@ -72,36 +71,36 @@ class IncomingCall:
         method: str,
         body: Any,
         frames: list[memoryview],
-        patience_s: float,
+        timeout_s: float,
         finish: Callable[[Outcome], None],
     ) -> None:
-        #: Who calls, by the identity of its connection.
+        #: Identity of the client's connection.
         self.client = client
         self.method = method
         self.body = body
         self.frames = frames
-        #: How long the client said that it would wait, seconds.
-        self.patience_s = patience_s
+        #: How long the client waits, seconds.
+        self.timeout_s = timeout_s
         self._finish = finish
 
     def answer(self, body: Any = None, frames: Sequence[Frame] = ()) -> None:
-        """Answer the call; the first answer or failure counts. Any thread may call.
+        """Answer the call; only the first answer or failure counts. Any thread may call.
 
         `frames` must not change afterwards.
         """
         self._finish(Result(body, frames))
 
     def fail(self, error: Exception) -> None:
-        """Answer the call with an error: the client gets its kind and its text."""
+        """Answer the call with an error: the client receives its kind and text."""
         self._finish(error)
 
 
-#: Serves one method. The client gets what it raises as RemoteCallError, and the server goes on. It runs in the server's
-#: thread, so it must not block; a handler that needs long returns LATER.
+#: Serves one method, in the server's thread: it must not block, and returns LATER if it needs long. An exception is
+#: sent to the client, as RemoteCallError.
 Handler: TypeAlias = Callable[[IncomingCall], "Result | Later | None"]
 
 
-#: Sends a message to a client; False where it is gone or its queue is full. That may be ignored: the client inquires.
+#: Sends a message to a client; False if it is gone or its queue is full. That may be ignored: the client inquires.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]
 
 
@@ -112,7 +111,7 @@ class ServerStats:
     messages: int = 0
     #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
     malformed: int = 0
-    #: Messages of peers without a session: they had not sent a Handshake, or their session was dropped.
+    #: Messages of peers without a session: no handshake yet, or the session was dropped.
     strangers: int = 0
     #: Calls executed.
     calls: int = 0
@@ -120,18 +119,18 @@ class ServerStats:
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
-    #: Clients with a session now, and bytes of replies kept for repeated calls.
+    #: Clients with a session, and bytes of replies kept for repeated calls.
     clients: int = 0
     reply_bytes: int = 0
 
 
 class Session:
-    """One client, from its Handshake until its session is dropped."""
+    """One client, from its handshake until its session is dropped."""
 
     def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
         self.carrier = carrier
-        #: When its latest message came; the server's clock, seconds.
+        #: When its latest message arrived; the server's clock, seconds.
         self.received_at = 0.0
         self._send = send
 
@@ -140,26 +139,26 @@ class Session:
         self._send(self.client, [encode(header)])
 
     def send_payload(self, header: Reply, frames: Sequence[Frame]) -> None:
-        """Send a message with payload. Raises MessageError where it exceeds a limit."""
+        """Send a message with payload. Raises MessageError if it exceeds a limit."""
         if frames:
             frames, header.packing = self.carrier.pack(frames)
         self._send(self.client, [encode(header), *frames])
 
     def replace_carrier(self, carrier: Carrier) -> None:
-        """The client has repeated its Handshake, as it did not receive the Welcome."""
+        """Handle a repeated handshake: the client did not receive the Welcome."""
         self.carrier.close()
         self.carrier = carrier
 
     def close(self) -> None:
-        """Release what the session holds."""
+        """Release shared memory."""
         self.carrier.close()
 
 
 class SessionTable:
-    """The sessions, least recently active first.
+    """Sessions, least recently active first.
 
     Args:
-        most: most sessions; a new one replaces the one idle longest.
+        most: maximum number of sessions; a new one replaces the one idle longest.
         idle_s: how long a session may be idle before it is dropped, seconds.
         drop: called with each session that is dropped.
     """
@@ -174,11 +173,10 @@ class SessionTable:
         return len(self._sessions)
 
     def get(self, client: bytes) -> Session | None:
-        """The session of a client."""
         return self._sessions.get(client)
 
     def on_message(self, client: bytes, now: float) -> Session | None:
-        """A message has come from this client; returns its session, if it has one."""
+        """Record a client's message; return its session, if it has one."""
         session = self._sessions.get(client)
         if session is not None:
             self._sessions.move_to_end(client)
@@ -193,7 +191,6 @@ class SessionTable:
         self._sessions[session.client] = session
 
     def drop(self, session: Session) -> None:
-        """Drop a session."""
         if self._sessions.pop(session.client, None) is not None:
             self._drop(session)
 
@@ -206,7 +203,6 @@ class SessionTable:
             self.drop(oldest)
 
     def clear(self) -> None:
-        """Drop all sessions."""
         for session in list(self._sessions.values()):
             self.drop(session)
 
@@ -217,7 +213,7 @@ RunSoon: TypeAlias = Callable[[Callable[[], None]], None]
 _REFUSALS = {
     Verdict.FORGOTTEN: (
         ErrorKind.FORGOTTEN,
-        "the call was executed, but its reply was evicted",
+        "the call was executed, but its reply was evicted from memory",
     ),
     Verdict.OVERLOADED: (
         ErrorKind.OVERLOADED,
@@ -235,7 +231,7 @@ class _Method:
 
 @dataclass(frozen=True)
 class _Reply:
-    """A call's result, encoded, which may be sent any number of times."""
+    """A call's encoded result, which may be sent any number of times."""
 
     body: msgspec.Raw
     frames: Sequence[Frame] = ()
@@ -263,7 +259,7 @@ class CallService:
         self._methods[name] = _Method(handler, body_decoder(body_type), remembered)
 
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
-        """A client calls."""
+        """Execute a call, or answer a repeated one from memory."""
         verdict, reply = self._replies.admit(
             session.client, header.call, completed_below=header.completed_below, answered=header.answered
         )
@@ -277,7 +273,7 @@ class CallService:
         )  # opening shared memory is what releases it to the client
 
     def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
-        """A client asks for the state of calls that it still waits for."""
+        """Report the state of calls that a client waits for."""
         for call in header.calls:
             verdict, reply = self._replies.look_up(session.client, call)
             self._respond(session, call, verdict, reply)
@@ -320,7 +316,7 @@ class CallService:
                 header.method,
                 decode_body(header.body, method.decoder),
                 payload,
-                header.patience_s,
+                header.timeout_s,
                 lambda outcome: self._post(lambda: finish(outcome)),
             )
             result = method.handler(call)
@@ -334,7 +330,7 @@ class CallService:
         reply = _prepare(outcome)
         nbytes = reply.nbytes if remembered else 0
         if not self._replies.finish(client, call, reply, nbytes=nbytes, keep=remembered):
-            return  # it was answered before, or the client has given it up
+            return  # answered before, or abandoned by the client
         self._stats.failures += reply.failure is not None
         session = self._sessions.get(client)
         if session is not None:

@@ -1,8 +1,9 @@
-"""How payload frames travel between two sides: as they are, compressed, or in shared memory.
+"""How payload frames travel between two peers: as they are, compressed, or in shared memory.
 
-Each side has one `Carrier` for each peer. On one host large frames are copied into an arena and only a reference
-crosses the socket, once the peer has proved that it can read the arena. Between hosts frames are compressed where that
-pays. All others are sent as they are, without a copy.
+Each side has one `Carrier` per peer. On one host, large frames are copied into an arena and only a reference crosses
+the socket, once the peer has proved that it can read the arena. Between hosts, frames are compressed by snappy if a
+trial shows that it pays: for text, labels, masks and small integers, not for JPEGs, noise or float images. All others
+are sent without a copy.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
     from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 
 
-#: Shorter frames are not compressed, bytes: they fit into a few packets anyhow.
-SMALLEST_FRAME = 4 * 1024
+#: Shorter frames are not compressed, bytes: they fit into a few packets anyway.
+MIN_FRAME_BYTES = 4 * 1024
 #: The trial takes this many parts of this many bytes, spread evenly over the frame.
 PROBES, PROBE_BYTES = 3, 4 * 1024
-#: A frame is compressed where the trial shrinks to this share or less.
+#: A frame is compressed if the trial shrinks to this share or less.
 WORTHWHILE = 0.8
 #: Snappy's best case: 3 bytes stand for 64. A frame that claims a better ratio is not snappy data.
-_MOST_EXPANSION = 22
+_MAX_EXPANSION = 22
 
 
 def pays(frame: Frame) -> bool:
-    """Whether parts of `frame` shrink enough to compress all of it."""
+    """Return whether parts of `frame` shrink enough to compress all of it."""
     size = memoryview(frame).nbytes
-    if size < SMALLEST_FRAME:
+    if size < MIN_FRAME_BYTES:
         return False
     view = memoryview(frame).cast("B")
     step = (size - PROBE_BYTES) // (PROBES - 1)
@@ -46,9 +47,9 @@ def pays(frame: Frame) -> bool:
 
 
 def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
-    """The frames, compressed where it pays; and for each its size before compression, bytes, or 0 without it.
+    """Compress frames if it pays; return them and the size of each before compression, bytes, 0 without it.
 
-    The sizes are an empty list where no frame was compressed.
+    The sizes are an empty list if no frame was compressed.
     """
     packed: list[Frame] = []
     sizes: list[int] = []
@@ -60,13 +61,14 @@ def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
 
 
 def decompress(frame: memoryview, size: int, *, limit: int) -> memoryview:
-    """The content of a frame that was `size` bytes before compression, writable.
+    """Return the content of a compressed frame, writable.
 
-    Raises MessageError where the frame is not snappy data; and, before anything is allocated, where the length that it
-    claims differs from `size`, exceeds `limit`, or is impossible.
+    Raises:
+        MessageError: the frame is not snappy data; or, before anything is allocated, the length that it claims differs
+            from `size`, exceeds `limit`, or is impossible.
     """
     claim = _claimed_size(frame)
-    if claim != size or claim > limit or claim > _MOST_EXPANSION * frame.nbytes:
+    if claim != size or claim > limit or claim > _MAX_EXPANSION * frame.nbytes:
         raise MessageError(
             f"a compressed frame of {frame.nbytes} bytes claims to hold {claim}: the header says {size}, "
             f"at most {limit} are allowed"
@@ -78,7 +80,7 @@ def decompress(frame: memoryview, size: int, *, limit: int) -> memoryview:
 
 
 def _claimed_size(frame: memoryview) -> int:
-    """The length that snappy data begins with: 7 bits a byte, lowest first, at most 32 bits."""
+    """Return the length that snappy data begins with: 7 bits a byte, lowest first, at most 32 bits."""
     claim = 0
     for position, byte in enumerate(frame[:5]):
         claim |= (byte & 0x7F) << (7 * position)
@@ -95,9 +97,9 @@ class Carrier:
     """Packs frames for one peer and unpacks that peer's. Not thread-safe.
 
     Args:
-        max_bytes: most bytes that one message's frames may hold, decompressed or in shared memory.
-        shared_bytes: most shared memory to lend this peer, bytes; 0 for a peer that may be on another host.
-        compress: whether this side asks for compressed payload.
+        max_bytes: maximum bytes of one message's frames, decompressed or in shared memory.
+        shared_bytes: maximum shared memory lent to this peer, bytes; 0 for a peer that may be on another host.
+        compress: whether this side requests compressed payload.
     """
 
     def __init__(self, *, max_bytes: int, shared_bytes: int, compress: bool) -> None:
@@ -105,20 +107,20 @@ class Carrier:
         self._asks_compression = compress
         self._arena = _arena(shared_bytes) if shared_bytes else None
         self._reader: ArenaReader | None = None
-        #: Whether the peer asked for compressed payload.
+        #: Whether the peer requested compressed payload.
         self.compresses = False
         #: Whether the peer has proved that it can read the arena.
         self.shares = False
 
     def offer(self) -> PayloadOffer:
-        """What this side can read and offers, for `Handshake` or `Welcome`."""
+        """Return what this side can read and shares, for `Handshake` or `Welcome`."""
         probe = None if self._arena is None else self._arena.probe_ref()
         return PayloadOffer(os.getpid(), self._asks_compression, encode_body(probe))
 
     def accept(self, offer: PayloadOffer) -> bool:
-        """Use the peer's offer; returns whether this side can read the peer's shared memory.
+        """Use the peer's offer; return whether this side can read the peer's shared memory.
 
-        Raises MessageError where the offer is malformed.
+        Raises MessageError if the offer is malformed.
         """
         self.compresses = offer.compress
         probe = decode_body(offer.probe, _probe_decoder)
@@ -129,7 +131,7 @@ class Carrier:
         return self._reader is not None
 
     def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
-        """The frames to send, and how the peer restores the original ones from them."""
+        """Return the frames to send, and how the peer restores the original ones."""
         if self.shares:
             return self._share(frames)
         if self.compresses:
@@ -138,10 +140,12 @@ class Carrier:
         return frames, None
 
     def unpack(self, frames: list[memoryview], packing: Packing | None) -> list[memoryview]:
-        """The frames that the peer packed.
+        """Return the frames that the peer packed.
 
-        Raises MessageError where they do not fit the packing, SegmentLostError where the peer died and its
-        shared memory with it, DescriptorLimitError where this process has too many files open to map it.
+        Raises:
+            MessageError: they do not fit the packing.
+            SegmentLostError: the peer died and its shared memory with it.
+            DescriptorLimitError: this process has too many files open to map it.
         """
         if packing is None:
             return frames
@@ -188,7 +192,7 @@ class Carrier:
         )
 
     def _from_block(self, packing: Packing) -> list[memoryview]:
-        """The frames in shared memory, in order. Small ones are copied: they would keep the whole block in use."""
+        """Return the frames in shared memory, in order. Small ones are copied: a view would keep the block in use."""
         block = self._open(packing)
         sizes = [-size for size in packing.frames if size < 0]
         offsets, end = _places(sizes)
@@ -228,10 +232,10 @@ def _reader(pid: int) -> ArenaReader:
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The offsets of frames of these sizes in a block, large frames first, and the end of the last one.
+    """Return the offsets of frames of these sizes in a block, large frames first, and the end of the last one.
 
     The large frames of a batch are then contiguous, so that the job makes a batch of them without a copy. Small frames
-    ride along in the block of the large ones, which saves them a frame each on the socket.
+    in the block of the large ones save a frame each on the socket.
     """
     offsets, end = [0] * len(sizes), 0
     for large in (True, False):

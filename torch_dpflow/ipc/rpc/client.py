@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow._core.checks import check_fields, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_int, check_seconds, is_loopback
 from torch_dpflow.errors import PeerLostError, StateError
 from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Answer, Call, ClientSession, ClientStats
-from torch_dpflow.ipc.transport import Frame, TransportOptions, connect, is_loopback
+from torch_dpflow.ipc.transport import Frame, TransportOptions, connect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class RpcClient:
         body: small; anything that msgpack can encode.
         frames: bulk data.
         reply_type: the type that the answer's body must have.
-        Raises MessageError where the call exceeds a limit, PeerLostError where the connection takes no more.
+        Raises MessageError if the call exceeds a limit, PeerLostError where the connection takes no more.
         """
         with self._usable:
             call = self._begin(method, body, frames, reply_type, timeout_s)

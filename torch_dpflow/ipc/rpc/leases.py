@@ -2,9 +2,9 @@
 
 A pure state machine: `handle(event)` returns what has changed; there is no socket, thread or clock inside.
 
-A peer is a member while it renews its lease in time. Each time it starts, or rejoins after it was lost, it has a
-higher generation. A generation is a member at most once: after its loss it stays lost even if the peer is alive,
-because its work has been given to others. `Stale` reports that; the peer rejoins under a new generation.
+A peer is a member while it renews its lease in time. Each time it starts, or rejoins after a loss, it has a higher
+generation. A generation is a member at most once: after its loss it stays lost even if the peer is alive, because its
+work has been given to others. `Stale` reports that; the peer rejoins under a new generation.
 
 ::
 
@@ -27,14 +27,14 @@ import msgspec
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: Most lost peers whose generation is remembered.
-MOST_REMEMBERED = 1 << 14
+#: Maximum lost peers whose generation is remembered.
+MAX_REMEMBERED = 1 << 14
 #: The name of a service, a job or a worker, the same over all its generations.
 Peer: TypeAlias = str
 
 
 class RenewLease(msgspec.Struct, frozen=True, gc=False):
-    """A message has come from this peer; each renews its lease."""
+    """A message from this peer has arrived; each renews its lease."""
 
     peer: Peer
     generation: int
@@ -74,7 +74,7 @@ class Lost(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stale(msgspec.Struct, frozen=True, gc=False):
-    """A message has come from a generation that is lost or replaced. One above `newest` would be granted a lease."""
+    """A message from a generation that is lost or replaced. One above `newest` would be granted a lease."""
 
     peer: Peer
     generation: int
@@ -91,15 +91,16 @@ class _Lease(msgspec.Struct):
 
 
 class Leases:
-    """The leases of all peers of one service.
+    """Leases of all peers of one service. Not thread-safe; every event is amortised O(1).
 
     Only ExpireLeases ends a lease: a service that was delayed itself first handles the messages that have arrived
-    meanwhile, and so loses no living peer. Not thread-safe: one thread owns it. Every event is amortised O(1).
+    meanwhile, and so loses no living peer.
 
-    lease_s: seconds of silence after which a peer is lost, above 0.
-    remember_s: seconds for which the generation of a lost peer is remembered, at least `lease_s`; of at most
-        `MOST_REMEMBERED` peers, the latest ones. That bounds memory; a forgotten peer may rejoin under its old
-        generation.
+    Args:
+        lease_s: seconds of silence after which a peer is lost, above 0.
+        remember_s: seconds for which the generation of a lost peer is remembered, at least `lease_s`; for at most
+            `MAX_REMEMBERED` peers, the latest ones. A forgotten peer may rejoin under its old generation.
+
     Raises OptionError or OptionTypeError.
     """
 
@@ -120,12 +121,12 @@ class Leases:
         return MappingProxyType({peer: lease.generation for peer, lease in self._members.items()})
 
     def generation_of(self, peer: Peer) -> int | None:
-        """The generation of a member; None if the peer is none."""
+        """Return the generation of a member; None if the peer is not one."""
         lease = self._members.get(peer)
         return None if lease is None else lease.generation
 
     def handle(self, event: LeaseEvent) -> list[LeaseChange]:
-        """Apply one event; returns what has changed, in order. Time that runs backwards is ignored."""
+        """Apply one event; return what has changed, in order. Time that runs backwards is ignored."""
         match event:
             case RenewLease(peer, generation, now):
                 self._now = max(self._now, now)
@@ -187,13 +188,13 @@ class Leases:
     def _remember(self, peer: Peer, generation: int) -> None:
         self._gone[peer] = _Lease(generation, self._now + self._remember_s)
         self._gone.move_to_end(peer)
-        if len(self._gone) > MOST_REMEMBERED:
+        if len(self._gone) > MAX_REMEMBERED:
             self._gone.popitem(last=False)
 
     def validate(self) -> None:
         """Check every invariant; O(peers), for tests. Raises AssertionError."""
         assert self._members.keys().isdisjoint(self._gone)
-        assert len(self._gone) <= MOST_REMEMBERED
+        assert len(self._gone) <= MAX_REMEMBERED
         for leases, length in ((self._members, self._lease_s), (self._gone, self._remember_s)):
             ends = [lease.until for lease in leases.values()]
             assert ends == sorted(ends)

@@ -1,4 +1,4 @@
-"""The replies that a server keeps, without socket or clock: a repeated call is executed once."""
+"""Replies that a server keeps so that a repeated call is executed once. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 
 class Verdict(enum.Enum):
-    """What to do about a call."""
+    """What to do with a call."""
 
-    #: It is new: execute it.
+    #: New: execute it.
     EXECUTE = enum.auto()
-    #: It is being executed; its reply will come.
+    #: Being executed; its reply will follow.
     RUNNING = enum.auto()
-    #: It was executed, and its reply is kept: send that again.
+    #: Executed, and its reply is kept: send that again.
     REPEAT = enum.auto()
-    #: It was executed, and its reply was evicted.
+    #: Executed, and its reply was evicted.
     FORGOTTEN = enum.auto()
-    #: Its client has reported it as completed.
+    #: Reported as completed by its client.
     COMPLETED = enum.auto()
-    #: Its client has too many calls open.
+    #: Rejected: its client has too many calls open.
     OVERLOADED = enum.auto()
 
 
@@ -43,14 +43,14 @@ class _Client(Generic[T]):
 
 
 class ReplyMemory(Generic[T]):
-    """Remembers each client's calls until the client reports them as completed. Not thread-safe.
+    """Each client's calls, until the client reports them as completed. Not thread-safe.
 
-    A call is executed at most once while its client is remembered. The replies' bytes are bounded: the oldest are
+    A call is executed at most once while its client is remembered. The bytes of replies are bounded: the oldest are
     evicted first, and a call whose reply was evicted is FORGOTTEN, never executed again.
 
     Args:
-        capacity_bytes: most bytes of replies, of all clients together; one reply alone may be larger.
-        max_open: most calls of one client that are not completed.
+        capacity_bytes: maximum bytes of replies, of all clients together; one reply alone may be larger.
+        max_open: maximum calls of one client that are not completed.
     """
 
     def __init__(self, *, capacity_bytes: int, max_open: int) -> None:
@@ -65,7 +65,7 @@ class ReplyMemory(Generic[T]):
     def admit(
         self, client: bytes, call: int, *, completed_below: int = 0, answered: Iterable[int] = ()
     ) -> tuple[Verdict, T | None]:
-        """What to do about a call that has come in: EXECUTE notes it as running, REPEAT comes with the reply."""
+        """Return what to do with an incoming call: EXECUTE records it as running, REPEAT returns the reply."""
         record = self._clients.get(client)
         if record is None:
             record = self._clients[client] = _Client()
@@ -80,16 +80,16 @@ class ReplyMemory(Generic[T]):
         return Verdict.EXECUTE, None
 
     def look_up(self, client: bytes, call: int) -> tuple[Verdict, T | None]:
-        """What to do about a call that its client inquires about. EXECUTE means that it never came."""
+        """Return what to do with a call that its client inquires about. EXECUTE means that it never arrived."""
         record = self._clients.get(client)
         if record is None or (call >= record.completed_below and call not in record.calls):
             return Verdict.EXECUTE, None
         return (Verdict.COMPLETED, None) if call < record.completed_below else self._recall(record, call)
 
     def finish(self, client: bytes, call: int, reply: T, *, nbytes: int, keep: bool = True) -> bool:
-        """Note the reply of a running call; False where its client has given it up.
+        """Record the reply of a running call; return False if its client has abandoned it.
 
-        keep: remember the reply. Without it, a repeated call is executed again.
+        keep: remember the reply. If False, a repeated call is executed again.
         """
         record = self._clients.get(client)
         if record is None or record.calls.get(call) is not Verdict.RUNNING:

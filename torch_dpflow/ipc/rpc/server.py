@@ -1,4 +1,4 @@
-"""The serving side: one thread reads the socket and runs the handlers."""
+"""Rpc server: one thread reads the socket and runs the handlers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from torch_dpflow.log import TRANSPORT
 class ServerOptions:
     """Limits that a server sets its clients."""
 
-    #: Most clients; a new one replaces the one idle longest.
     max_clients: int = 4096
-    #: Most calls of one client that are not completed.
+    #: Maximum calls of one client that are not completed.
     max_open_calls: int = 1024
-    #: Most bytes of replies that are kept for repeated calls, of all clients together.
+    #: Maximum bytes of replies that are kept for repeated calls, of all clients together.
     reply_memory_bytes: int = 1 << 28
-    #: Most bytes that the frames of one message may hold once they are decompressed.
+    #: Maximum bytes that the frames of one message may hold once they are decompressed.
     max_payload_bytes: int = 1 << 31
-    #: Most shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
+    #: Maximum shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
-    #: The session of a client that sends nothing for so long is dropped, seconds.
+    #: A client's session is dropped after this time without messages, seconds.
     idle_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -47,13 +46,13 @@ class ServerOptions:
 
 
 class RpcServer:
-    """Serves calls at a listener, which it owns.
+    """Server of calls at a listener, which it owns.
 
     The thread that calls `step` or `serve` is the server's: handlers run in it and must not block. Any thread may call
     `post` and `stop`.
 
-    A client's messages can harm that client only. Malformed ones are counted and dropped, or answered with an error
-    where the call that they belong to is known; calls beyond the limits are refused.
+    A client's messages can harm that client only. Malformed ones are counted and dropped, or answered with an error if
+    their call is known. Calls beyond the limits are rejected.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class RpcServer:
         self._clock = clock
         self._incarnation = secrets.token_bytes(16)
         self._posted: deque[Callable[[], None]] = deque()
-        #: The server's thread, once there is one; no thread has the number 0.
+        #: The server's thread, once it runs; no thread has the number 0.
         self._thread = 0
         self._stopped = False
         self._tick_at = 0.0
@@ -94,15 +93,16 @@ class RpcServer:
     ) -> None:
         """Serve calls of `method`.
 
-        body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.
-        remembered: whether a repeated call gets the first one's reply. Without it no reply is kept and a call may be
-            executed again: for methods that only read.
+        Args:
+            body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.
+            remembered: whether a repeated call gets the first one's reply. If False, no reply is kept and a call may be
+                executed again: for methods that only read.
         """
         _check_name(method)
         self._calls.register(method, handler, body_type=body_type, remembered=remembered)
 
     def step(self, timeout_s: float | None) -> bool:
-        """Handle posted actions, due housekeeping and one message; whether a message came."""
+        """Run posted actions, housekeeping and one message; return whether a message arrived."""
         self._thread = threading.get_ident()
         self._run_posted()
         now = self._clock()
@@ -135,7 +135,7 @@ class RpcServer:
         self._listener.wake()
 
     def stats(self) -> ServerStats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return replace(
             self._stats,
             clients=len(self._sessions),

@@ -1,9 +1,9 @@
 """Encodes and decodes payloads, without copies: one payload is one sample or batch.
 
 A payload is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
-objects. A large buffer is in a block of shared memory where there is an arena, and in a frame of its own where there is
-none. Small buffers are coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block,
-as are all big bytes objects. The table says where each is. Services forward (table, frames) without decoding them.
+objects. A large buffer is in a block of shared memory if there is an arena, else in a frame of its own. Small buffers
+are coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block, as are all big bytes
+objects. The table says where each is. Services forward (table, frames) without decoding them.
 
 Only workers and jobs decode payloads, and only from authenticated peers: a pickle can run code.
 """
@@ -42,12 +42,12 @@ from torch_dpflow.ipc.messages.payload_table import (
 )
 from torch_dpflow.ipc.serialization.pickling import MemoryRange, PayloadPickler, explain
 
-#: From this size on a buffer has a block or a frame of its own, bytes. Measured: to coalesce a smaller one costs no
-#: more than a block, and less than a frame.
+#: From this size on a buffer has a block or a frame of its own, bytes. Measured: coalescing a smaller one costs no more
+#: than a block, and less than a frame.
 LARGE_BYTES = 1 << 16
 #: From this size on `contiguous` applies to a tensor, bytes; smaller ones are collated quickly in any layout.
 ORDERED_BYTES = 1 << 15
-#: Most buffers of a payload with a frame of their own: a message has a limit.
+#: Maximum buffers of a payload with a frame of their own: a message has a limit.
 MAX_LARGE_FRAMES = 1000
 
 
@@ -56,11 +56,13 @@ def encode(
 ) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 
-    With `arena`, large buffers go into its blocks while it lends any; a buffer in an unpublished block is published
-    where it is.
+    With `arena`, large buffers go into its blocks while it lends any; a buffer in an unpublished block is published in
+    place.
 
-    contiguous: make big tensors of up to three dimensions contiguous, once, in the block in which they travel. Tensors
-        of PIL images have the channels last in memory, which each job would take three times as long to collate.
+    Args:
+        contiguous: make big tensors of up to three dimensions contiguous, once, in the block in which they travel.
+            Tensors of PIL images have the channels last in memory, which each job would take three times as long to
+            collate.
 
     Raises:
         NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
@@ -77,7 +79,7 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
     """Decode a payload. The object's tensors and arrays are writable.
 
     A writable, aligned frame becomes the memory of the object; the caller must not use it afterwards. A block of shared
-    memory can be opened once, so a payload that has any can be decoded once.
+    memory can be opened once, so a payload with blocks can be decoded once.
 
     Args:
         reader: of the arena that the payload was encoded with, if any.
@@ -100,7 +102,7 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Each payload's head, still pickled, and its buffer; None unless each has one buffer in a frame of its own.
+    """Return each payload's pickled head and its buffer; None unless each has one buffer in a frame of its own.
 
     As in `decode`, the frame can become an object's memory.
     """
@@ -124,7 +126,7 @@ def discard(table: PayloadTable, *, reader: ArenaReader | None = None) -> None:
 
 
 def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
-    """A big tensor made contiguous, in the memory in which it will travel."""
+    """Return a big tensor made contiguous, in the memory in which it will travel."""
     nbytes = tensor.nbytes
     if tensor.dim() > 3 or nbytes < ORDERED_BYTES or tensor.is_contiguous():
         return tensor
@@ -144,9 +146,9 @@ class _Packing:
         self._blocks: list[BlockRef] = []
         #: By key and size, so that memory that is used twice is sent once.
         self._places: dict[tuple[int, int], BufferSpan] = {}
-        #: Small buffers and their offsets in the coalesced region; its size so far.
+        #: Small buffers and their offsets in the coalesced segment; its size so far.
         self._small: list[tuple[MemoryRange, int]] = []
-        self._region = 0
+        self._coalesced_bytes = 0
 
     def pack(self, chunks: list[bytes], sources: list[MemoryRange]) -> tuple[PayloadTable, list[Frame]]:
         if self._arena is not None:
@@ -161,7 +163,8 @@ class _Packing:
             first = b""
         if self._small:
             first, start, part = self._coalesce(first)
-            # Until here a small buffer's offset is relative to the region, whose own offset is known only now.
+            # Until here a small buffer's offset is relative to the coalesced segment, whose own offset is known only
+            # now.
             places = [BufferSpan(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
         frames: list[Frame] = [first, *self._frames]
         return PayloadTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
@@ -185,9 +188,9 @@ class _Packing:
         if part is not None:
             place = BufferSpan(part, 0, source.nbytes)
         else:
-            place = BufferSpan(0, self._region, source.nbytes)
-            self._small.append((source, self._region))
-            self._region += aligned(source.nbytes)
+            place = BufferSpan(0, self._coalesced_bytes, source.nbytes)
+            self._small.append((source, self._coalesced_bytes))
+            self._coalesced_bytes += aligned(source.nbytes)
         self._places[source[:2]] = place
         return place
 
@@ -204,13 +207,13 @@ class _Packing:
         return len(self._frames)
 
     def _coalesce(self, first: Frame) -> tuple[Frame, int, int]:
-        """Copy the small buffers; returns the first frame, the region's offset in its part, and the part."""
-        block = self._share(self._region)
+        """Copy the small buffers; return the first frame, their segment's offset in its part, and the part."""
+        block = self._share(self._coalesced_bytes)
         if block is not None:
             self._copy_small(block.address)
             return first, 0, self._publish(block)
         start = aligned(len(first))
-        frame = np.zeros(start + self._region, np.uint8)
+        frame = np.zeros(start + self._coalesced_bytes, np.uint8)
         frame.data[: len(first)] = first
         self._copy_small(address_of(frame) + start)
         return frame.data, start, 0
@@ -236,9 +239,9 @@ def _load(head: memoryview, buffers: list[memoryview]) -> Any:
 
 
 def _whole_frames(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryview] | None:
-    """The buffers, where each is a frame that can become the object's memory, as is common; else None.
+    """Return the buffers if each is a frame that can become the object's memory, as is common; else None.
 
-    Three times as fast as `_Unpacking`, which reports what is wrong where anything is.
+    Three times as fast as `_Unpacking`, which reports what is wrong.
     """
     head, count = table.head, len(frames)
     if table.frames != count or head.part or head.offset or not count or not 0 <= head.size <= len(frames[0]):
@@ -258,7 +261,7 @@ def _whole_frames(table: PayloadTable, frames: Sequence[Frame]) -> list[memoryvi
 class _Unpacking:
     """Finds the memory of every piece of one payload.
 
-    Checks all that the table says, and allocates no more than the frames hold: one copy of each.
+    Checks everything in the table, and allocates no more than the frames hold: one copy of each.
     """
 
     def __init__(self, table: PayloadTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:

@@ -1,4 +1,4 @@
-"""Encodes a worker's sample, the common ones without pickle: a tensor, or a tuple of one and plain numbers.
+"""Encodes common samples without pickle: a tensor, or a tuple of one and plain numbers.
 
 A worker encodes a sample just after the sample's own code has filled the processor's caches. So the amount of code
 counts, and not how fast it runs when repeated: the way through `PayloadPickler` takes 27 µs in a loop and 180 µs in a
@@ -24,8 +24,8 @@ from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 from torch_dpflow.ipc.serialization.pickling import PayloadPickler, is_plain
 from torch_dpflow.log import TRANSPORT
 
-#: Most items of a tuple for the fast path.
-_MOST_ITEMS = 8
+#: Maximum items of a tuple on the fast path.
+_MAX_ITEMS = 8
 _NUMBERS = frozenset((int, float, bool, type(None)))
 _BEGIN = pickle.PROTO + b"\x05"
 #: From this many bytes in a row on, numpy's strided copy is at least as fast as torch's, and takes fewer steps.
@@ -35,15 +35,15 @@ _ROW_BYTES = 16
 def encode_sample(
     sample: Any, *, arena: Arena | None = None, keep_layout: bool = False
 ) -> tuple[PayloadTable, list[Frame]]:
-    """Encode a sample for `decode`. As `payload.encode` with `contiguous`, whose errors it raises.
+    """Encode a sample for `decode`. As `codec.encode` with `contiguous`, whose errors it raises.
 
-    keep_layout: without `contiguous`; who collates wants images pixel by pixel, as they were decoded.
+    keep_layout: without `contiguous`; a worker that collates needs images pixel by pixel, as they were decoded.
     """
     if not _QUICK:
         quick = None
     elif type(sample) is torch.Tensor:
         quick = _encode_tensor(sample, None, arena, keep_layout)
-    elif type(sample) is tuple and 0 < len(sample) <= _MOST_ITEMS and type(sample[0]) is torch.Tensor:
+    elif type(sample) is tuple and 0 < len(sample) <= _MAX_ITEMS and type(sample[0]) is torch.Tensor:
         quick = _encode_tensor(sample[0], sample[1:], arena, keep_layout)
     else:
         quick = None
@@ -53,9 +53,9 @@ def encode_sample(
 def numbers_beside(
     heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool
 ) -> list[tuple[Any, ...]] | None:
-    """The numbers beside such a tensor in each sample's head; None where any of the heads has something else.
+    """Return the numbers beside such a tensor in each sample's head; None if any head has something else.
 
-    alone: whether the samples should be the tensors, and not tuples that begin with them.
+    alone: whether the samples are tensors, and not tuples that begin with them.
     """
     value = _instructions(tensor.dtype, tensor.shape, _is_in_pixels(tensor))
     if alone:
@@ -74,7 +74,7 @@ def _is_in_pixels(tensor: torch.Tensor) -> bool:
 def _encode_tensor(
     tensor: torch.Tensor, numbers: tuple[Any, ...] | None, arena: Arena | None, keep_layout: bool = False
 ) -> tuple[PayloadTable, list[Frame]] | None:
-    """The payload; None where the sample is of another kind, or where there is no shared memory for it.
+    """Encode the sample; None if it is of another kind, or there is no shared memory for it.
 
     numbers: the other items of the tuple; None: the sample is the tensor.
     """
@@ -106,7 +106,7 @@ def _encode_tensor(
 
 
 def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[PayloadTable, list[Frame]]:
-    """A small tensor in the frame of its head."""
+    """Put a small tensor in the frame of its head."""
     start = len(head) + -len(head) % ALIGNMENT
     frame = np.zeros(start + nbytes, np.uint8)
     frame.data[: len(head)] = head
@@ -123,7 +123,7 @@ def _lay_out(tensor: torch.Tensor, block: Block) -> None:
 
 @lru_cache(maxsize=512)
 def _instructions(dtype: torch.dtype, shape: torch.Size, in_pixels: bool = False) -> bytes:
-    """The pickle that makes a tensor of the payload's first buffer, without its begin and end.
+    """Return the pickle that makes a tensor of the payload's first buffer, without its begin and end.
 
     in_pixels: an image whose pixels lie one after the other; else it is contiguous.
     """
@@ -135,7 +135,7 @@ def _instructions(dtype: torch.dtype, shape: torch.Size, in_pixels: bool = False
 
 
 def _writes_as_pickle() -> bool:
-    """Self-test: whether heads that are composed of pieces of this Python's pickles unpickle to what they should."""
+    """Self-test: return whether heads composed of pieces of this Python's pickles unpickle as expected."""
     tensor, numbers = torch.arange(6, device="cpu").reshape(2, 3), (1, 2**70, -1.5, True, None)
     samples: tuple[tuple[Any, tuple[Any, ...] | None], ...] = ((tensor, None), ((tensor, *numbers), numbers))
     try:

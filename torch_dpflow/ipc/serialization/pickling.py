@@ -1,4 +1,4 @@
-"""Pickles tensors, storages and arrays with their memory outside of the pickle.
+"""Pickles tensors, storages and arrays with their memory outside of the pickle, and explains failures.
 
 A tensor is pickled as its storage, dtype, shape, strides and offset; two tensors of one storage share it again after
 decoding, through pickle's memo. A storage or an array is pickled as a stand-in for a buffer, and its memory is added to
@@ -27,8 +27,7 @@ from torch_dpflow.ipc.memory.conversions import Memory, address_of, memory_of, s
 from torch_dpflow.ipc.messages.payload_table import WORD
 from torch_dpflow.log import TRANSPORT
 
-#: A view is sent without the rest of its storage where it takes up less than this share, and saves at least these
-#: bytes.
+#: A view is sent without the rest of its storage if it takes up less than this share, and saves at least these bytes.
 _SPAN_SHARE = 0.5
 _SPAN_SLACK_BYTES = 4096
 #: Kinds of numpy dtype that `dtype.str` describes completely.
@@ -56,7 +55,7 @@ class MemoryRange(NamedTuple):
         return address_of(np.frombuffer(self.owner, np.uint8)) if type(self.owner) is bytes else self.key
 
     def view(self) -> bytes | memoryview:
-        """The memory, without a copy."""
+        """Return the memory, without a copy."""
         owner = self.owner
         if type(owner) is bytes:
             return owner
@@ -104,7 +103,7 @@ class _Stream:
 
 
 class _PlainStream:
-    """The file that pickle writes to where it does not write as `_Stream` expects: everything goes to `chunks`."""
+    """The file for a Python whose pickle does not write as `_Stream` expects: everything goes to `chunks`."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -113,7 +112,7 @@ class _PlainStream:
 
 
 def _begins_with_frame(chunk: bytes) -> bool:
-    """Whether this may be pickle's own output, after a chunk that only happens to end like a bytes object's header.
+    """Return whether this may be pickle's own output, and the chunk before it only looks like a bytes object's header.
 
     pickle itself writes so much only in frames. A bytes object that looks like a frame stays in the stream.
     """
@@ -129,8 +128,7 @@ def _bytes_header(size: int) -> bytes:
 class PayloadPickler(pickle.Pickler):
     """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
 
-    Args:
-        laid_out: called with each dense tensor; returns a tensor of the same values to be pickled in its place.
+    laid_out: called with each dense tensor; returns a tensor of the same values to be pickled in its place.
     """
 
     def __init__(self, *, laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -197,38 +195,30 @@ def _take_buffer(sources: list[MemoryRange], buffer: pickle.PickleBuffer) -> Non
 
 
 def rebuild_storage(memory: memoryview) -> torch.UntypedStorage:
-    """A storage over a payload's memory."""
     return storage_over(np.frombuffer(memory, np.uint8))
 
 
 def rebuild_storage_on(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-    """A storage on the device that it came from."""
     return tensor_over(storage, torch.uint8, (storage.nbytes(),)).to(device).untyped_storage()
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    """A typed storage, as torch's own rebuilding functions need it."""
     return typed_storage(storage, dtype)
 
 
 def rebuild_tensor(
     storage: torch.UntypedStorage, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """A dense tensor over `storage`."""
     return tensor_over(storage, _DTYPES[dtype], shape, stride, offset)
 
 
 def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
-    """An array over a payload's memory."""
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, order=order)
     return array
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether storage, dtype, shape, strides and offset describe a torch.Tensor completely.
-
-    The conjugate and negative bits, which torch's reduction for shared memory drops, are not among them.
-    """
+    """Return whether storage, dtype, shape, strides and offset describe a torch.Tensor completely."""
     return not (
         tensor.layout is not torch.strided
         or not tensor.is_cpu
@@ -250,7 +240,7 @@ def _refuse_graph(tensor: torch.Tensor) -> None:
 
 
 def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> tuple[Any, int]:
-    """The part of the storage to send with `tensor`, and the tensor's offset in it."""
+    """Return the part of the storage to send with `tensor`, and the tensor's offset in it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
     if nbytes > storage.nbytes() * _SPAN_SHARE or storage.nbytes() - nbytes < _SPAN_SLACK_BYTES:
@@ -269,7 +259,7 @@ _REDUCERS: dict[type, Callable[[PayloadPickler, Any], Any]] = {
 
 
 def _takes_bytes_apart() -> bool:
-    """Self-test: whether this Python writes big bytes objects as `_Stream` expects, and they can be decoded."""
+    """Self-test: return whether this Python writes big bytes objects as `_Stream` expects, and they can be decoded."""
     big = bytes(_APART_BYTES)
     given = [big, "text", pickle.FRAME + bytes(8) + big, big]
     pickler = PayloadPickler()
@@ -294,13 +284,13 @@ if not _takes_bytes_apart():
     )
 
 
-#: Most objects that are pickled on trial in the search for the culprit.
-_MOST_TRIALS = 10_000
-_DEEPEST = 50
+#: Maximum objects that are pickled on trial in the search for the culprit.
+_MAX_TRIALS = 10_000
+_MAX_DEPTH = 50
 
 
 def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableError:
-    """The error for `obj`, which the message calls `name` and whose pickling raised `error`."""
+    """Return the error for an object that cannot be pickled: which part, where it is, and what to do."""
     path, culprit, reason = _find_culprit(obj, error, name, lambda part: PayloadPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
 
@@ -308,7 +298,7 @@ def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableE
 def explain_loading(
     loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object], workers: str
 ) -> NotPicklableError:
-    """The error for what `workers` load, whose parts have names in the message, and for which `dump` raised `error`."""
+    """Return the error for the named objects that `workers` load, for which `dump` raised `error`."""
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
         if failure is not None:
@@ -331,11 +321,11 @@ def _find_culprit(
     """Descend to the part that cannot be pickled while all of its own parts can."""
     trials = 0
     above: set[int] = set()
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         above.add(id(obj))
         for step, part in parts_of(obj):
             trials += 1
-            if trials > _MOST_TRIALS:
+            if trials > _MAX_TRIALS:
                 return path, obj, error
             if id(part) in above:
                 continue
@@ -357,7 +347,7 @@ def _failure_of(obj: Any, dump: Callable[[Any], object]) -> Exception | None:
 
 
 def parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of an object, each with what follows the object's name in its own."""
+    """Yield the parts of an object, each with the suffix that names it, as `.field` or `[0]`."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, tuple) and isinstance(fields := working(obj, "_fields"), tuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch_dpflow._core.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
 from torch_dpflow.ipc.messages.payload_table import Frame
-from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions, is_loopback
+from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions
 
-__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "is_loopback", "listen"]
+__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "listen"]
 
 _DEFAULT = TransportOptions()
 

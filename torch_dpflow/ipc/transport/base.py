@@ -1,18 +1,22 @@
-"""The contract of a transport: many connections talk to one listener in multipart messages.
+"""The contract of a transport: many connections send multipart messages to one listener, which answers; and its keys.
 
-A listener is a ROUTER: it knows every peer by an identity of bytes and can answer any of them. A connection is a
-DEALER: it talks to one listener and reconnects by itself. A message is a list of binary frames that arrives whole or
-not at all. Messages of one connection keep their order. A message may be lost when its connection breaks; repeating
-calls is up to the caller.
+A listener is a ROUTER: it distinguishes peers by an identity of bytes and can answer any of them. A connection is a
+DEALER: it has one listener and reconnects by itself. A message is a list of binary frames that arrives whole or not at
+all. Messages of one connection keep their order. A message may be lost when its connection breaks; repeating calls is
+up to the caller.
 
 Listener and connection belong to one thread; any thread may call `wake`. After a fork they belong to the parent: in the
 child every call but `close` raises StateError, and `close` does not affect the parent.
+
+A cluster has a server key pair, by which clients recognise its services, and one client key pair, the only one that the
+services accept. Both lie in a connection file that only its owner may read: its content allows running code on the
+cluster's workers. A remote worker has a key of its own instead, which a listener with `WorkerKeys` accepts while the
+worker is expected or connected.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,15 +43,15 @@ class ServerKeys:
         _check_keys(public=self.public, secret=self.secret, client_public=self.client_public)
 
     def user_of(self, key: bytes) -> str | None:
-        """Who has this client key: nobody in particular; None if it is not the key."""
+        """Return the user of a client key: "" for the accepted one, None for any other."""
         return "" if hmac.compare_digest(key, self.client_public) else None
 
 
 class WorkerKeys:
-    """A listener's own key pair, and the clients' keys that it admits, each for one user. Thread-safe.
+    """A listener's own key pair, and the workers' keys that it accepts, each for one user. Thread-safe.
 
-    The identity of a user's connection has to begin with the user's name and "/"; messages of others are dropped, also
-    on connections that were admitted before.
+    The identity of a user's connection must begin with the user's name and "/". Other messages are dropped, also on
+    connections that were accepted before.
 
     Args:
         public, secret: Z85 text, 40 bytes.
@@ -59,36 +63,36 @@ class WorkerKeys:
         self.public, self.secret = public, secret
         self._clock = clock
         self._lock = threading.Lock()
-        #: By key: the user, and until when they may connect, seconds, or None where they have called.
+        #: By key: the user, and until when they may connect, seconds, or None once they have.
         self._admitted: dict[bytes, tuple[str, float | None]] = {}
         self._keys: dict[str, bytes] = {}
 
     def expect(self, user: str, key: bytes, for_s: float) -> None:
-        """Admit this key of a new user for so many seconds."""
+        """Accept this key of a new user for so many seconds."""
         _check_keys(key=key)
         with self._lock:
             self._keys[user] = key
             self._admitted[key] = user, self._clock() + for_s
 
     def keep(self, user: str) -> None:
-        """This user has called: admit them until they are dropped, since connections may break."""
+        """Accept the key of a user that has connected until it is dropped, since connections may break."""
         with self._lock:
             if user in self._keys:
                 self._admitted[self._keys[user]] = user, None
 
     def drop(self, user: str) -> None:
-        """Admit this user no more."""
+        """Reject this user's key from now on."""
         with self._lock:
             self._admitted.pop(self._keys.pop(user, b""), None)
 
     def user_of(self, key: bytes) -> str | None:
-        """Who has this key; None if it is not admitted."""
+        """Return the user of this key; None if it is not accepted."""
         with self._lock:
             user, until = self._admitted.get(key, (None, None))
             return None if until is not None and self._clock() >= until else user
 
     def admits(self, user: str, identity: bytes) -> bool:
-        """Whether a message of a connection with this identity may be heard, which this user has opened."""
+        """Return whether messages with this identity belong to the user that opened the connection."""
         return user in self._keys and identity.startswith(f"{user}/".encode())
 
 
@@ -118,13 +122,13 @@ MAX_IDENTITY_BYTES = 255
 class TransportOptions:
     """Limits and timeouts of one listener or connection."""
 
-    #: Longest frame that is accepted from a peer, bytes. A peer that sends a longer one is disconnected.
+    #: Maximum bytes of a received frame. A peer that sends a longer one is disconnected.
     max_frame_bytes: int = 1 << 31
-    #: Most frames in one message, in either direction. A received message with more is dropped and counted.
+    #: Maximum frames in one message, in either direction. A received message with more is dropped and counted.
     max_frames: int = 4096
-    #: Most messages waiting in either direction, per peer.
+    #: Maximum messages waiting in either direction, per peer.
     queue_messages: int = 1000
-    #: How long `Connection.send` waits for room in a full queue before it raises PeerLostError, seconds.
+    #: How long `Connection.send` waits for space in a full queue before it raises PeerLostError, seconds.
     send_timeout_s: float = 10.0
     #: First and longest pause between attempts to reconnect, seconds.
     reconnect_s: tuple[float, float] = (0.02, 1.0)
@@ -154,10 +158,10 @@ class Listener(Protocol):
 
     @property
     def losses(self) -> int:
-        """Connections that have ended, where keys are `WorkerKeys`; each makes a waiting `receive` return. Else 0."""
+        """Connections that have ended, with `WorkerKeys`; each makes a waiting `receive` return. Else 0."""
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """The next message as (identity of the peer, frames), or None.
+        """Return the next message as (identity of the peer, frames), or None.
 
         None on a timeout, after `wake`, and when a watched descriptor is readable. The frames are writable and own
         their memory. `timeout_s=None` waits without end, 0 does not wait.
@@ -170,7 +174,7 @@ class Listener(Protocol):
         """Undo `watch`, before the descriptor is closed."""
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Queue a message for `peer`; False where the peer is unknown, gone, or its queue full. Never waits.
+        """Queue a message for `peer`; False if the peer is unknown, gone, or its queue full. Never waits.
 
         Large frames are not copied: their memory must not change until the peer has them.
         """
@@ -179,11 +183,11 @@ class Listener(Protocol):
         """Make the `receive` that waits now, or the next one that would wait, return None. Any thread may call."""
 
     def close(self) -> None:
-        """Close at once; unsent messages are lost. May be called twice."""
+        """Close at once; unsent messages are lost. Idempotent."""
 
 
 class Connection(Protocol):
-    """The connecting side; it reconnects by itself for as long as it is open."""
+    """The connecting side; it reconnects by itself while it is open."""
 
     #: Names this connection to the listener, across reconnects.
     identity: bytes
@@ -191,29 +195,20 @@ class Connection(Protocol):
     dropped: int
 
     def receive(self, timeout_s: float | None) -> list[memoryview] | None:
-        """The next message's frames; None on a timeout or after `wake`. As `Listener.receive` otherwise."""
+        """Return the next message's frames; None on a timeout or after `wake`. As `Listener.receive` otherwise."""
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Queue a message, whether or not the listener exists yet.
 
-        Raises PeerLostError when the queue stays full for `send_timeout_s` or the connection is closed. Large frames
-        are not copied: their memory must not change until the peer has them.
+        Raises PeerLostError if the queue stays full for `send_timeout_s` or the connection is closed. Large frames are
+        not copied: their memory must not change until the peer has them.
         """
 
     def wake(self) -> None:
-        """Make the `receive` that waits now, or the next one that would wait, return None. Any thread may call."""
+        """As `Listener.wake`."""
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close, after at most `linger_s` in which messages leave; those left then are lost. May be called twice."""
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a tcp address cannot be reached from, and does not reach, another host."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        """Close after at most `linger_s` in which messages leave; those left then are lost. Idempotent."""
 
 
 def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:

@@ -1,4 +1,4 @@
-"""For how long what is sent over TCP is on its way, as Linux counts it: all the time where a link is full."""
+"""Time that data spends in TCP send queues and under way, by the kernel's count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 from contextlib import suppress
 
 #: Of `struct tcp_info`: segments that were not acknowledged; bytes that were not sent; and, microseconds, the time with
-#: data under way, and of that those while the receiver, or the sender, had no room.
+#: data under way, and of that those while the receiver, or the sender, had no buffer left.
 _COUNT, _SEGMENTS_AT, _UNSENT_AT = struct.Struct("@I"), 24, 144
 _TIMES, _TIMES_AT = struct.Struct("@QQQ"), 168
 #: So many last segments may wait for 40 ms because the receiver is slow to acknowledge them, over any link.
@@ -17,26 +17,23 @@ _TAIL = 2
 
 
 class LinkTime:
-    """The connections of this process that begin or end at a TCP port. Not thread-safe.
-
-    port: 0: there are none.
-    """
+    """Connections of this process that begin or end at a TCP port; 0: none. Not thread-safe."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        #: What was seen of each connection, seconds, by its inode.
+        #: Time seen on each connection, seconds, by its inode.
         self._seen: dict[int, float] = {}
 
     @classmethod
     def of(cls, address: str) -> LinkTime:
-        """Those to or from this address: there are none unless it is `tcp://HOST:PORT`."""
+        """Return the connections to or from this address: none unless it is `tcp://HOST:PORT`."""
         return cls(int(address.rpartition(":")[2]) if address.startswith("tcp://") else 0)
 
     def passed_s(self) -> float:
-        """For how long what they have sent was on its way since the last call, all of them together, seconds.
+        """Return how long sent data was under way since the last call, of all connections together, seconds.
 
-        Only of those of which something is at this moment. Nothing where the kernel does not tell. It looks at all
-        descriptors: not for every message.
+        Only of connections with data under way at this moment. 0 if the kernel does not report it. Looks at all
+        descriptors: not to be called for every message.
         """
         before, now = self._seen, self._look() if self._port else {}
         self._seen = {inode: way_s for inode, (way_s, _) in now.items()}
@@ -50,25 +47,25 @@ class LinkTime:
         found = {}
         with suppress(OSError):
             for name in os.listdir("/proc/self/fd"):
-                # Another thread may close it at any time, and its number may be another one's then.
+                # Another thread may close it at any time, and its number may be reused.
                 with suppress(OSError):
                     status = os.fstat(int(name))
-                    if stat.S_ISSOCK(status.st_mode) and (told := self._told(int(name))) is not None:
-                        found[status.st_ino] = told
+                    if stat.S_ISSOCK(status.st_mode) and (seen := self._time_of(int(name))) is not None:
+                        found[status.st_ino] = seen
         return found
 
-    def _told(self, descriptor: int) -> tuple[float, bool] | None:
+    def _time_of(self, descriptor: int) -> tuple[float, bool] | None:
         one = socket.socket(fileno=descriptor)  # no copy, which would keep a connection that its owner closes
         try:
             if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
                 return None
             if self._port not in (one.getsockname()[1], one.getpeername()[1]):
                 return None
-            told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TIMES_AT + _TIMES.size)
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TIMES_AT + _TIMES.size)
         finally:
             one.detach()
-        if len(told) < _TIMES_AT + _TIMES.size:
+        if len(info) < _TIMES_AT + _TIMES.size:
             return None
-        passed, by_receiver, by_sender = _TIMES.unpack_from(told, _TIMES_AT)
-        segments, unsent = (_COUNT.unpack_from(told, at)[0] for at in (_SEGMENTS_AT, _UNSENT_AT))
+        passed, by_receiver, by_sender = _TIMES.unpack_from(info, _TIMES_AT)
+        segments, unsent = (_COUNT.unpack_from(info, at)[0] for at in (_SEGMENTS_AT, _UNSENT_AT))
         return (passed - by_receiver - by_sender) / 1e6, segments > _TAIL or unsent > 0

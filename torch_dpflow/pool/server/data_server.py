@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torch_dpflow._core.checks import check_int, check_seconds, check_type
+from torch_dpflow._core.checks import check_int, check_seconds, check_type, is_loopback
 from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.ipc.memory.headroom import check_memory
-from torch_dpflow.ipc.transport.base import is_loopback
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
     AnnounceAccessPlan,

@@ -1,20 +1,20 @@
-"""The life of the workers of one fleet: a pure state machine without a socket, thread, clock or chance inside.
+"""Life cycle of the workers of one fleet: a pure state machine without a socket, thread, clock or random numbers.
 
 ::
 
     StartWorker ──> REQUESTED ──Accepted──> STARTING ──arrived, fit──> ON_DECK ──ready, number free──> WORKING
                      │ Refused: gone                                                                     │
                      │ Answerless: STARTING, and the platform may not have it                            │
-                     └ no hello in time ──> LEAVING            target lowered, warned, lifetime ──> DRAINING
-    unfit, bye, silent, drained ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
+                     └ no handshake in time ──> LEAVING        target lowered, warned, lifetime ──> DRAINING
+    unfit, goodbye, silent, drained ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
 
 A fleet has as many places as its target; a place's number lasts, and each worker in it has a higher incarnation. Before
-its lifetime ends, a worker gets a successor in its place, which waits on deck until it is drained: what belongs to a
-number, as a stream does, moves then. No more workers are replaced so at a time than a tenth of the target, or one.
+its lifetime ends, a worker gets a successor in its place, which waits on deck until the worker is drained: what belongs
+to a number, as a stream does, moves then. At most a tenth of the target, or one worker, is replaced at a time.
 
-Whether a worker that has called lives is for the lease at its shard to say (`silent`); in all other states there is a
-time limit. The platform's word comes by `handle`. Events of workers that are not known are answered where somebody
-waits, and otherwise ignored.
+The lease at its shard decides whether a connected worker lives (`silent`); all other states have a time limit. Outcomes
+of the platform arrive by `handle`. Events of unknown workers are answered if a process waits for the answer, and
+otherwise ignored.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import Limits
 
-#: How long a worker may take to finish what it has, unless it ends before, and to leave by itself, seconds.
+#: How long a worker may take to finish its tasks, unless it ends before, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
 #: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
 STOP_S = 10.0
-#: The parts of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
+#: Fractions of a lifetime after which a successor is started, drawn for each worker so that not all end together, and
 #: after which a worker is drained even without one.
 ROTATE, LAST = (0.80, 0.95), 0.97
-#: The most by which rotation begins earlier, since so many are to be replaced after each other; of a lifetime.
-MOST_LEAD = 0.6
-#: After so many workers in a row that never called, or that are unfit for one reason, the fleet fails.
-MOST_FALSE_STARTS, MOST_UNFIT = 3, 3
-#: Most reasons of unfitness that are kept: workers choose parts of them.
-MOST_REASONS = 64
+#: How much earlier rotation may begin, since so many are replaced one after the other; fraction of a lifetime.
+MAX_LEAD = 0.6
+#: After so many workers in a row that never connected, or that are unfit for one reason, the fleet fails.
+MAX_FALSE_STARTS, MAX_UNFIT = 3, 3
+MAX_REASONS = 64
 
 
 class Fleet:
     """Keeps as many workers as the target says. Not thread-safe; an event is O(1), a tick O(workers).
 
     Args:
-        prefix: of the workers' names: see `remote.launchers.names.prefix_of`.
+        prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
         limits: of the platform.
-        draw: gives numbers from 0 to below 1, for jitter.
-        lifetime_s: after how long workers are replaced, if not the platform ends them before, seconds; None: never.
-        incarnation: the highest that was ever given to a worker of this group; 0 if there was none.
-        alone: whether nobody else does the work: if no worker is there, it fails where starts are refused for long.
+        draw: returns numbers from 0 to below 1, for jitter.
+        lifetime_s: after how long workers are replaced, unless the platform ends them before, seconds; None: never.
+        incarnation: the highest that a worker of this group ever had; 0 if there was none.
+        alone: whether no other workers do the work. Without any worker, the fleet then fails if starts are refused for
+            long.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Fleet:
         self._has_arrived = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
-        #: For how long those that are gone have run, all of them together, seconds.
+        #: How long workers that are gone have run, all of them together, seconds.
         self._gone_s = 0.0
-        #: Why there are fewer workers than the target says; empty if nothing limits them.
+        #: Why there are fewer workers than the target; empty if nothing limits them.
         self.limited_by = ""
         #: Why the fleet starts no worker any more; empty while it does.
         self.failure = ""
@@ -108,11 +108,11 @@ class Fleet:
     # -- what has happened: `tick` says what follows -------------------------------------------------------
 
     def target(self, workers: int) -> None:
-        """So many workers are wanted from now on."""
+        """Set how many workers are wanted."""
         self._target = workers
 
     def handle(self, outcome: Outcome, now: float) -> None:
-        """The platform has told this."""
+        """Handle an outcome from the platform."""
         worker = self._workers.get(outcome.name)
         if worker is None:
             return
@@ -135,10 +135,10 @@ class Fleet:
                     self._note_false_start(f"{worker.name} {end}", now)
 
     def arrived(self, name: str, unfit: str, now: float) -> None:
-        """A worker has called. unfit: why it cannot be used; empty if it can."""
+        """Handle a worker's connection. unfit: why it cannot be used; empty if it can."""
         worker = self._workers.get(name)
         if worker is None or not (worker.state.is_expected or worker.arrived):
-            self._out.append(RejectWorker(name, "nobody waits for it any more"))
+            self._out.append(RejectWorker(name, "it is not expected any more"))
         elif not worker.arrived:
             worker.arrived, worker.since = True, now
             if unfit:
@@ -151,7 +151,7 @@ class Fleet:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
-        """A worker that has called cannot be used after all."""
+        """Handle a connected worker that cannot be used after all."""
         worker = self._workers.get(name)
         if worker is not None and worker.state is WorkerState.ON_DECK:
             self._note_unfit(worker, reason, now)
@@ -159,28 +159,28 @@ class Fleet:
             self._out.append(RejectWorker(name, reason))
 
     def ready(self, name: str) -> None:
-        """A worker has loaded what it needs and can work."""
+        """Handle a worker that has loaded what it needs and can work."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.ready = True
 
     def drained(self, name: str, now: float) -> None:
-        """A worker that drains has no task left; it was told to leave."""
+        """Handle a draining worker that has no task left and was told to leave."""
         self._gone_quiet(name, now, WorkerState.DRAINING)
 
     def bye(self, name: str, now: float) -> None:
-        """A worker has said that it leaves."""
+        """Handle a worker's goodbye."""
         self._give_up(name, now, now)
 
     def silent(self, name: str, now: float, heard: float | None = None) -> None:
-        """A worker has not been heard of during its lease at the shard: what it had is given to others.
+        """Handle a worker whose lease at the shard has expired: its tasks are given to others.
 
-        heard: when it was heard last; None: now.
+        heard: when it was last heard; None: now.
         """
         self._give_up(name, now, now if heard is None else heard)
 
     def tick(self, now: float) -> list[FleetInstruction]:
-        """What is to be done, in order. To be called after events, and at least once a second."""
+        """Return what is to be done, in order. To be called after events, and at least once a second."""
         self._expire(now)
         self._vacate(now)
         self._drain_old(now)
@@ -195,15 +195,15 @@ class Fleet:
         return [*self._workers.values()]
 
     def worker_s(self, now: float, heard: Mapping[str, float] | None = None) -> float:
-        """For how long workers have run, all of them together, seconds.
+        """Return how long workers have run, all of them together, seconds.
 
-        As functions are billed: not while waited for; by what ran it, where that has told, else from its call until it
-        was heard last, so that nothing has to be taken back. heard: when workers were; the others now.
+        As functions are billed: from a worker's connection until it was last heard, or as its platform reports, so that
+        nothing has to be taken back. heard: when each was last heard; the others now.
         """
         return self._gone_s + sum(one.ran_s((heard or {}).get(one.name, now)) for one in self.workers)
 
     def end(self, now: float) -> None:
-        """The fleet ends: whoever is left counts no longer."""
+        """End the fleet: workers that are left count no longer."""
         for worker in self.workers:
             self._remove(worker, now)
 
@@ -219,7 +219,7 @@ class Fleet:
                 self._limit("starts without an answer", outcome.text)
 
     def _on_warned(self, worker: FleetWorker, until_s: float, now: float) -> None:
-        """Treated as the end of its lifetime; half of the time is for its successor, half for what it has."""
+        """Treat it as the end of its lifetime; half of the time is for its successor, half for its tasks."""
         worker.ends = min(worker.ends, now + until_s)
         worker.rotates = min(worker.rotates, now)
         worker.drains = min(worker.drains, now + until_s / 2)
@@ -228,20 +228,20 @@ class Fleet:
         self._out.append(RejectWorker(worker.name, reason))
         self._leave(worker, now)
         self._limits.note_false_start(now)
-        # Not the traceback before it, which is told with the worker's end.
+        # Not the traceback before it, which is reported with the worker's end.
         self._limit("unfit workers", reason.rpartition("\n")[2])
-        if len(self._unfit) >= MOST_REASONS and reason not in self._unfit:
+        if len(self._unfit) >= MAX_REASONS and reason not in self._unfit:
             self._unfit.clear()
         self._unfit[reason] += 1
-        if self._unfit[reason] >= MOST_UNFIT:
+        if self._unfit[reason] >= MAX_UNFIT:
             self._fail(reason)
 
     def _note_missing(self, worker: FleetWorker, now: float) -> None:
-        """A worker has not called in time."""
-        text = f"{worker.name} has not called within {now - worker.begun:.0f} s"
+        """Handle a worker that has not connected in time."""
+        text = f"{worker.name} has not connected within {now - worker.begun:.0f} s"
         others = sum(one.state.holds_place for one in self.workers)
         if worker.accepted:
-            # The platform may have no room and say nothing; those that wait with it show it too.
+            # The platform may be full and not say so; workers that wait with it show it too.
             self._limits.lower(others, now, accepts=True)
             self._note_false_start(text, now)
         else:
@@ -250,8 +250,8 @@ class Fleet:
 
     def _note_false_start(self, text: str, now: float) -> None:
         self._limits.note_false_start(now)
-        self._limit("workers that do not call", text)
-        if not self._has_arrived and self._limits.false_starts >= MOST_FALSE_STARTS:
+        self._limit("workers that do not connect", text)
+        if not self._has_arrived and self._limits.false_starts >= MAX_FALSE_STARTS:
             count = self._limits.false_starts
             self._fail(f"{count} workers were started and none could be used; the last one: {text}")
 
@@ -283,7 +283,7 @@ class Fleet:
                 self._stop(worker, "it has not ended in time", now)
 
     def _vacate(self, now: float) -> None:
-        """Have workers leave whose places are not wanted: who has not called, then who ends soonest."""
+        """Scale down: stop workers that never connected first, then those that expire soonest."""
         places: dict[int, list[FleetWorker]] = {}
         for worker in self.workers:
             if worker.state.holds_place:
@@ -341,18 +341,18 @@ class Fleet:
 
     @property
     def _lead_s(self) -> float:
-        """How much earlier successors are started, seconds: they take a while, and few come at a time."""
+        """How much earlier successors are started, seconds: they take a while, and few start at a time."""
         if self._lifetime_s is None:
             return 0.0
         rounds = math.ceil(self._target / max(1, self._spare))
-        # As long again from its hello until it can work and its predecessor is gone.
-        return min(2 * rounds * self._limits.usual_s, MOST_LEAD * self._lifetime_s)
+        # As long again from its handshake until it can work and its predecessor is gone.
+        return min(2 * rounds * self._limits.usual_s, MAX_LEAD * self._lifetime_s)
 
     def _next_places(self, now: float) -> list[int]:
-        """The numbers of the next workers to start: of free places, then of workers that need a successor."""
+        """Return the numbers of the next workers to start: of free places, then of workers that need a successor."""
         if self.failure:
             return []
-        # Of those that never called nobody knows whether they run: the next in their place would be one too many.
+        # A worker that never connected may still run: the next in its place would be one too many.
         held = Counter(
             one.number
             for one in self.workers

@@ -1,6 +1,6 @@
-"""The workers of one shard that a platform runs elsewhere: started, greeted, given what they load, and missed.
+"""The remote workers of one shard: started, connected, given what they load, and missed.
 
-Runs in the shard's thread. Decides nothing about lifetimes: that is the fleet's.
+Runs in the shard's thread. The fleet decides about lifetimes.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Ended, PlatformSource, RemotePlatform, prefix_of
 from torch_dpflow.workers.platform import Handle
 
-#: After how long without a sign of life the platform is asked about a worker, and after how long it is lost, seconds.
+#: After how long without a heartbeat the platform is asked about a worker, and after how long it is lost, seconds.
 SUSPECT_S, LEASE_S = 2.5, 10.0
 #: How often the platform is asked about all workers because connections have ended, at most, seconds.
 ASK_S = 2.0
-#: How often to look at leases and time limits where nothing happens, seconds.
+#: How often to check leases and time limits if nothing happens, seconds.
 LOOK_S = 0.25
-#: How long after the loader's end workers may take to end, before they are killed, seconds.
+#: How long workers may take to end after the loader's end, before they are killed, seconds.
 TERMINATE_S = 2.0
 
 
 class RemoteWorkers:
-    """The workers of one shard's fleet, as its workers.
+    """The workers of one shard that a platform runs.
 
     Args:
         platform: where they run; opened here, closed with this.
         content: what they load.
         workers: how many.
         first: the number of the first of them.
-        listen_at: where they call, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free;
-            empty: where the platform says.
-        least: how many have to be there before any works; 0: none.
-        kind: what they are to the shard.
+        listen_at: where they connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free;
+            empty: chosen by the platform.
+        least: how many must be there before any works; 0: none.
+        kind: what they load.
         cluster: the first part of their names, 8 hexadecimal digits; empty: random ones.
 
     Raises:
@@ -129,7 +129,7 @@ class RemoteWorkers:
         self.shell: Shell
         self._workers: dict[str, RemoteWorker] = {}
         self._by_user: dict[str, RemoteWorker] = {}
-        #: By the identity of their second connection, those that work.
+        #: Workers that are admitted, by the identity of their second connection.
         self._working: dict[bytes, RemoteWorker] = {}
         #: Names of workers that may work, until enough are there.
         self._admitted: list[str] = []
@@ -145,31 +145,31 @@ class RemoteWorkers:
     # -- for the shard -----------------------------------------------------------------------------------
 
     def start_all(self) -> None:
-        """Have the platform start them."""
+        """Make the platform start them."""
         self._fleet.target(self._count)
         self._shortage.begin(self._clock())
         self.look()
 
     def resize(self, workers: int) -> None:
-        """Have so many from now on."""
+        """Set how many there should be."""
         self._count = self._shortage.workers = workers
         self._fleet.target(workers)
         self._has_news = True
 
     def rest(self) -> None:
-        """Have none until `resume`."""
+        """Stop all until `resume`."""
         self._fleet.target(0)
         self._shortage.end()
         self._has_news = True
 
     def resume(self) -> None:
-        """Start them anew, after `rest` or when no worker could be had."""
+        """Start them anew, after `rest` or when no worker could be started."""
         self._fleet.retry()
         self.start_all()
 
     @property
     def descriptors(self) -> list[int]:
-        """Are readable where there is something to do: see `ZeroMQListener.descriptors`."""
+        """Readable if there is something to do: see `ZeroMQListener.descriptors`."""
         return [*self.listener.descriptors, self._platform.wakeup_fd]
 
     @property
@@ -179,11 +179,11 @@ class RemoteWorkers:
 
     @property
     def shortage(self) -> str:
-        """The same with the details, for people."""
+        """The same with the details, for display."""
         return self._shortage.reason
 
     def views(self) -> list[RemoteWorkerView]:
-        """All that were asked for and are not gone, for people."""
+        """Return the state of all that were requested and are not gone."""
         now, where = self._clock(), {name: worker.where for name, worker in self._workers.items()}
         rows = ((one, where.get(one.name, "")) for one in self._fleet.workers)
         return [
@@ -191,16 +191,16 @@ class RemoteWorkers:
         ]
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
-        """Nobody: ends are told by `Shell.lose`."""
+        """Return nothing: ends are reported by `Shell.lose`."""
         return ()
 
     def refusal(self, number: int, incarnation: int) -> str:
-        """Why a process is not the latest one of its worker; empty if it is."""
+        """Return why a process is not the latest one of its worker; empty if it is."""
         worker = self._by_user.get(f"{number}/{incarnation}")
         return "" if worker is not None and worker.is_working else "it was not admitted"
 
     def kill(self, number: int, why: str) -> None:
-        """Have a worker's process ended, and its place given to another, soon."""
+        """End a worker's process, and give its place to another, soon."""
         self._condemned[number] = why
         self._has_news = True
         self.listener.wake()
@@ -216,7 +216,7 @@ class RemoteWorkers:
         return len(self._working)
 
     def dismiss(self, *, all_: bool = False) -> None:
-        """The shard ends: send away who does not work, or all of them, and begin nothing any more."""
+        """End the shard: dismiss idle workers, or all of them, and start nothing any more."""
         self._leaving = True
         for worker in self._workers.values():
             if all_ or not worker.is_working:
@@ -233,7 +233,7 @@ class RemoteWorkers:
         self._kind.log.info(text, self._spec.name, self.time.seconds)
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
-        """A message of a worker."""
+        """Handle a message of a worker."""
         worker = self._working.get(peer)
         if worker is not None:
             worker.note_work(self._clock())
@@ -243,7 +243,7 @@ class RemoteWorkers:
             user, nonce, kind = parts_of(peer)
             worker = self._by_user.get(user)
             if worker is None:
-                self._send(peer, WorkerRefused("nobody waits for it any more"))
+                self._send(peer, WorkerRefused("it is not expected any more"))
             elif kind == LINE:
                 self._on_line(worker, nonce, peer, frames)
             elif nonce == worker.nonce and isinstance(decode(frames[0]), WorkerHandshake):
@@ -275,7 +275,7 @@ class RemoteWorkers:
                 self._fleet.unfit(worker.name, self._content.missing(modules), self._clock())
                 self._has_news = True
             case WorkerGoodbye():
-                # Its results come by the other connection, and may come later.
+                # Its results come by the other connection, and may arrive later.
                 worker.bye, self._has_news = header, True
                 self._platform.suspect(worker.name)
                 if self._leaving:
@@ -305,7 +305,7 @@ class RemoteWorkers:
             self.shell.set_window(worker.number, window)
 
     def _part(self, worker: RemoteWorker, end: str, now: float) -> None:
-        """A worker has left or ended, and all that it had to say is here."""
+        """Handle a worker that has left or ended, once all its messages are here."""
         words = "" if worker.bye is None else worker.bye.words
         if words and not worker.is_working:
             self._fleet.unfit(worker.name, words, now)
@@ -320,11 +320,11 @@ class RemoteWorkers:
     # -- what follows ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take the platform's news, check leases, and do what the fleet says. Cheap where nothing is due."""
+        """Handle the platform's outcomes, check leases, and follow the fleet. Cheap if nothing is due."""
         outcomes = self._platform.take()
         now = self._clock()
         if self.listener.losses != self._losses and now >= self._ask_at:
-            # Who was killed has lost its connections at once. A stranger can connect and leave as often as it likes.
+            # A killed worker has lost its connections at once. An unauthenticated peer can connect and leave at will.
             self._losses, self._ask_at = self.listener.losses, now + ASK_S
             for name in self._workers:
                 self._platform.suspect(name)
@@ -345,7 +345,7 @@ class RemoteWorkers:
                 self._part(worker, "", now)
                 why = ""
             elif silent_s >= LEASE_S:
-                why = why or f"nothing was heard of it for {LEASE_S:g} s"
+                why = why or f"no heartbeat for {LEASE_S:g} s"
             elif silent_s >= SUSPECT_S and worker.suspected_at < worker.heard:
                 worker.suspected_at = now
                 self._platform.suspect(worker.name)
@@ -353,7 +353,7 @@ class RemoteWorkers:
                 self._fleet.silent(worker.name, now, worker.heard)
                 self._platform.stop(worker.name, why)
                 self._refuse(worker, why)
-                self._lose(worker, f"{worker.name} was given up: {why}")
+                self._lose(worker, f"{worker.name} was abandoned: {why}")
         heard = {name: one.heard for name, one in self._workers.items() if one.nonce}
         self.time.seconds = self._fleet.worker_s(now, heard)
         for instruction in self._fleet.tick(now):
@@ -392,7 +392,7 @@ class RemoteWorkers:
                 self.shell.fail(WorkerStartError(why))
 
     def _begin(self) -> None:
-        """Let those work that may, once there are enough."""
+        """Admit the workers that may work, once there are enough."""
         if self._least > len(self._workers.keys() & set(self._admitted)):
             return
         self._least = 0

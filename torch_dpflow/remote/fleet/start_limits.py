@@ -1,4 +1,4 @@
-"""When a fleet may start another worker: its rate, its pauses after failures, its ceiling, its patience. Pure."""
+"""When a fleet may start another worker: its rate, its pauses after failures, its ceiling, its timeout. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.launchers.contract import RateLimit
 from torch_dpflow.workers.platform import Limits
 
-#: The longest pause after a failure, first and at all, seconds. And while the platform does not answer, which costs
-#: little to find out: its workers are to be back soon after it is.
-FIRST_PAUSE_S, LONGEST_PAUSE_S, AWAY_PAUSE_S = 0.5, 30.0, 5.0
-#: After how long to try again with credentials that were refused, the first time and later, seconds: they are looked up
-#: again, and whoever says which are valid may not have answered.
+#: First and longest pause after a failure, seconds, and the longest while the platform does not answer, which costs
+#: little to try: its workers should return soon after it does.
+FIRST_PAUSE_S, MAX_PAUSE_S, AWAY_PAUSE_S = 0.5, 30.0, 5.0
+#: After how long to retry with credentials that were refused, the first time and later, seconds: they are looked up
+#: again, and the service that checks them may not have answered.
 RENEW_S, DENIED_S = 1.0, 30.0
-#: How often credentials that have not expired are refused in a row before nothing is awaited of them.
-MOST_DENIALS = 2
-#: How long refusals that may pass are waited out by a fleet that has nobody: where the platform has accepted a start
-#: before, or only asks for patience; and where it never has. Refusals so far apart are not in a row. Seconds.
-PATIENCE_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
+#: How often credentials that have not expired are refused in a row before the fleet fails.
+MAX_DENIALS = 2
+#: How long a fleet without workers waits out refusals that may pass: if the platform has accepted a start before, or
+#: only throttles; and if it never has. Refusals so far apart are not in a row. Seconds.
+REFUSED_TIMEOUT_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
 #: How often a ceiling that the platform has shown rises by one, seconds.
 RAISE_S = 60.0
-#: From how many starts the patience is learned, and how many times their 95th percentile it is.
+#: How many starts the timeout is learned from, and how many times their 95th percentile it is.
 STARTS, TIMES = 32, 3.0
 #: Why there are fewer workers than there should be, by the error of a start.
 LIMITED_BY: dict[type[PlatformError], str] = {
@@ -51,14 +51,14 @@ class StartLimits:
 
     Args:
         limits: of the platform.
-        draw: gives the jitter of pauses, from 0 to below 1.
+        draw: returns the jitter of pauses, from 0 to below 1.
     """
 
     def __init__(self, limits: Limits, draw: Callable[[], float]) -> None:
         self._limits = limits
         self._rate = RateLimit(limits.starts_per_s)
         self._most = math.inf if limits.max_workers is None else limits.max_workers
-        #: The ceiling that the platform has shown, when, and whether by accepting workers that never called.
+        #: The ceiling that the platform has shown, when, and whether by accepting workers that never connected.
         self._ceiling, self._shown_at, self._accepts_too_many = self._most, 0.0, False
         self._resume_at = -math.inf
         #: Since when starts have been refused without pause, when and why the latest one was, and how many refusals of
@@ -67,49 +67,52 @@ class StartLimits:
         self._refusal: PlatformError | None = None
         self._denials = 0
         self._has_accepted = False
-        self._refusals = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, draw=draw)
-        self._false_starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, draw=draw)
+        self._refusals = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, draw=draw)
+        self._false_starts = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, draw=draw)
         self._delays: deque[float] = deque(maxlen=STARTS)
 
     @property
     def false_starts(self) -> int:
-        """How many workers in a row have ended before they called."""
+        """How many workers in a row have ended before they connected."""
         return self._false_starts.failures
 
     @property
     def timeout_s(self) -> float:
-        """How long a worker may take from its start to its hello, seconds."""
+        """How long a worker may take from its start to its handshake, seconds."""
         least, most = self._limits.start_timeout_s
         return max(least, min(TIMES * self.usual_s, most)) if self._delays else most
 
     @property
     def usual_s(self) -> float:
-        """How long nearly all workers have taken from their start to their hello, seconds; 0: none has come."""
+        """How long nearly all workers have taken from their start to their handshake, seconds.
+
+        0: none has connected.
+        """
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:
-        """How many workers there may be, as far as is known."""
+        """Return how many workers there may be, as far as is known."""
         return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
 
     def may_start(self, now: float, *, requested: bool) -> bool:
-        """Whether one may be started now. requested: the platform has not answered for another one."""
+        """Return whether one may be started now. requested: the platform has not answered for another one."""
         if now < self._resume_at or (requested and self._refusals.failures > 0):
             return False
         return self._rate.wait_s(now) <= 0
 
     def note_start(self, now: float) -> None:
-        """One is started."""
+        """Record a start."""
         self._rate.note(now)
 
     def note_accepted(self, begun: float) -> None:
-        """The platform has accepted a start that was requested at this time."""
+        """Record that the platform accepted a start that was requested at this time."""
         self._has_accepted = True
         self._forget_refusals()
         if not self._accepts_too_many:
             self._note_room(begun)
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
-        """A start was refused while there were so many others; returns what limits the fleet."""
+        """Record a refused start beside so many other workers; return what limits the fleet."""
         if now - self._refused_at >= APART_S:
             self._refused_since, self._denials = now, 0
         self._refusal, self._refused_at = error, now
@@ -121,7 +124,7 @@ class StartLimits:
             case DeniedError():
                 if now >= self._resume_at:  # those that were asked for together say no more than one
                     self._denials += 1
-                    pause_s = RENEW_S if self._denials < MOST_DENIALS else DENIED_S
+                    pause_s = RENEW_S if self._denials < MAX_DENIALS else DENIED_S
                     self._pause(now, pause_s + self._refusals.pause_s())
             case ThrottledError(retry_after_s=asked_s):
                 self._pause(now, max(asked_s, self._refusals.pause_s()))
@@ -132,27 +135,27 @@ class StartLimits:
         return next((by for kind, by in LIMITED_BY.items() if isinstance(error, kind)), "platform")
 
     def gives_up(self, now: float, *, alone: bool) -> bool:
-        """Whether a fleet that has nobody is to wait no longer for what starts were refused for.
+        """Return whether a fleet without workers should fail, given the latest refusal.
 
-        alone: whether nobody else does its work. Room is awaited for ever: it is others' to give.
+        alone: whether no other workers do its work. Capacity is awaited forever: it is others' to release.
         """
         match self._refusal:
             case None | QuotaError():
                 return False
             case DeniedError() if not isinstance(self._refusal, ExpiredError):
-                return self._denials >= MOST_DENIALS
+                return self._denials >= MAX_DENIALS
             case refusal:
                 tried = self._has_accepted or isinstance(refusal, ThrottledError)
-                return alone and now - self._refused_since >= (PATIENCE_S if tried else UNTRIED_S)
+                return alone and now - self._refused_since >= (REFUSED_TIMEOUT_S if tried else UNTRIED_S)
 
     def note_arrived(self, begun: float, now: float) -> None:
-        """A worker has called whose start was requested at this time."""
+        """Record that a worker has connected whose start was requested at this time."""
         self._delays.append(now - begun)
         self._false_starts.reset()
         self._note_room(begun)
 
     def note_false_start(self, now: float) -> None:
-        """A worker has ended before it called, or could not be used."""
+        """Record that a worker ended before it connected, or could not be used."""
         self._pause(now, self._false_starts.pause_s())
 
     def retry(self) -> None:
@@ -162,15 +165,15 @@ class StartLimits:
         self._resume_at = -math.inf
 
     def lower(self, ceiling: int, now: float, *, accepts: bool = False) -> None:
-        """The platform has shown that it has room for so many and no more; it rises by one each `RAISE_S`.
+        """Record that the platform has capacity for so many and no more; it rises by one each `RAISE_S`.
 
-        accepts: it has accepted more, which do not call: only one that calls shows that there is room again.
+        accepts: it has accepted more, which do not connect: only one that connects shows that there is capacity again.
         """
         self._ceiling, self._shown_at = min(max(1, ceiling), self._most), now
         self._accepts_too_many = accepts
 
     def _note_room(self, begun: float) -> None:
-        """A start that was requested at this time has found room: if that was beyond the ceiling, forget it."""
+        """Forget the ceiling if a start that was requested at this time went beyond it."""
         if begun > self._shown_at:
             self._ceiling, self._accepts_too_many = self._most, False
 

@@ -1,4 +1,4 @@
-"""Where workers are told to call, given where their head listens."""
+"""Listener for remote workers; each authenticates with its own CURVE key. And the addresses where they reach it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch_dpflow.ipc.transport.base import WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener, draw_key_pair
 from torch_dpflow.remote.fleet.worker_record import RemoteContent, RemoteWorker
 
-#: An address of no host, to which nothing is sent: the way there shows which of this host's addresses others see.
+#: An address of no host, to which nothing is sent: the route there shows which of this host's addresses others see.
 _ELSEWHERE = ("192.0.2.1", 9)
 _PORTS = re.compile(r"tcp://\S+:(\*|\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 def check_ports(name: str, listen: str) -> None:
-    """Raise OptionError unless it is tcp://HOST:PORT, or tcp://HOST:FIRST-LAST, of this host, with a free port.
+    """Raise OptionError unless `listen` is tcp://HOST:PORT or tcp://HOST:FIRST-LAST of this host, with a free port.
 
     name: of the option.
     """
@@ -45,7 +45,7 @@ def check_ports(name: str, listen: str) -> None:
 
 
 def _why_not(address: str) -> str:
-    """Why nobody can listen there; empty if one can."""
+    """Return why this process cannot listen there; empty if it can."""
     host, port = _split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -58,20 +58,20 @@ def _why_not(address: str) -> str:
 
 
 def addresses_of(listen: str) -> list[str]:
-    """Each address of a range of ports."""
+    """Return each address of a range of ports."""
     host, ports = _split(listen)
     first, dash, last = ports.partition("-")
     return [f"tcp://{host}:{port}" for port in range(int(first), int(last) + 1)] if dash else [listen]
 
 
 def ports_in(listen: str) -> int | None:
-    """How many can listen there side by side; None: any number."""
+    """Return how many listeners fit there side by side; None: any number."""
     ports = _split(listen)[1]
     return None if ports in ("", "0", "*") else len(addresses_of(listen))
 
 
 def to_bind(listen: str) -> str:
-    """The address to listen at: libzmq takes no names. Raises OptionError if a name has no address."""
+    """Return the address to listen at: libzmq takes no names. Raises OptionError if a name has no address."""
     host, port = _split(listen)
     if _is_literal(host) or host == "*":
         return listen
@@ -84,7 +84,7 @@ def to_bind(listen: str) -> str:
 
 
 def to_tell(listen: str, bound: str) -> list[str]:
-    """The addresses at which others reach it. listen: as it was given; bound: as it came to be."""
+    """Return the addresses at which others reach it. listen: as configured; bound: as it is."""
     host, _ = _split(listen)
     own, port = _split(bound)
     if own in ("0.0.0.0", "[::]", "*"):
@@ -113,23 +113,23 @@ def _is_literal(host: str) -> bool:
     return False
 
 
-#: After how long without an answer a worker leaves, seconds.
+#: A worker ends after this time without an answer, seconds.
 SILENCE_S = 30.0
 
 
 class PortsInUseError(TransportError):
-    """Others listen at all ports at which this one may."""
+    """No free port in the configured range."""
 
 
 class WorkerListener:
-    """A listener with one-time keys, and the launch specs that tell workers of it.
+    """A listener with one key for each worker, and the launch specs that name it.
 
     Args:
         listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.
 
     Raises:
         OptionError: workers cannot reach that address.
-        PortsInUseError: others listen there.
+        PortsInUseError: all ports are in use.
         TransportError: it cannot be listened at.
     """
 
@@ -137,13 +137,13 @@ class WorkerListener:
         public, secret = draw_key_pair()
         self._keys = WorkerKeys(public=public, secret=secret)
         self.listener = _listen(listen_at, TransportOptions(keys=self._keys))
-        #: How workers reach it.
+        #: Where workers reach it.
         self.addresses = to_tell(listen_at, self.listener.address)
 
     def launch_spec(
         self, worker: RemoteWorker, content: RemoteContent, *, within_s: float, lifetime_s: float | None
     ) -> bytes:
-        """A worker's launch spec, whose key is good from now on, and for so long unless the worker calls."""
+        """Encode a worker's launch spec. Its key is valid from now on, for `within_s` unless the worker connects."""
         public, secret = draw_key_pair()
         self._keys.expect(worker.user, public, within_s)
         return encode_launch_spec(
@@ -165,11 +165,11 @@ class WorkerListener:
         )
 
     def keep(self, worker: RemoteWorker) -> None:
-        """It has called: its key stays good."""
+        """Keep the key of a worker that has connected valid."""
         self._keys.keep(worker.user)
 
     def drop(self, worker: RemoteWorker) -> None:
-        """Its key is good no more."""
+        """Reject this worker's key from now on."""
         self._keys.drop(worker.user)
 
 
@@ -184,5 +184,5 @@ def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
         if getattr(error.__cause__, "errno", 0) != errno.EADDRINUSE:
             raise
         raise PortsInUseError(
-            f"no port of {asked} is free ({len(others) + 1} in all), and whoever is called by workers takes one"
+            f"no port of {asked} is free ({len(others) + 1} in all), and each process that workers connect to takes one"
         ) from error

@@ -1,4 +1,4 @@
-"""What a head knows of one worker of its fleet, and what workers ask of the shard."""
+"""What a shard records of its remote workers: each of them, what they are sent, how many are missing."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, vers
 
 #: A worker's two connections, by the ends of their identities: see `ipc.messages.headers`.
 LINE, WORK = b"line", b"work"
-#: Such a part of the usual time of a task may pass in a round trip before a window grows for it.
+#: A window grows for a round trip above this fraction of a task's usual time.
 NEGLIGIBLE = 0.05
-#: After how long without any message one is lost that a connection's end may have cost, seconds.
+#: A message that a broken connection may have cost counts as lost after this time without any, seconds.
 LOST_S = 10.0
-#: Weight of the latest task in its usual time.
+#: Weight of the latest task in the usual time of one.
 _WEIGHT = 0.2
 
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """What the workers of a fleet are to their shard."""
+    """What the workers of a fleet load."""
 
     #: As of `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
-    #: How many tasks one holds: so many in any case, and what it loads during a round trip, up to so many.
+    #: How many tasks one holds: at least, and at most if round trips are long.
     least_window: int
     most_window: int
     log: logging.Logger
@@ -39,13 +39,13 @@ class WorkerKind:
 
 #: One batch is loaded and one waits.
 BATCH_WORKERS = WorkerKind("worker", 2, 8, LOADER)
-#: As many samples as workers of the shard's host hold; a pool asks for no more than twice as many.
+#: As many samples as workers of the shard's host hold; the shard requests at most twice as many.
 SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 
 @dataclass(eq=False)
 class RemoteWorker:
-    """A worker that was asked for and is not lost. Times are seconds on the clock of `RemoteWorkers`."""
+    """A worker that was requested and is not lost. Times are seconds on the clock of `RemoteWorkers`."""
 
     name: str
     number: int
@@ -54,26 +54,26 @@ class RemoteWorker:
     kind: WorkerKind = BATCH_WORKERS
     #: As of `RemoteHandshake`.
     where: str = ""
-    #: Drawn by its process, so that two with one launch spec are told apart.
+    #: Drawn by its process, so that two with one launch spec are distinguished.
     nonce: bytes = b""
-    #: Its greeting as a worker, until it is admitted.
+    #: Its `WorkerHandshake`, until it is admitted.
     hello: list[memoryview] | None = None
     is_working: bool = False
-    #: Whether it was told to leave: that it does so is no death.
+    #: Whether it was told to leave: then its end is no failure.
     is_sent_away: bool = False
     #: Its last message.
     bye: WorkerGoodbye | None = None
     received: int = 0
     sent: int = 0
-    #: For how long it has had nothing to do while its results were on their way, as it says, seconds.
+    #: How long it has been idle while its results were under way, as it reports, seconds.
     away_s: float = 0.0
-    #: Since when it has sent more than was received, as it says, and how many connections had ended when it had not.
+    #: Since when it has sent more than was received, as it reports, and how many connections had ended when it had not.
     short_since: float | None = None
     losses: int = 0
-    #: The time between two of its messages as a worker, a moving average, and when the latest has come.
+    #: Time between two of its results, a moving average, and when the latest arrived.
     usual_s: float = 0.0
     worked: float = 0.0
-    #: How many tasks it is to hold.
+    #: How many tasks it holds.
     window: int = field(init=False)
     has_called: bool = False
     #: When the platform was last asked about it.
@@ -83,7 +83,7 @@ class RemoteWorker:
         self.window = self.kind.least_window
 
     def note_work(self, now: float) -> None:
-        """A message of it as a worker has come."""
+        """Record a result of this worker."""
         self.received += 1
         if self.worked:
             passed_s = now - self.worked
@@ -91,15 +91,15 @@ class RemoteWorker:
         self.heard = self.worked = now
 
     def note_away(self, away_s: float) -> float:
-        """It has waited for its link for so long: how much of that is new and of its time as a worker, seconds."""
+        """Record how long it has waited for its link; return how much of that is new and working time, seconds."""
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
     def lacks(self, sent: int, losses: int, now: float) -> bool:
-        """Whether a message of it is lost: it has sent so many.
+        """Return whether one of the `sent` messages is lost.
 
-        losses: how many connections have ended here. Where none has, a message that is late is on its way, for as long
-        as a slow link takes.
+        losses: how many connections have ended here. If none has, a late message is under way, for as long as a slow
+        link takes.
         """
         if sent <= self.received:
             self.short_since, self.losses = None, losses
@@ -108,22 +108,22 @@ class RemoteWorker:
         return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S
 
     def fitting_window(self, round_trip_s: float) -> int:
-        """How many tasks it should hold, where a message to it and its answer take so long."""
+        """Return how many tasks it should hold if a message to it and its answer take so long."""
         least, most = self.kind.least_window, self.kind.most_window
         if not self.usual_s:
             return self.window
         more = math.ceil(min(round_trip_s / self.usual_s, most) - NEGLIGIBLE)
         window = min(least + more, most)
-        # What is a little smaller now will be a little larger soon.
+        # A window that is a little smaller now will be a little larger soon.
         return window if not self.window - 2 < window < self.window else self.window
 
     @property
     def user(self) -> str:
-        """Whom its key is for."""
+        """The user of its key."""
         return f"{self.number}/{self.incarnation}"
 
     def peer(self, kind: bytes) -> bytes:
-        """The identity of one of its connections."""
+        """Return the identity of one of its connections."""
         return b"/".join((self.user.encode(), self.nonce, kind))
 
 
@@ -131,30 +131,30 @@ class Shell(Protocol):
     """The shard that has these workers."""
 
     def admit(self, peer: bytes, hello: list[memoryview]) -> None:
-        """This connection is a worker from now on; its hello."""
+        """Accept this connection as a worker; its handshake."""
 
     def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
-        """A message of a worker."""
+        """Handle a message of a worker."""
 
     def drain(self) -> None:
-        """Handle all messages that have come."""
+        """Handle all messages that have arrived."""
 
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
-        """A worker has ended or does not answer.
+        """Handle a worker that has ended or does not answer.
 
         how: empty if it was told to. had_tasks: it was admitted; else another may have its number. may_blame: its task
         may be the reason.
         """
 
     def set_window(self, worker: int, window: int) -> None:
-        """A worker is to hold so many tasks."""
+        """Set how many tasks a worker holds."""
 
     def fail(self, error: Exception) -> None:
         """There will be no worker any more."""
 
 
 def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
-    """A connection's user, the nonce of its process, and which of its two connections it is."""
+    """Split an identity into user, nonce of the process, and which of its two connections it is."""
     parts = peer.split(b"/")
     if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
         raise MessageError("no connection of a worker has such an identity")
@@ -177,14 +177,14 @@ class RemoteContent:
         self._warned: set[str] = set()
 
     def piece(self, digest: str, offset: int) -> memoryview:
-        """A piece that begins here. Raises MessageError if there is none."""
+        """Return the piece at this offset. Raises MessageError if there is none."""
         data = self._contents.get(digest)
         if data is None or not 0 <= offset < data.nbytes or offset % PIECE_BYTES:
             raise MessageError("it asks for a piece of a content which is not there")
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
-        """Why a worker with these versions cannot load it, and what to do; empty if it can."""
+        """Return why a worker with these versions cannot load it, and what to do; empty if it can."""
         reason = unfit(versions, self._versions)
         for text in () if reason else warnings_of(versions, self._versions):
             if text not in self._warned:
@@ -193,12 +193,12 @@ class RemoteContent:
         return reason
 
     def missing(self, modules: Sequence[str]) -> str:
-        """Why a worker without these modules cannot load it, and what to do."""
+        """Return why a worker without these modules cannot load it, and what to do."""
         return missing_text(name for name in modules if name.replace(".", "").isidentifier())
 
 
 def other_release(version: int) -> str:
-    """Why a worker is refused that speaks another version of the protocol; empty if it does not."""
+    """Return why a worker with another protocol version is rejected; empty if it has this one."""
     if version == PROTOCOL_VERSION:
         return ""
     return (
@@ -207,19 +207,19 @@ def other_release(version: int) -> str:
     )
 
 
-#: After how long to say how many workers have come, if not all have, seconds.
+#: After how long to log how many workers have connected, if not all have, seconds.
 COMPLAIN_S = 20.0
 
 
 class Shortage:
-    """What people are told of workers that are missing; nobody is to wait in silence. Times are seconds.
+    """Logs missing workers and the platform's reason. Times are seconds.
 
     Args:
         platform: its name.
-        workers: how many there are to be.
+        workers: how many there should be.
         least: fewer are an error after `start_s`, the time of a start.
-        address: where they call.
-        log: where that is told.
+        address: where they connect.
+        log: where to log.
     """
 
     def __init__(
@@ -237,21 +237,21 @@ class Shortage:
         self._least = least
         self._start_s = start_s
         self._address = address
-        #: What limits them and the details, for people; empty: nothing that is known.
+        #: What limits them and the details, for display; empty: nothing known.
         self.reason = ""
-        #: When to say that not all have come, and when too few are an error.
+        #: When to log that not all have connected, and when too few are an error.
         self._complains_at = self._fails_at = math.inf
 
     def begin(self, now: float) -> None:
-        """They have been asked for."""
+        """Record that the workers were requested."""
         self._complains_at, self._fails_at = now + COMPLAIN_S, now + self._start_s
 
     def end(self) -> None:
-        """None is to come."""
+        """Expect no workers."""
         self._complains_at = self._fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
-        """The platform has said what limits them; by: empty if nothing does any more."""
+        """Record and log what limits the workers; by: empty if nothing does any more."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self._log.warning(
@@ -259,9 +259,9 @@ class Shortage:
             )
 
     def check(self, working: int, called: int, now: float) -> str:
-        """Say once how many are missing; returns an error if too few of them have called in time, else nothing.
+        """Log once how many are missing; return an error if too few have connected in time, else nothing.
 
-        called: all that have, also those that work.
+        called: all that have connected, also those that work.
         """
         if working == self.workers:
             self._complains_at = self._fails_at = math.inf

@@ -1,4 +1,4 @@
-"""The workers of a fleet: their states, and what is to be done about them."""
+"""States of a fleet's workers, and the instructions that a fleet issues."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import msgspec
 
 
 class WorkerState(enum.Enum):
-    """Where a worker is in its life; see `lifecycle`."""
+    """State of a remote worker; see `lifecycle`."""
 
     #: The platform has not answered.
     REQUESTED = "requested"
     STARTING = "starting"
-    #: Has called, gets ready, and has no task yet.
+    #: Connected, getting ready, without tasks yet.
     ON_DECK = "on deck"
     WORKING = "working"
     #: Gets no more tasks.
     DRAINING = "draining"
-    #: Is to end by itself, or said to have done so; the platform is asked.
+    #: Ending by itself, or said to have ended; the platform is asked.
     LEAVING = "leaving"
-    #: To be ended by force.
+    #: Being ended by force.
     STOPPING = "stopping"
 
     @property
@@ -33,7 +33,7 @@ class WorkerState(enum.Enum):
 
     @property
     def is_expected(self) -> bool:
-        """Whether it has been started and has not called."""
+        """Whether it has been started and has not connected."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING)
 
 
@@ -45,7 +45,7 @@ class FleetWorker:
     number: int
     incarnation: int
     begun: float
-    #: When its state ends whatever happens; infinite where the lease at its shard watches it.
+    #: When its state times out; infinite while the lease at its shard watches it.
     due: float
     #: When the platform ends it.
     ends: float = math.inf
@@ -53,22 +53,22 @@ class FleetWorker:
     rotates: float = math.inf
     drains: float = math.inf
     state: WorkerState = WorkerState.REQUESTED
-    #: Whether the platform has accepted its start, and whether it has called.
+    #: Whether the platform has accepted its start, and whether it has connected.
     accepted: bool = False
     arrived: bool = False
     ready: bool = False
-    #: When it called, and when it left, as far as is known.
+    #: When it connected, and when it left, as far as is known.
     since: float | None = None
     until: float | None = None
 
     def ran_s(self, heard: float) -> float:
-        """For how long it has run, seconds: from its call until it left, or was heard last."""
+        """Return how long it has run, seconds: from its connection until it left, or was last heard."""
         until = heard if self.until is None else self.until
         return 0.0 if self.since is None else max(0.0, until - self.since)
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Start this worker; its name is new. It is to leave by itself after `lifetime_s`, None: never."""
+    """Start this worker; its name is new. It ends by itself after `lifetime_s`, None: never."""
 
     name: str
     number: int
@@ -83,40 +83,40 @@ class AdmitWorker(msgspec.Struct, frozen=True):
 
 
 class RejectWorker(msgspec.Struct, frozen=True):
-    """Tell whoever called under this name to leave, and why."""
+    """Make the worker of this name leave, and give the reason."""
 
     name: str
     why: str
 
 
 class DrainWorker(msgspec.Struct, frozen=True):
-    """Give this worker no more tasks, and have it leave when it has none."""
+    """Give this worker no more tasks, and make it leave when it has none."""
 
     name: str
 
 
 class CheckWorker(msgspec.Struct, frozen=True):
-    """Have the platform look at this worker."""
+    """Ask the platform about this worker."""
 
     name: str
 
 
 class StopWorker(msgspec.Struct, frozen=True):
-    """Have the platform end this worker by force."""
+    """Make the platform end this worker by force."""
 
     name: str
     why: str
 
 
 class Report(msgspec.Struct, frozen=True):
-    """For people: what limits the fleet now, empty if nothing does, and details."""
+    """For display: what limits the fleet now, empty if nothing does, and details."""
 
     limited_by: str
     text: str
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The fleet starts no worker any more: tell the jobs why."""
+    """The fleet starts no worker any more: report the reason to the jobs."""
 
     text: str
 

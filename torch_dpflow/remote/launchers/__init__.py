@@ -1,4 +1,4 @@
-"""What starts and stops workers on a platform: `contract` has the contract, each other module serves one platform.
+"""Launchers start and stop workers on a platform: `contract` has the contract, each other module serves one platform.
 
 `torch_dpflow.remote` exports the classes of settings.
 """

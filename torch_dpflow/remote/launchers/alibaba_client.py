@@ -1,4 +1,4 @@
-"""What the vendor's clients for Alibaba Cloud share: credentials, one try of a call, and the errors that it ends in.
+"""What the clients for Alibaba Cloud share: credentials, one attempt of a call, and its errors.
 
 Errors are those of `PlatformError`, by the status and code of the answer, and quote nothing of what was sent. The
 vendor's modules are imported late.
@@ -23,15 +23,16 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
+from torch_dpflow.remote.launchers.contract import line_of
 
-#: How long a connection may take, and the answer to a call other than a start, seconds.
+#: Timeouts of a connection, and of the answer to a call other than a start, seconds.
 CONNECT_S, ANSWER_S = 5.0, 20.0
-#: Parts of codes: of a quota that is used up, and of credentials that are wrong, expired or lack a right.
+#: Parts of error codes: of a used-up quota, and of credentials that are wrong, expired or lack a right.
 _QUOTA = ("Exhausted", "Quota", "LimitExceeded", "NoStock")
 _DENIED = ("AccessKey", "SecurityToken", "Signature")
 _NO_RIGHT = ("AccessDenied", "Forbidden", "Unauthorized", "NoPermission")
-#: By which the vendor's client, and what it calls over HTTP, write tracebacks of what this module tells as an error,
-#: and addresses with what was sent.
+#: Loggers with which the vendor's client, and its HTTP library, write tracebacks of what this module reports as an
+#: error, and addresses with what was sent.
 _LOGGERS = ("credentials", "urllib3.connectionpool")
 _CALLS = threading.local()
 _KEYS = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN")
@@ -42,34 +43,34 @@ class MissingError(RejectedError):
 
 
 class ConflictError(RejectedError):
-    """There is one of this name, or its state does not allow the call."""
+    """The name is taken, or the object's state does not allow the call."""
 
 
 class AlibabaClient(ABC):
-    """One of the vendor's clients. Any thread may call; it tries nothing twice.
+    """One of the vendor's clients. Any thread may call; no call is tried twice.
 
     Args:
         region: as "cn-hangzhou".
         endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
-        subject: what rights are needed for, for people.
+        subject: what rights are needed for, for display.
     """
 
     def __init__(self, region: str, endpoint: str, subject: str) -> None:
         self.region, self.endpoint, self._subject = region, endpoint, subject
         self._client: Any = None
-        #: Where credentials were looked for, for people.
+        #: Where credentials were looked for, for display.
         self._source = ""
 
     @abstractmethod
     def make(self, config: Any) -> Any:
-        """The vendor's client, by its `Config`."""
+        """Create the vendor's client from its `Config`."""
 
     def missing(self, code: str) -> str:
-        """What to do where the platform does not find something; empty: nothing."""
+        """Return what to do if the platform does not find something; empty: nothing."""
         return ""
 
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Make a call; its answer. what: cannot be done if it fails, for the message. Raises PlatformError."""
+        """Make a call; return its answer. what: cannot be done if it fails, for the message. Raises PlatformError."""
         from darabonba.runtime import RuntimeOptions
 
         runtime = RuntimeOptions(
@@ -93,7 +94,7 @@ class AlibabaClient(ABC):
             )
             if isinstance(lost, DeniedError):
                 self._client = None  # they are looked up again
-            # Not from it: it has the whole request in it, with the key of a launch spec.
+            # Not from it: it contains the whole request, with the key of a launch spec.
             raise lost from None
         finally:
             _CALLS.under_way = False
@@ -139,11 +140,11 @@ class AlibabaClient(ABC):
     def _no_credentials(self, error: Exception) -> DeniedError:
         return DeniedError(
             f"no credentials were found in {self._source}; set {_KEYS[0]} and {_KEYS[1]}, or give this machine a role "
-            f"({_line_of(error)})"
+            f"({line_of(error)})"
         )
 
     def _failure(self, what: str, error: Exception) -> PlatformError:
-        """An error of the vendor's client as one of ours."""
+        """Translate an error of the vendor's client."""
         from alibabacloud_credentials.exceptions import CredentialException
         from darabonba.exceptions import ResponseException
         from requests.exceptions import ConnectTimeout, SSLError
@@ -162,11 +163,11 @@ class AlibabaClient(ABC):
             if isinstance(one, ConnectTimeout | SSLError) or isinstance(reason, NewConnectionError):
                 place = self.endpoint or f"the control plane of {self.region}"
                 return UnavailableError(f"{what}: {place} cannot be reached: {type(one).__name__}")
-        return AnswerLostError(f"{what}: {_line_of(chain[-2])}")
+        return AnswerLostError(f"{what}: {line_of(chain[-2])}")
 
     def _refusal(self, what: str, error: Any) -> PlatformError:
         status, code = int(error.status_code or 0), str(error.code)
-        text = f"{what}: {status} {code}: {_line_of(error.message)}"
+        text = f"{what}: {status} {code}: {line_of(error.message)}"
         if status == 429 or error.retry_after is not None or "Throttl" in code:
             if any(part in code for part in _QUOTA):
                 return QuotaError(f"{text}; the account's quota of instances is shown in its Quota Center")
@@ -190,10 +191,5 @@ class AlibabaClient(ABC):
 
 
 def _is_others(record: logging.LogRecord) -> bool:
-    """Whether what is logged is of no call that this module makes in this thread."""
+    """Return whether a log record is of no call that this module makes in this thread."""
     return not getattr(_CALLS, "under_way", False)
-
-
-def _line_of(text: object) -> str:
-    """What an error says, on one line."""
-    return " ".join(str(text).split())[:600]

@@ -1,8 +1,7 @@
-"""Clients of AWS, and what their errors mean: the only module that imports boto3, when one is wanted."""
+"""Clients of AWS, the meaning of their errors, and `dpflow deploy lambda`: the only module that imports boto3."""
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from torch_dpflow._core.checks import is_loopback
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
     ExpiredError,
-    MissingExtraError,
     OptionError,
     PlatformError,
     QuotaError,
@@ -22,14 +21,16 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
+from torch_dpflow.remote.launchers.contract import require, seconds_of
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.launchers.aws_lambda import Lambda
 
-_NOT_INSTALLED = "platform='lambda' needs boto3; install it with: pip install 'torch_dpflow[aws]'"
+#: What needs boto3, and the extra that installs it.
+REQUIRED = ("platform='lambda' needs boto3", "aws")
 #: How long to wait for a connection, seconds.
 CONNECT_S = 10.0
-#: Refusals of credentials, some of which have a status of their own.
+#: Codes of rejected credentials, some of which have a status of their own.
 _DENIED = {
     "IncompleteSignature",
     "InvalidClientTokenId",
@@ -39,7 +40,7 @@ _DENIED = {
 }
 _NO_RIGHT = {"AccessDenied", "AccessDeniedException"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException"}
-#: As many run as may, by the code, or by the reason of a TooManyRequestsException.
+#: Concurrency limits, by the code, or by the reason of a TooManyRequestsException.
 _FULL = {
     "ConcurrentInvocationLimitExceeded",
     "ReservedFunctionConcurrentInvocationLimitExceeded",
@@ -47,9 +48,9 @@ _FULL = {
     "ServiceQuotaExceededException",
     "SubnetIPAddressLimitReachedException",
 }
-#: Refusals that pass: the function is being created, updated or woken.
+#: Rejections that pass: the function is being created, updated or woken.
 _PASSING = {"ResourceConflictException", "ResourceNotReadyException", "SnapStartNotReadyException"}
-#: botocore's errors by what they mean: of credentials; before anything was sent; once it was.
+#: botocore's errors by their meaning: of credentials; before anything was sent; after.
 _NO_CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -65,16 +66,10 @@ _CHAIN = "AWS's own chain: AWS_* variables, ~/.aws, SSO, or the role of this hos
 _CHECK = "`aws sts get-caller-identity` says whose they are"
 
 
-def check_installed() -> None:
-    """Raise MissingExtraError if boto3 is not installed; does not import it."""
-    if importlib.util.find_spec("boto3") is None:
-        raise MissingExtraError(_NOT_INSTALLED)
-
-
 class AwsClient:
-    """A client of one of AWS's services, made anew with credentials that are looked up again once they were refused.
+    """A client of one of AWS's services. Thread-safe. No call is tried twice.
 
-    Thread-safe. Nothing is tried twice.
+    It is created anew, with credentials looked up again, once they were rejected.
 
     Args:
         service: as boto3 names it.
@@ -85,15 +80,14 @@ class AwsClient:
     Raises:
         MissingExtraError: boto3 is not installed.
         OptionError: no region is set.
-        DeniedError: AWS's own settings name a profile that there is not.
+        DeniedError: AWS's own settings name a profile that does not exist.
     """
 
     def __init__(self, service: str, region: str, *, read_timeout_s: float, connections: int) -> None:
-        try:
-            import boto3
-            from botocore.config import Config
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(_NOT_INSTALLED) from error
+        require("boto3", *REQUIRED)
+        import boto3
+        from botocore.config import Config
+
         self._boto3 = boto3
         self._service = service
         self._region = region
@@ -110,13 +104,13 @@ class AwsClient:
             meta = self._current().meta
             #: Where its calls go, and whether that is an emulator of this host.
             url = urlsplit(meta.endpoint_url)
-            self.region, self.is_near = str(meta.region_name), is_loopback(url.hostname or "")
+            self.region, self.is_near = str(meta.region_name), is_loopback(meta.endpoint_url)
         if url.scheme != "https" and not self.is_near:  # launch specs have keys
             raise OptionError(f"AWS's settings name {meta.endpoint_url!r} as the service: give https://HOST")
 
     @contextmanager
     def calling(self, what: str) -> Iterator[Any]:
-        """boto3's client, whose errors become ours. what: begins their messages, as "NAME cannot be started"."""
+        """Yield boto3's client and translate its errors. what: begins their messages, as "NAME cannot be started"."""
         try:
             yield self._current()
         except (PlatformError, OptionError):
@@ -143,13 +137,8 @@ class AwsClient:
             return self._client
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host is this one, seen from itself alone."""
-    return host.startswith("127.") or host in ("localhost", "::1")
-
-
 def failure(what: str, error: Exception) -> PlatformError | OptionError:
-    """An error of boto3's as one of ours. One that is of none of the kinds leaves open whether anything was done."""
+    """Translate an error of boto3. An unknown kind leaves open whether anything was done."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ClientError" in kinds:
         return _of_answer(what, error)
@@ -176,7 +165,7 @@ def _of_answer(what: str, error: Any) -> PlatformError:
     if {code, reason} & _FULL:
         return QuotaError(f"{text}; give fewer workers, or have the account's concurrency raised")
     if status == 429 or "Throttl" in code:
-        return ThrottledError(text, _seconds_of(answer.get("retryAfterSeconds")))
+        return ThrottledError(text, seconds_of(answer.get("retryAfterSeconds")))
     if code in _EXPIRED:
         return ExpiredError(f"{text} (credentials are those of {_CHAIN}): renew them there")
     if code in _NO_RIGHT:
@@ -189,28 +178,20 @@ def _of_answer(what: str, error: Any) -> PlatformError:
     return RejectedError(f"{text}{hint}")
 
 
-def _seconds_of(text: Any) -> float:
-    """What a header Retry-After says; 0 if that is no number."""
-    try:
-        return min(max(0.0, float(text)), 3600.0)
-    except (TypeError, ValueError):
-        return 0.0
-
-
 #: What the image runs: AWS's runtime client, with our handler.
 ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.remote.worker.aws_lambda.handler"
-#: How long Lambda may take to be done with a change, and how often to ask, seconds.
+#: Timeout of a change to the function, and how often to poll, seconds.
 DONE_S, ASK_S = 300.0, 1.0
 #: How long one call may take, seconds.
 CALL_S = 60.0
 
 
 def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
-    """The function's configuration, as AWS's client takes it."""
+    """Return the function's configuration, as AWS's client takes it."""
     vpc = settings.vpc
     return {
         "Role": settings.role,
-        # Lambda's own limit comes after the workers', which leave by themselves.
+        # Lambda's own limit comes after the workers', which end by themselves.
         "Timeout": settings.timeout_s,
         "MemorySize": settings.memory_mib,
         "ImageConfig": {"EntryPoint": [*ENTRY_POINT], "Command": [handler]},
@@ -222,14 +203,15 @@ def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
 
 
 def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
-    """Create the function or change it to these settings; what is done, for people, as it is done.
+    """Create the function or update it to these settings; yield what is done, for display.
 
-    dry_run: say what would be done; without credentials that is not compared with what is there.
-    handler: what runs launch specs; another one is for tests of the launcher.
+    Args:
+        dry_run: only report what would be done; without credentials nothing is compared.
+        handler: runs the launch specs; another one is for tests of the launcher.
 
     Raises:
         OptionError: there is no image or no role.
-        PlatformError: Lambda refuses.
+        PlatformError: Lambda rejects a call.
     """
     if not image:
         raise OptionError(
@@ -273,7 +255,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
 
 
 def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; what is done, for people. Raises PlatformError."""
+    """Remove the function; yield what is done, for display. Raises PlatformError."""
     client = _client(settings)
     try:
         if _there(client, settings) is None:
@@ -314,7 +296,7 @@ def _there(client: AwsClient, settings: Lambda) -> Mapping[str, Any] | None:
 
 
 def _await_done(client: AwsClient, settings: Lambda) -> None:
-    """Wait until the latest change is done. Raises RejectedError if it failed, UnavailableError if it is not."""
+    """Wait until the latest change is done. Raises RejectedError if it failed, UnavailableError after a timeout."""
     deadline = time.monotonic() + DONE_S
     while True:
         with client.calling(f"function {settings.function!r} cannot be read") as lambda_:
@@ -333,7 +315,7 @@ def _await_done(client: AwsClient, settings: Lambda) -> None:
 
 
 def _changes(has: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be changed, for people."""
+    """Yield what is to be changed, for display."""
     for key, value in wanted.items():
         old = has.get(key)
         if key == "ImageConfig":

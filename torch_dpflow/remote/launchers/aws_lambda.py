@@ -1,8 +1,8 @@
 """Workers as invocations of a function of AWS Lambda.
 
-An invocation is answered when its worker has ended, so a call is held for each of them. There is no id by which Lambda
-would know it: none can be listed, or ended by force. A worker leaves when its shard does not want it, or is silent, or
-when its time is up; a launch spec that comes twice is refused by the shard the second time.
+An invocation is answered when its worker has ended, so a call is held for each of them. Lambda has no id of an
+invocation: none can be listed, or ended by force. A worker ends when its shard rejects it, or is silent, or when its
+time is up. The shard rejects a launch spec that arrives twice.
 """
 
 from __future__ import annotations
@@ -21,26 +21,35 @@ from torch_dpflow._core.checks import (
     check_number,
     check_type,
     format_duration,
+    is_loopback,
     parse_bytes,
     parse_duration,
 )
 from torch_dpflow._core.depth import load_json
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
-from torch_dpflow.remote.launchers.aws_client import AwsClient, check_installed, is_loopback
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
+from torch_dpflow.remote.launchers.aws_client import REQUIRED, AwsClient
+from torch_dpflow.remote.launchers.contract import (
+    AdoptingPlatform,
+    Fate,
+    Finding,
+    Launcher,
+    Ref,
+    check_tcp,
+    require,
+)
 from torch_dpflow.remote.launchers.processes import LOOK_S
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Lambda ends an invocation after this time, seconds; its answer may come that much later; workers have to be done by
-#: then, with this margin.
-MOST_S, ANSWER_S, MARGIN_S = 900.0, 10.0, 30.0
-#: Calls that one process holds at most, each with a thread and a connection.
-MOST_HELD = 256
-#: How long a start waits for its refusal, seconds: who is refused is told at once, who is accepted hears nothing.
+#: Lambda ends an invocation after this time, seconds; its answer may arrive that much later; workers must be done
+#: before, with this margin.
+MAX_INVOCATION_S, ANSWER_S, MARGIN_S = 900.0, 10.0, 30.0
+#: Maximum calls that one process holds, each with a thread and a connection.
+MAX_HELD = 256
+#: How long a start waits for its rejection, seconds: a rejection is answered at once, an accepted start not at all.
 REFUSED_S = 1.0
-#: Bytes of a unit of Lambda's memory, and the most and least units.
-_MIB, _LEAST_MIB, _MOST_MIB = 2**20, 128, 10_240
+#: Bytes of a unit of Lambda's memory, and minimum and maximum units.
+_MIB, _MIN_MIB, _MAX_MIB = 2**20, 128, 10_240
 _PLACE = "its invocation"
 _LISTEN = (
     "functions cannot reach it: give the address of this host in the function's VPC, as "
@@ -51,7 +60,7 @@ _LISTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Lambda:
-    """`platform="lambda"`: workers as invocations of a function of AWS Lambda, which `dpflow deploy lambda` makes.
+    """`platform="lambda"`: workers as invocations of a function of AWS Lambda, which `dpflow deploy lambda` creates.
 
     Credentials are those of AWS's own chain: variables, `~/.aws`, SSO, roles. Functions have to reach this host, so
     both are in one VPC.
@@ -60,10 +69,10 @@ class Lambda:
         function: its name or ARN, with an alias or version behind a colon.
         region: empty: as AWS's own settings say.
         lifetime: after how long a worker is replaced, as "14m" or a number of seconds.
-        max_workers: the most workers that may run at once; has to be given, since each is billed.
-        memory: of the function that is deployed, as "2GiB"; Lambda gives processors with it, one for 1.77 GB.
-        role: the ARN of the role of the function that is deployed; it has to allow a function in a VPC.
-        vpc: of the function that is deployed: `subnets` and `security_groups`, lists of their ids.
+        max_workers: maximum workers at once; required, since each is billed.
+        memory: of the deployed function, as "2GiB"; Lambda gives processors with it, one for 1.77 GB.
+        role: the ARN of the deployed function's role; it has to allow a function in a VPC.
+        vpc: of the deployed function: `subnets` and `security_groups`, lists of their ids.
         price_per_hour: of a worker, for reports.
 
     Raises:
@@ -90,11 +99,11 @@ class Lambda:
             raise OptionError("function='' is no name; give that of a function, as dpflow-worker")
         check_int("max_workers", self.max_workers, minimum=0)
         check_fields(self, check_number, "price_per_hour")
-        parse_duration("lifetime", self.lifetime, maximum=MOST_S - MARGIN_S)
+        parse_duration("lifetime", self.lifetime, maximum=MAX_INVOCATION_S - MARGIN_S)
         mib, rest = divmod(parse_bytes("memory", self.memory), _MIB)
-        if rest or not _LEAST_MIB <= mib <= _MOST_MIB:
+        if rest or not _MIN_MIB <= mib <= _MAX_MIB:
             raise OptionError(
-                f"memory={self.memory!r}: Lambda has whole MiB, from {_LEAST_MIB} to {_MOST_MIB}; give as many, as 2GiB"
+                f"memory={self.memory!r}: Lambda has whole MiB, from {_MIN_MIB} to {_MAX_MIB}; give as many, as 2GiB"
             )
         check_type("vpc", self.vpc, Mapping, "a dict")
         for key, ids in self.vpc.items():
@@ -107,7 +116,7 @@ class Lambda:
 
     @property
     def lifetime_s(self) -> float:
-        """As a number of seconds."""
+        """`lifetime` in seconds."""
         return parse_duration("lifetime", self.lifetime)
 
     @property
@@ -117,11 +126,11 @@ class Lambda:
 
     @property
     def memory_mib(self) -> int:
-        """As Lambda counts it."""
+        """`memory` in MiB."""
         return parse_bytes("memory", self.memory) // _MIB
 
     def check_installed(self) -> None:
-        check_installed()
+        require("boto3", *REQUIRED)
 
     def check_workers(self, workers: int) -> None:
         if not self.max_workers:
@@ -129,10 +138,10 @@ class Lambda:
                 "platform='lambda' bills each worker: say how many there may be at most, by max_workers in "
                 "[platform.lambda], DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS, or Lambda(max_workers=...)"
             )
-        most = min(self.max_workers, MOST_HELD)
+        most = min(self.max_workers, MAX_HELD)
         if workers > most:
             what = (
-                f"max_workers={self.max_workers}" if most < MOST_HELD else "the calls that a process can hold"
+                f"max_workers={self.max_workers}" if most < MAX_HELD else "the calls that a process can hold"
             )
             raise OptionError(f"{workers} workers on Lambda are more than {what}: give at most {most}")
 
@@ -149,14 +158,11 @@ class Lambda:
         return "tcp://127.0.0.1:0"
 
     def check_listen(self, address: str) -> None:
-        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:0")
-        if is_loopback(host) and not self._is_near():
-            raise OptionError(f"listen={address!r}: {_LISTEN}")
+        check_tcp(address)
+        check_tcp(address, loopback=not is_loopback(address) or self._is_near(), advice=_LISTEN)
 
     def _is_near(self) -> bool:
-        """Whether functions are those of an emulator of this host."""
+        """Return whether functions are those of an emulator on this host."""
         with closing(_client(self)) as client:
             return client.is_near
 
@@ -164,13 +170,10 @@ class Lambda:
 class LambdaLauncher:
     """The control plane of AWS Lambda.
 
-    Args:
-        settings: of the function and its workers.
-
     Raises:
         MissingExtraError: boto3 is not installed.
         OptionError: no region is set.
-        DeniedError: AWS's own settings name a profile that there is not.
+        DeniedError: AWS's own settings name a profile that does not exist.
     """
 
     def __init__(self, settings: Lambda) -> None:
@@ -180,7 +183,7 @@ class LambdaLauncher:
             accepts_connections=False,
             max_lifetime_s=settings.lifetime_s,
             max_workers=settings.max_workers or None,
-            # Each start waits a little for a refusal; Lambda itself takes a thousand new environments in 10 s.
+            # Each start waits a little for a rejection; Lambda itself starts a thousand environments in 10 s.
             calls_at_once=64,
             start_timeout_s=(20.0, 120.0),
             can_list=False,
@@ -188,7 +191,7 @@ class LambdaLauncher:
         )
         self._client = _client(settings)
         self._lock = threading.Lock()
-        #: Calls that are not answered, of workers that are not given up; all calls; how others have ended.
+        #: Open calls of workers that are not abandoned; all open calls; how other workers have ended.
         self._held: dict[str, _HeldCall] = {}
         self._open: set[_HeldCall] = set()
         self._ends: dict[str, End] = {}
@@ -205,9 +208,9 @@ class LambdaLauncher:
         with self._lock:
             if name in self._held or name in self._ends:
                 return name
-            if len(self._open) >= MOST_HELD:
+            if len(self._open) >= MAX_HELD:
                 raise QuotaError(
-                    f"{name} cannot be started: this process holds {MOST_HELD} invocations, its most"
+                    f"{name} cannot be started: this process holds {MAX_HELD} invocations, its most"
                 )
             call.start()
             self._held[name] = call
@@ -225,7 +228,7 @@ class LambdaLauncher:
             return alive | {name: Fate(end=end) for name in workers if (end := self._ends.pop(name, None))}
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """Give it up: Lambda ends none. It leaves by itself, and its call is held until it has."""
+        """Abandon the worker: Lambda cannot end it. It ends by itself, and its call is held until it has."""
         with self._lock:
             self._held.pop(name, None)
             self._ends.pop(name, None)
@@ -239,26 +242,26 @@ class LambdaLauncher:
     def invoke(self, name: str, payload: str) -> End:
         """Invoke the function, and wait for its end. Raises PlatformError."""
         with self._client.calling(f"{name} cannot be started") as client:
-            # A file, since botocore's own log has what a request consists of: the launch spec has a key.
+            # A file, since botocore logs the request: the launch spec has a key.
             body = io.BytesIO(payload.encode())
             answer = client.invoke(FunctionName=self._settings.function, Payload=body)
             told = answer["Payload"].read()
         return _end_of(told, is_failure="FunctionError" in answer)
 
     def note(self, call: _HeldCall, told: End | PlatformError) -> None:
-        """A call has come back."""
+        """Record the result of a call."""
         with self._lock:
             self._open.discard(call)
             if self._held.get(call.worker) is call:
                 del self._held[call.worker]
                 if isinstance(told, End):
-                    # Lambda may run one twice. Where this is the answer of the second one, which its shard has
-                    # refused, the first one works: nobody here knows of its end.
+                    # Lambda may run one twice. If this is the answer of the second one, which its shard has rejected,
+                    # the first one works and its end is unknown here.
                     if not (told.code == 0 and f"another process is {call.worker} already" in told.report):
                         self._ends[call.worker] = told
                 elif not call.is_started:
                     call.refusal = told
-                elif not isinstance(told, AnswerLostError):  # else it may run: nobody here knows
+                elif not isinstance(told, AnswerLostError):  # else it may run, unknown here
                     self._ends[call.worker] = End(report=str(told), place=_PLACE)
 
     def _room(self) -> Finding:
@@ -283,7 +286,7 @@ class _HeldCall(threading.Thread):
         self.worker = worker
         self._launcher = launcher
         self._payload = payload
-        #: Set once the call has come back; whether its start was taken for accepted before; else why it was not.
+        #: Set once the call has returned; whether its start counted as accepted before; else why it was rejected.
         self.answered = threading.Event()
         self.is_started = False
         self.refusal: PlatformError | None = None
@@ -301,11 +304,13 @@ class _HeldCall(threading.Thread):
 
 
 def _client(settings: Lambda) -> AwsClient:
-    return AwsClient("lambda", settings.region, read_timeout_s=MOST_S + ANSWER_S, connections=MOST_HELD + 8)
+    return AwsClient(
+        "lambda", settings.region, read_timeout_s=MAX_INVOCATION_S + ANSWER_S, connections=MAX_HELD + 8
+    )
 
 
 def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:
-    """What a function is, and whether it lets workers live as long as they are to."""
+    """Report the function's state, and whether its timeout lets workers live as long as they should."""
     timeout_s, state = float(told.get("Timeout", 0)), str(told.get("State", "Active"))
     text = f"function {settings.function!r} in {region} is {state}, with {told.get('MemorySize')} MiB"
     if state not in ("Active", "Inactive"):  # the latter is woken by the next invocation
@@ -321,7 +326,7 @@ def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list
 
 
 def _end_of(body: bytes, *, is_failure: bool) -> End:
-    """How a worker has ended, by the answer to its invocation."""
+    """Parse how a worker has ended from the answer to its invocation."""
     try:
         told = load_json(body)
         if is_failure:  # of the runtime: the handler answers whatever its worker comes to

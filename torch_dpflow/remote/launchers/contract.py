@@ -1,37 +1,38 @@
-"""The contract of workers: processes that a platform starts through its control plane, wherever they run.
+"""The contract of launchers: they start remote workers through a platform's control plane, wherever these run.
 
-A worker has a name, which is never used again, and a launch spec: bytes that say what it is to do and whom to call. It
-connects out. Whether it lives is for those to say whom it calls; what the platform says shortens the waiting and
+A worker has a name, which is never reused, and a launch spec: bytes that contain what it does and where it connects. It
+connects out. The processes it connects to decide whether it lives; what the platform reports shortens the waiting and
 explains ends.
 
-`Launcher` is what a platform's module implements, with blocking calls and no state machine of its own; `calls.Calls`
-makes a `RemotePlatform` of it. `torch_dpflow.testing.launchers` has the contract suite.
+A platform's module implements `Launcher`, with blocking calls and no state machine of its own; `ThreadedPlatform` makes
+a `RemotePlatform` of it. `torch_dpflow.testing.launchers` has the contract suite.
 
-Beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since starts differ.
-A process of this host is started by a function with what a fork inherits, in the calling thread, which gets the error.
-A worker is started by bytes; its start takes seconds, and may be refused or have happened unknown to us, so what became
-of it is news.
+It stands beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since
+starts differ. A process of this host is started by a function with what a fork inherits, in the calling thread, which
+gets the error. A remote worker is started by bytes; its start takes seconds, and may be rejected or succeed without an
+answer, so its outcome is an event.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from torch_dpflow._core.checks import check_number
-from torch_dpflow.errors import OptionError, PlatformError
+from torch_dpflow._core.checks import check_number, is_loopback
+from torch_dpflow.errors import MissingExtraError, OptionError, PlatformError
 from torch_dpflow.workers.platform import End, Limits
 
-#: How the platform knows a worker, as its id there. Text, so that whoever comes after its starter can use it.
+#: The platform's id of a worker. Text, so that a process that takes over from its starter can use it.
 Ref: TypeAlias = str
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check of a platform has found, for people."""
+    """A result of a platform's check, for display."""
 
     good: bool
     text: str
@@ -39,43 +40,43 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What a platform says of a worker that it knows."""
+    """What a platform reports about a worker."""
 
     #: How it has ended; None while it lives.
     end: End | None = None
-    #: In how many seconds the platform will end it, where it has announced that.
+    #: In how many seconds the platform will end it, if announced.
     until_s: float | None = None
 
 
 class Launcher(Protocol):
     """A platform's control plane. Any thread may call; several do at once.
 
-    Every call ends in some time of its own. Errors are those of `PlatformError`, and quote nothing of a launch spec.
-    After a DeniedError credentials are looked up again.
+    Every call has a timeout of its own. Errors are those of `PlatformError`, and quote nothing of a launch spec. After
+    a DeniedError credentials are looked up again.
     """
 
     limits: Limits
 
     def check(self) -> Sequence[Finding]:
-        """Look at credentials, quota, image and the way to the control plane, without any effect."""
+        """Check credentials, quota, image and the connection to the control plane, without any effect."""
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
-        """Ask for one worker, once: neither this nor its library tries again.
+        """Start one worker, once: neither this nor its library retries.
 
-        Where the platform can tell, a second start under a name is the first one's worker.
+        If the platform can tell, a second start under a name returns the first one's worker.
 
         Raises:
-            PlatformError: AnswerLostError if the worker may have been started, any other if it has not.
+            PlatformError: AnswerLostError if the worker may have been started, any other if it was not.
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        """What became of these; those that the platform does not know are left out. None: go by the name."""
+        """Return the fates of these workers; unknown ones are left out. A ref of None: go by the name."""
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """End a worker by force, by its name without a ref. That it is not there, or has ended, is no error."""
+        """End a worker by force, by its name without a ref. One that is gone or has ended is no error."""
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """The workers that the platform has under such names, whoever started them."""
+        """Return the workers whose names begin with `prefix`, whichever process started them."""
 
     def close(self) -> None:
         """Release connections and threads; ends no worker. Idempotent."""
@@ -99,7 +100,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answerless:
-    """Nobody knows whether this worker was started; `Accepted` or `Refused` may still follow."""
+    """It is unknown whether this worker was started; `Accepted` or `Refused` may still follow."""
 
     name: str
     text: str
@@ -128,33 +129,30 @@ class RemotePlatform(Protocol):
     """Starts and ends workers. Nothing but `close` waits; any thread may call."""
 
     limits: Limits
-    #: A descriptor that is readable while `take` has something to return.
+    #: Readable while `take` has something to return.
     wakeup_fd: int
 
     def start(self, name: str, launch_spec: bytes) -> None:
-        """Have this worker started. Raises OptionError if the name is taken or the launch spec too long."""
+        """Start this worker. Raises OptionError if the name is taken or the launch spec too long."""
 
     def stop(self, name: str, why: str = "") -> None:
-        """Have this worker ended by force, whatever its start has come to. Of others' workers nothing is told."""
+        """End this worker by force, whatever the state of its start. Nothing is reported of others' workers."""
 
     def suspect(self, name: str) -> None:
-        """Ask the platform about this worker soon: it has not come, is silent, or has said that it leaves."""
+        """Ask the platform about this worker soon: it has not connected, is silent, or has said goodbye."""
 
     def take(self) -> Sequence[Outcome]:
-        """What has happened since the last call, in order. `Refused` or `Ended` is the last of a name."""
+        """Return what has happened since the last call, in order. `Refused` or `Ended` is the last of a name."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
         """End all workers that it has started, after `grace_s` in which they may end themselves. Idempotent."""
 
 
 class AdoptingPlatform(RemotePlatform, Protocol):
-    """A platform that can go on for a process that has died."""
+    """A platform that can take over from a process that has died."""
 
     def adopt(self, name: str, ref: Ref | None) -> None:
-        """Treat a worker that another process has started as one of its own, but for `Accepted`; None: go by its name.
-
-        Nothing happens where it is known.
-        """
+        """Treat another process's worker as one of its own, without `Accepted`. A known one is left as it is."""
 
 
 class PlatformSource(Protocol):
@@ -168,10 +166,13 @@ class PlatformSource(Protocol):
         """Connect to it. Raises as `PlatformSpec.open`."""
 
     def listen_at(self) -> str:
-        """Where to listen for its workers unless the user says: `tcp://HOST:0`. Called while the platform is open."""
+        """Return the default address to listen at for its workers.
+
+        `tcp://HOST:0`. Called while the platform is open.
+        """
 
     def check_listen(self, address: str) -> None:
-        """Raise OptionError for an address which its workers cannot reach, as 127.0.0.1 from another host."""
+        """Raise OptionError for an address that its workers cannot reach, as 127.0.0.1 from another host."""
 
 
 class PlatformSpec(PlatformSource, Protocol):
@@ -182,25 +183,26 @@ class PlatformSpec(PlatformSource, Protocol):
 
     @property
     def sends_code(self) -> bool:
-        """Whether workers need the user's own modules sent to them; not where the platform has a way of its own."""
+        """Whether workers need the user's own modules sent to them; False if the platform has a way of its own."""
 
     def check_installed(self) -> None:
         """Raise MissingExtraError if its library is not installed; imports and connects nothing."""
 
     def check_workers(self, workers: int) -> None:
-        """Raise OptionError where there may not be so many workers, as one that is billed says by its `max_workers`."""
+        """Raise OptionError if there may not be so many workers, as `max_workers` of a billed platform says."""
 
     def launcher(self) -> Launcher:
-        """Its control plane, for what is no loader's affair. Raises as `open`."""
+        """Return its control plane, for commands. Raises as `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         """Connect to the platform, whose workers run `torch_dpflow.remote.worker.run` with their launch spec.
 
-        outlived: workers are to live on where this process is killed; else they may end with it.
+        outlived: workers outlive this process if it is killed; else they may end with it.
+
         Raises:
             MissingExtraError: its library is not installed.
             OptionError: a setting is not possible, or there is no such platform to connect to.
-            PlatformError: it cannot be reached, or refuses.
+            PlatformError: it cannot be reached, or rejects a call.
         """
 
 
@@ -209,10 +211,12 @@ _NAME = re.compile(r"dpf-([0-9a-f]{8})-([0-9a-f]{10})-(0|[1-9][0-9]{0,5})-(0|[1-
 
 @dataclass(frozen=True)
 class WorkerName:
-    """Names one worker for ever; `str` gives the text, `parse` reads it. Not to be reused, so incarnations only rise.
+    """Name of one worker, never reused: incarnations only rise. `str` gives the text, `parse` reads it.
+
+    A DNS label, so that it serves as the name of a pod, an actor or a task and as a client's token.
 
     Args:
-        cluster: whose it is: 8 digits, hexadecimal.
+        cluster: of the worker: 8 digits, hexadecimal.
         group: its fleet in the cluster: 10 digits, hexadecimal.
         number: its place in the fleet, below a million.
         incarnation: counts the fleet's workers.
@@ -234,18 +238,45 @@ class WorkerName:
 
     @classmethod
     def parse(cls, text: str) -> WorkerName:
-        """Read a name. Raises OptionError if it is none."""
+        """Read a name. Raises OptionError for anything else."""
         cluster, group, number, incarnation = _match(text).groups()
         return cls(cluster, group, int(number), int(incarnation))
 
     @staticmethod
     def is_one(text: str) -> bool:
-        """Whether a text is a name."""
+        """Return whether a text is a name."""
         return _NAME.fullmatch(text) is not None
 
 
+def require(library: str, needs: str, extra: str) -> None:
+    """Raise MissingExtraError unless a library is installed; does not import it."""
+    if importlib.util.find_spec(library) is None:
+        raise MissingExtraError(f"{needs}; install it with: pip install 'torch_dpflow[{extra}]'")
+
+
+def check_tcp(address: str, *, loopback: bool = True, advice: str = "") -> None:
+    """Raise OptionError unless workers can reach a `listen` address: over tcp, on loopback if `loopback`."""
+    if not address.startswith("tcp://"):
+        raise OptionError(f"listen={address!r}: workers connect over tcp, as at tcp://10.0.0.5:7700")
+    if not loopback and is_loopback(address):
+        raise OptionError(f"listen={address!r}: {advice}")
+
+
+def seconds_of(text: Any) -> float:
+    """Return the value of a Retry-After header, at most an hour; 0 if it is not a number."""
+    try:
+        return min(max(0.0, float(text)), 3600.0)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def line_of(text: object) -> str:
+    """Return an error's text on one line."""
+    return " ".join(str(text).split())[:600]
+
+
 def prefix_of(cluster: str, group: str = "") -> str:
-    """What the names of all workers of a cluster, or of one of its fleets, begin with."""
+    """Return the common prefix of the names of a cluster's workers, or of one of its fleets."""
     return f"dpf-{cluster}-{group}-" if group else f"dpf-{cluster}-"
 
 
@@ -264,12 +295,11 @@ PERIOD_S = 10.0
 
 
 class RateLimit:
-    """At most so many in any `PERIOD_S`, which may come all at once: control planes count so.
+    """At most so many in any `PERIOD_S`, possibly all at once: control planes count so. Time is an argument.
 
-    A bucket of that size which is filled at that rate would let twice as many through. Time is an argument.
+    A token bucket of that size and rate would let twice as many through.
 
-    Args:
-        per_s: a second, on average, above 0. Below one in a period, one in as much time as it takes.
+    per_s: a second, on average, above 0. Below one in a period, one in as much time as it takes.
     """
 
     def __init__(self, per_s: float) -> None:
@@ -278,11 +308,11 @@ class RateLimit:
         self._latest: deque[float] = deque(maxlen=max(1, int(per_s * self.period_s)))
 
     def wait_s(self, now: float) -> float:
-        """How long until the next is allowed, seconds; 0 if it is now."""
+        """Return how long until the next is allowed, seconds; 0 if it is now."""
         if len(self._latest) < (self._latest.maxlen or 1):
             return 0.0
         return max(0.0, self.period_s - (now - self._latest[0]))
 
     def note(self, now: float) -> None:
-        """One is done now."""
+        """Record one."""
         self._latest.append(now)

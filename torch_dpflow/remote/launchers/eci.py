@@ -1,10 +1,9 @@
-"""Container groups of Elastic Container Instance that join a cluster as nodes: what they are, made, listed, removed."""
+"""Container groups of Elastic Container Instance that join a cluster as nodes: created, listed, removed."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import ipaddress
 import secrets
 import time
@@ -19,16 +18,14 @@ from torch_dpflow._core.checks import check_fields, check_int, check_number
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
-    MissingExtraError,
     OptionError,
     ThrottledError,
     UnavailableError,
 )
 from torch_dpflow.remote.launchers.alibaba_client import AlibabaClient, ConflictError, MissingError
+from torch_dpflow.remote.launchers.contract import require
 
-_LIBRARY = "alibabacloud_eci20180808"
-_NOT_INSTALLED = "container groups need the vendor's client; install it with: pip install 'torch_dpflow[eci]'"
-#: Groups on one page of a list: as many as there may be.
+#: Maximum groups on one page of a list.
 PAGE = 20
 
 
@@ -40,7 +37,7 @@ class ContainerGroup:
     name: str
     #: As the platform has it, such as "Running".
     status: str
-    #: In the network that it is in; empty: it has none yet.
+    #: Its address in its network; empty: it has none yet.
     address: str
     tags: Mapping[str, str]
 
@@ -57,8 +54,7 @@ class ContainerGroups(AlibabaClient):
     """
 
     def __init__(self, region: str, endpoint: str = "") -> None:
-        if importlib.util.find_spec(_LIBRARY) is None:
-            raise MissingExtraError(_NOT_INSTALLED)
+        require("alibabacloud_eci20180808", "container groups need the vendor's client", "eci")
         super().__init__(region, endpoint, "container groups")
 
     def make(self, config: Any) -> Any:
@@ -67,7 +63,7 @@ class ContainerGroups(AlibabaClient):
         return Client(config)
 
     def create(self, request: Mapping[str, Any]) -> str:
-        """Create a group by the vendor's JSON, which has a ClientToken; its id. The same token gives the same group."""
+        """Create a group by the vendor's JSON; return its id. The same ClientToken gives the same group."""
         from alibabacloud_eci20180808.models import CreateContainerGroupRequest
 
         given = CreateContainerGroupRequest().from_map({"RegionId": self.region, **request})
@@ -76,7 +72,7 @@ class ContainerGroups(AlibabaClient):
         return id
 
     def tagged(self, key: str, value: str) -> Iterator[ContainerGroup]:
-        """The groups with this tag. An account that lacks the right to list is told of none."""
+        """Yield the groups with this tag. An account that lacks the right to list gets none."""
         from alibabacloud_eci20180808.models import (
             DescribeContainerGroupsRequest,
             DescribeContainerGroupsRequestTag,
@@ -97,7 +93,7 @@ class ContainerGroups(AlibabaClient):
                 return
 
     def delete(self, id: str) -> None:
-        """End a group: it is told to, and killed after its grace. Raises MissingError if there is none."""
+        """End a group: it is signalled, and killed after its grace. Raises MissingError if there is none."""
         from alibabacloud_eci20180808.models import DeleteContainerGroupRequest
 
         request = DeleteContainerGroupRequest(region_id=self.region, container_group_id=id)
@@ -111,22 +107,22 @@ def _group(found: Any) -> ContainerGroup:
     )
 
 
-#: Tags: whose node it is, and which one.
+#: Tags: cluster and number of the node.
 CLUSTER, NUMBER = "dpflow-cluster", "dpflow-node"
-#: States in which a group runs nothing and costs nothing, for good.
+#: States in which a group has ended for good and costs nothing.
 ENDED = frozenset({"Succeeded", "Failed", "ScheduleFailed", "Expired"})
 _ENDING = "Terminating"
-#: How long a node that leaves may take, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
+#: Time of a leaving node, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
 _GRACE_S = 75
-#: As many as may join one cluster.
-_MOST = 256
-#: Bytes of one file that a group takes.
-_MOST_KEYS = 32 * 1024
+#: Maximum nodes of a cluster.
+_MAX_NODES = 256
+#: Maximum bytes of one file of a group.
+_MAX_KEY_BYTES = 32 * 1024
 #: How often a call is tried that was throttled or not answered, and the longest pause in between, seconds.
-_TRIES, _LONGEST_S = 8, 15.0
+_TRIES, _MAX_PAUSE_S = 8, 15.0
 _KEYS = "/var/run/dpflow"
-# A file that the platform mounts may be read by others; a node takes keys from one that is its own only. It then is
-# the one process that is told to end.
+# A file that the platform mounts may be readable by others; a node takes keys from one that is its own only. `exec`, so
+# that the node receives the signals.
 _SCRIPT = (
     'umask 077 && file="$(mktemp)" && cat "$0/cluster.json" > "$file" && '
     'exec python -m torch_dpflow.cli node --join "$file" --name "$1"'
@@ -137,16 +133,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroups:
-    """So many container groups of one kind, each one node of a cluster.
+    """Container groups of one kind, each one node of a cluster.
 
     Args:
-        cluster: of whose nodes they are, by `cluster_of`.
+        cluster: the nodes' cluster, by `cluster_of`.
         address: where it listens, TCP.
         keys: the content of its connection file, with the keys of services. It is not printed.
         count: of groups.
         image: of their container, in a registry that the region reaches.
-        vswitch, security_group: of the network in which the cluster and its jobs are.
-        cpu, memory_gib: what each has, for all its workers, and for the samples that its shards keep.
+        vswitch, security_group: of the network of the cluster and its jobs.
+        cpu, memory_gib: of each, for all its workers, and for the samples that its shards keep.
         spot: whether the platform may end them at any time, for a lower price.
 
     Raises:
@@ -165,19 +161,21 @@ class NodeGroups:
     spot: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, check_int, "count", minimum=0, maximum=_MOST)
+        check_fields(self, check_int, "count", minimum=0, maximum=_MAX_NODES)
         check_fields(self, check_number, "cpu", "memory_gib", exclusive=True)
         for name in ("image", "vswitch", "security_group"):
             if not getattr(self, name):
                 raise OptionError(f"no {name.replace('_', ' ')}: give --{name.replace('_', '-')}")
         _check_address(self.address)
-        if len(self.keys) > _MOST_KEYS:
-            raise OptionError(f"the connection file has {len(self.keys)} bytes; a group takes {_MOST_KEYS}")
+        if len(self.keys) > _MAX_KEY_BYTES:
+            raise OptionError(
+                f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}"
+            )
 
     def request(self, name: str, number: str) -> dict[str, Any]:
-        """The group of this name, as the vendor's JSON: the name is its token too, and that of the node."""
+        """Return the group of this name, as the vendor's JSON: the name is its token too, and that of the node."""
         tags = {CLUSTER: self.cluster, NUMBER: number}
-        # Of an id that the image does not know, whose home would be /.
+        # The user id has no home in the image: it would be /.
         environment = {"HOME": "/tmp", "USER": "dpflow"}
         file = {"Path": "cluster.json", "Content": base64.b64encode(self.keys).decode()}
         return {
@@ -188,7 +186,7 @@ class NodeGroups:
             "SecurityGroupId": self.security_group,
             "Cpu": self.cpu,
             "Memory": self.memory_gib,
-            # One that has ended as its cluster is gone would be started for ever.
+            # Else a node that ended because its cluster is gone would be restarted forever.
             "RestartPolicy": "Never",
             "TerminationGracePeriodSeconds": _GRACE_S,
             **({"SpotStrategy": "SpotAsPriceGo"} if self.spot else {}),
@@ -213,17 +211,18 @@ class NodeGroups:
 
 
 def cluster_of(server_public: str) -> str:
-    """The name of a cluster's groups, by its public key: 8 hexadecimal digits."""
+    """Return the name of a cluster's groups, by its public key: 8 hexadecimal digits."""
     return hashlib.sha256(server_public.encode()).hexdigest()[:8]
 
 
 def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False) -> Iterator[str]:
-    """Have as many groups as are wanted: make those that are missing, remove others; what is done, for people.
+    """Create missing groups and remove surplus ones; yield what is done, for display.
 
-    A group that runs stays as it is. A dry run without credentials takes none for there.
+    A group that runs stays as it is. A dry run without credentials assumes that there is none.
 
     Raises:
-        PlatformError: the platform refuses, or does not answer. What was made before stays; a further call goes on.
+        PlatformError: the platform rejects a call, or does not answer. What was created before stays; a further call
+            goes on.
     """
     there: Sequence[ContainerGroup] = ()
     try:
@@ -252,7 +251,7 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
 
 
 def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove all groups of a cluster, which may be gone; what is done, for people. Raises PlatformError."""
+    """Remove all groups of a cluster; yield what is done, for display. Raises PlatformError."""
     try:
         there = _there(groups, cluster)
     except DeniedError as error:
@@ -267,7 +266,7 @@ def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> I
 
 
 def listed(groups: ContainerGroups, cluster: str) -> Iterator[str]:
-    """The groups of a cluster, for people. Raises PlatformError."""
+    """Yield the groups of a cluster, for display. Raises PlatformError."""
     there = _there(groups, cluster)
     yield from map(_line, there)
     if not there:
@@ -284,7 +283,7 @@ def _removed(groups: ContainerGroups, them: Sequence[ContainerGroup], *, dry_run
             yield _line(one)
             continue
         if not dry_run:
-            # One that is gone, as after an answer that was lost.
+            # It may be gone, as after an answer that was lost.
             with suppress(MissingError):
                 _tried(lambda one=one: groups.delete(one.id))  # type: ignore[misc]
         yield f"{_line(one)} {'would be ' if dry_run else ''}removed"
@@ -296,8 +295,8 @@ def _line(group: ContainerGroup) -> str:
 
 
 def _tried(call: Callable[[], _T]) -> _T:
-    """Call again where that may help: what is created has a token, and what is removed may be so twice."""
-    backoff = Backoff(1.0, _LONGEST_S)
+    """Retry a call: what is created has a token, and what is removed may be so twice."""
+    backoff = Backoff(1.0, _MAX_PAUSE_S)
     while True:
         try:
             return call()

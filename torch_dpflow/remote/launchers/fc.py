@@ -16,29 +16,37 @@ from torch_dpflow._core.checks import (
     check_int,
     check_number,
     check_type,
+    is_loopback,
     parse_bytes,
     parse_duration,
 )
 from torch_dpflow._core.depth import check_json
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.alibaba_client import ConflictError, MissingError
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
-from torch_dpflow.remote.launchers.fc_function import QUEUE_S, FunctionControl, check_installed
+from torch_dpflow.remote.launchers.contract import (
+    AdoptingPlatform,
+    Fate,
+    Finding,
+    Launcher,
+    Ref,
+    check_tcp,
+    require,
+)
+from torch_dpflow.remote.launchers.fc_function import QUEUE_S, REQUIRED, FunctionControl
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: The longest that an invocation may run, and by how much the function's own limit is above the workers', seconds.
-LONGEST_S, MARGIN_S = 86400.0, 60.0
+#: How long an invocation may run, and how much later than the workers' the function's own limit is, seconds.
+MAX_RUN_S, MARGIN_S = 86400.0, 60.0
 #: How long a worker may take from its start to its handshake, minimum and maximum, seconds.
 START_S = (30.0, 300.0)
-#: How often to look at all workers, seconds: each is a call.
+#: How often to check all workers, seconds: each is a call.
 SWEEP_S = 30.0
 #: From so many workers on they are looked up by a list.
 MANY = 8
-#: States of a task that has not ended, in the order in which it goes through them.
+#: States of a task that has not ended, in their order.
 _LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")
 _VPC = ("id", "vswitches", "security_group")
-_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 _LISTEN = (
     "functions cannot reach it: give an address of this host in the function's VPC, as "
     "LoaderOptions(listen='tcp://10.0.0.5:7700') or listen in [network] of dpflow.toml, whose port its security group "
@@ -48,13 +56,13 @@ _LISTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCompute:
-    """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` makes. They are billed.
+    """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` creates. They are billed.
 
     Credentials come from where the vendor's own client looks: ALIBABA_CLOUD_ACCESS_KEY_ID and its companions, its
     files, the machine's role.
 
     Args:
-        max_workers: most at once, over all that this loader or cluster runs; has to be given.
+        max_workers: maximum at once, over all that this loader or cluster runs; required.
         region: of the function.
         function: its name.
         cpu, memory: of each worker, of which memory is "2GiB" or a number of bytes: 1 to 4 GiB for each CPU.
@@ -97,7 +105,7 @@ class FunctionCompute:
         if self.vpc and {*self.vpc} != {*_VPC}:
             raise OptionError(f"vpc has {sorted(self.vpc)}; give all of {list(_VPC)}, or none")
         if not (
-            self.endpoint == "" or self.endpoint.startswith("https://") or _is_here(self.endpoint)
+            self.endpoint == "" or self.endpoint.startswith("https://") or is_loopback(self.endpoint)
         ):  # launch specs have keys
             raise OptionError(
                 f"endpoint={self.endpoint!r}: give https://HOST, or leave it out for the region's"
@@ -105,7 +113,7 @@ class FunctionCompute:
 
     @property
     def memory_mib(self) -> int:
-        """Of each worker, in MiB."""
+        """`memory` in MiB."""
         allowed = f"{BYTES_ALLOWED}, or their number as an int"
         size = parse_bytes("memory", self.memory, allowed) if isinstance(self.memory, str) else self.memory
         mib = check_int("memory", size, minimum=128 * 2**20, maximum=32 * 2**30) // 2**20
@@ -115,8 +123,8 @@ class FunctionCompute:
 
     @property
     def lifetime_s(self) -> float:
-        """After how long a worker is replaced, seconds."""
-        return parse_duration("lifetime", self.lifetime, maximum=LONGEST_S - MARGIN_S)
+        """`lifetime` in seconds."""
+        return parse_duration("lifetime", self.lifetime, maximum=MAX_RUN_S - MARGIN_S)
 
     @property
     def timeout_s(self) -> int:
@@ -124,7 +132,7 @@ class FunctionCompute:
         return int(self.lifetime_s + MARGIN_S)
 
     def check_installed(self) -> None:
-        check_installed()
+        require(*REQUIRED)
 
     def check_workers(self, workers: int) -> None:
         if self.max_workers == 0:
@@ -138,7 +146,7 @@ class FunctionCompute:
             )
 
     def control(self) -> FunctionControl:
-        """The function. Raises MissingExtraError if the vendor's client is not installed."""
+        """Return a client of the function. Raises MissingExtraError if the vendor's client is not installed."""
         return FunctionControl(self.region, self.endpoint, self.function)
 
     def launcher(self) -> Launcher:
@@ -149,19 +157,16 @@ class FunctionCompute:
         return ThreadedPlatform(self.launcher(), sweep_s=SWEEP_S)
 
     def listen_at(self) -> str:
-        if not _is_here(self.endpoint):
+        if not is_loopback(self.endpoint):
             raise OptionError(f"where this process is to listen is not given, and by default {_LISTEN}")
         return "tcp://127.0.0.1:0"
 
     def check_listen(self, address: str) -> None:
-        if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:7700")
-        if address.removeprefix("tcp://").startswith(_LOOPBACK) and not _is_here(self.endpoint):
-            raise OptionError(f"listen={address!r}: {_LISTEN}")
+        check_tcp(address, loopback=is_loopback(self.endpoint), advice=_LISTEN)
 
 
 class FunctionComputeLauncher:
-    """The control plane of one function, whose asynchronous tasks workers are: a worker's name is its task's id.
+    """The control plane of one function. Workers are its asynchronous tasks: a worker's name is its task's id.
 
     Raises MissingExtraError if the vendor's client is not installed.
     """
@@ -228,13 +233,13 @@ class FunctionComputeLauncher:
         except MissingError:
             return
         except PlatformError:
-            # Its answer may have been lost, and of one that has ended the platform may complain.
+            # Its answer may have been lost, and the platform may reject a stop of a task that has ended.
             fate = self._look_at(name)
             if fate is not None and fate.end is None:
                 raise
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        # Who goes from one state to the next meanwhile is found in one of them.
+        # A task that changes its state meanwhile is found in one of them.
         return {task.task_id: task.task_id for state in _LIVE for task in self._control.tasks(prefix, state)}
 
     def close(self) -> None:
@@ -251,7 +256,7 @@ _DEPLOY = "`dpflow deploy fc` sets that right"
 
 
 class WorkerAnswer(msgspec.Struct):
-    """What an invocation is answered with: how its worker has ended."""
+    """Answer to an invocation: how its worker has ended."""
 
     code: int | None
     signal: int | None
@@ -291,8 +296,3 @@ _WHY = {
     "Expired": f"no instance was free within {QUEUE_S} s; is the account's quota of instances used up?",
     "Stopped": "it was told to stop",
 }
-
-
-def _is_here(endpoint: str) -> bool:
-    """Whether the control plane is on this host, and so its functions are."""
-    return endpoint.removeprefix("http://").startswith(_LOOPBACK)

@@ -1,13 +1,13 @@
-"""Makes, changes and removes the function whose invocations workers are."""
+"""The function of Function Compute: its control plane, by the vendor's client, and `dpflow deploy fc`."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch_dpflow.errors import DeniedError, MissingExtraError, OptionError
+from torch_dpflow.errors import DeniedError, OptionError
 from torch_dpflow.remote.launchers.alibaba_client import ANSWER_S, AlibabaClient, MissingError
+from torch_dpflow.remote.launchers.contract import require
 from torch_dpflow.remote.launchers.processes import MODULE
 
 if TYPE_CHECKING:
@@ -15,16 +15,10 @@ if TYPE_CHECKING:
 
 #: How long an invocation may wait for an instance, seconds.
 QUEUE_S = 300
-_LIBRARY = "alibabacloud_fc20230330"
-_NOT_INSTALLED = "platform='fc' needs the vendor's client; install it with: pip install 'torch_dpflow[fc]'"
-#: Tasks on one page of a list: as many as there may be.
+#: The vendor's client, what needs it, and the extra that installs it.
+REQUIRED = ("alibabacloud_fc20230330", "platform='fc' needs the vendor's client", "fc")
+#: Maximum tasks on one page of a list.
 PAGE = 100
-
-
-def check_installed() -> None:
-    """Raise MissingExtraError if the vendor's client is not installed; does not import it."""
-    if importlib.util.find_spec(_LIBRARY) is None:
-        raise MissingExtraError(_NOT_INSTALLED)
 
 
 class FunctionControl(AlibabaClient):
@@ -40,7 +34,7 @@ class FunctionControl(AlibabaClient):
     """
 
     def __init__(self, region: str, endpoint: str, function: str) -> None:
-        check_installed()
+        require(*REQUIRED)
         super().__init__(region, endpoint, f"function {function!r}")
         self.function = function
 
@@ -58,7 +52,7 @@ class FunctionControl(AlibabaClient):
     # --- invocations ---
 
     def invoke(self, task: str, payload: bytes, *, deadline_s: float) -> None:
-        """Have the function run once, later, under the name of a task. Raises ConflictError if there is one already."""
+        """Invoke the function asynchronously, under the name of a task. Raises ConflictError if that exists."""
         from alibabacloud_fc20230330.models import InvokeFunctionHeaders, InvokeFunctionRequest
 
         request = InvokeFunctionRequest(body=payload)
@@ -66,7 +60,7 @@ class FunctionControl(AlibabaClient):
         self._call(f"{task} cannot be started", "invoke_function", request, headers, answer_s=deadline_s)
 
     def task(self, task: str) -> Any:
-        """A task, as the vendor's `AsyncTask`. Raises MissingError if there is none."""
+        """Return a task, as the vendor's `AsyncTask`. Raises MissingError if there is none."""
         from alibabacloud_fc20230330.models import GetAsyncTaskRequest
 
         return self._call(
@@ -74,7 +68,7 @@ class FunctionControl(AlibabaClient):
         ).body
 
     def tasks(self, prefix: str, status: str | None = None) -> Iterator[Any]:
-        """The tasks whose names begin so, in this state, as the vendor's `AsyncTask`."""
+        """Yield the tasks with this prefix and state, as the vendor's `AsyncTask`."""
         from alibabacloud_fc20230330.models import ListAsyncTasksRequest
 
         token = None
@@ -95,13 +89,13 @@ class FunctionControl(AlibabaClient):
     # --- the function ---
 
     def get(self) -> Any:
-        """The function, as the vendor's `Function`. Raises MissingError if there is none."""
+        """Return the function, as the vendor's `Function`. Raises MissingError if there is none."""
         from alibabacloud_fc20230330.models import GetFunctionRequest
 
         return self._call(self._about("looked at"), "get_function", GetFunctionRequest(), {}).body
 
     def async_config(self) -> Any:
-        """How the function treats asynchronous invocations. Raises MissingError if nobody has said."""
+        """Return the settings of asynchronous invocations. Raises MissingError if there are none."""
         from alibabacloud_fc20230330.models import GetAsyncInvokeConfigRequest
 
         request = GetAsyncInvokeConfigRequest()
@@ -136,20 +130,20 @@ class FunctionControl(AlibabaClient):
         return f"the function {self.function!r} cannot be {done}"
 
     def _call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """A call about this function."""
+        """Make a call about this function."""
         return self.call(what, call, self.function, *arguments, answer_s=answer_s)
 
 
-#: What the image runs, and where the platform finds its server.
+#: What the image runs, and the port of its server.
 COMMAND, PORT = ("python", "-m", "torch_dpflow.remote.worker.fc"), 9000
-#: How long an instance may take to import torch, seconds, and its temporary disk, in MiB: the least that there is.
+#: How long an instance may take to import torch, seconds, and its temporary disk, in MiB: the minimum.
 INITIALIZE_S, DISK_MIB = 300, 512
-#: Nothing is tried again by the platform: the head starts another worker.
+#: The platform retries nothing: the shard starts another worker.
 ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsyncRetryAttempts": 0}
 
 
 def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
-    """The function, as the vendor's JSON. module: whose `run(launch_spec)` workers run."""
+    """Return the function, as the vendor's JSON. module: whose `run(launch_spec)` workers run."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",
@@ -158,7 +152,7 @@ def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> 
         "cpu": float(settings.cpu),
         "memorySize": settings.memory_mib,
         "diskSize": DISK_MIB,
-        # The platform's own limit comes after the workers', which leave by themselves.
+        # The platform's own limit comes after the workers', which end by themselves.
         "timeout": settings.timeout_s,
         "instanceConcurrency": 1,
         "internetAccess": True,
@@ -185,15 +179,15 @@ def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> 
 def deploy(
     settings: FunctionCompute, image: str, *, module: str = MODULE, dry_run: bool = False
 ) -> Iterator[str]:
-    """Create the function or change it to these settings; what is done, for people, as it is done.
+    """Create the function or update it to these settings; yield what is done, for display.
 
-    module: as of `function_of`.
-
-    dry_run: say what would be done; without credentials that is not compared with what is there.
+    Args:
+        module: as of `function_of`.
+        dry_run: only report what would be done; without credentials nothing is compared.
 
     Raises:
         OptionError: there is no image.
-        PlatformError: the platform refuses.
+        PlatformError: the platform rejects a call.
     """
     if not image:
         raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
@@ -217,7 +211,7 @@ def deploy(
 
 
 def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; what is done, for people. Raises PlatformError."""
+    """Remove the function; yield what is done, for display. Raises PlatformError."""
     control = settings.control()
     place = f"function {settings.function!r} in {settings.region}"
     try:
@@ -242,7 +236,7 @@ def _there(control: FunctionControl) -> Mapping[str, Any] | None:
 
 
 def _changes(there: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be changed, for people."""
+    """Yield what is to be changed, for display."""
     for key, value in wanted.items():
         has = None if there is None else there.get(key)
         # The platform adds fields of its own.

@@ -12,8 +12,16 @@ from typing import Any
 from torch_dpflow._core.checks import check_fields, check_int, check_number, check_type, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
-from torch_dpflow.remote.launchers.kubernetes_pods import FILE, Pods, check_installed
+from torch_dpflow.remote.launchers.contract import (
+    AdoptingPlatform,
+    Fate,
+    Finding,
+    Launcher,
+    Ref,
+    check_tcp,
+    require,
+)
+from torch_dpflow.remote.launchers.kubernetes_pods import FILE, REQUIRED, Pods
 from torch_dpflow.remote.launchers.kubernetes_specs import (
     FLEET,
     GRACE_S,
@@ -35,13 +43,12 @@ from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, Limits
 
-#: How much later than a worker's own life its pod ends, with the time that the pod takes to start, seconds.
+#: How much later than a worker's own lifetime its pod ends, with the time that the pod takes to start, seconds.
 MARGIN_S = 900.0
-#: How long Kubernetes leaves a pod that is ended by force, seconds: less is none, and then nobody waits for its end.
+#: Grace of a pod that is ended by force, seconds: with 0 Kubernetes does not wait for its end.
 FORCED_S = 1
 #: Where a worker finds its launch spec, and may write.
 _LAUNCH_SPECS, _TEMPORARY = "/var/run/dpflow", "/tmp"
-_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +60,15 @@ class Kubernetes:
     Args:
         image: of the pods, with torch_dpflow and torch; `dpflow image` writes what it is built from.
         namespace: where they are created; empty: the kubeconfig's, or this pod's own.
-        requests: what each asks for, as {"cpu": "1", "memory": "2Gi"}; its limits too, but for the processors.
+        requests: of each, as {"cpu": "1", "memory": "2Gi"}; its limits too, except the processors.
         node_selector: labels of the nodes on which they may run.
         service_account: of the pods; empty: the namespace's default one, and no token is mounted.
         user: the id under which they run; nothing in them needs to be root.
         lifetime: after how long a worker is replaced, as "12h" or a number of seconds.
-        max_workers: the most workers that may run at once; 0: as many as are asked for.
+        max_workers: maximum workers at once; 0: no limit.
         context: of the kubeconfig; empty: its current one.
-        pod, container: what else the spec of a pod and of its container has, as Kubernetes writes it: tolerations and
-            volumes, volumeMounts and envFrom. Lists are added to those that are there.
+        pod, container: additions to the spec of a pod and of its container, as Kubernetes writes it: tolerations and
+            volumes, volumeMounts and envFrom. Lists are appended to the existing ones.
         price_per_hour: of a worker, for reports.
 
     Raises:
@@ -112,11 +119,11 @@ class Kubernetes:
 
     @property
     def lifetime_s(self) -> float:
-        """After how long a worker is replaced, seconds."""
+        """`lifetime` in seconds."""
         return parse_duration("lifetime", self.lifetime)
 
     def check_installed(self) -> None:
-        check_installed()
+        require(*REQUIRED)
 
     def check_workers(self, workers: int) -> None:
         if not self.image:
@@ -141,17 +148,13 @@ class Kubernetes:
         return "tcp://0.0.0.0:0"
 
     def check_listen(self, address: str) -> None:
-        if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:7700")
-        # Also where the API server is on this host, as kind's is: pods have a network of their own.
-        if address.removeprefix("tcp://").startswith(_LOOPBACK):
-            raise OptionError(
-                f"listen={address!r}: pods cannot reach it; give the address of this pod or host, or tcp://0.0.0.0:7700"
-            )
+        # Also if the API server is on this host, as kind's is: pods have a network of their own.
+        advice = "pods cannot reach it; give the address of this pod or host, or tcp://0.0.0.0:7700"
+        check_tcp(address, loopback=False, advice=advice)
 
 
 class KubernetesLauncher:
-    """The pods of a namespace, as workers. The launch spec is in a secret that a pod waits for, and that ends with it.
+    """Workers as the pods of a namespace. The launch spec is in a secret that a pod waits for, and that ends with it.
 
     Args:
         settings: of the pods.
@@ -170,13 +173,13 @@ class KubernetesLauncher:
             max_lifetime_s=settings.lifetime_s,
             grace_s=GRACE_S,
             max_workers=settings.max_workers or None,
-            # An API server lets one client have some tens of requests a second, and a start is two.
+            # An API server allows a client some tens of requests a second, and a start is two.
             starts_per_s=20.0,
             # A node may have to be added, and an image be pulled.
             start_timeout_s=(30.0, START_S),
         )
         self._pods = Pods(settings.namespace, settings.context)
-        #: Why pods have been said to wait for a node.
+        #: The logged reason why pods wait for a node.
         self._said = ""
 
     def check(self) -> Sequence[Finding]:
@@ -203,7 +206,7 @@ class KubernetesLauncher:
         except AnswerLostError:
             raise
         except PlatformError as error:
-            try:  # without a launch spec it would wait for ever
+            try:  # without a launch spec it would wait forever
                 self._pods.delete(name, grace_s=FORCED_S)
             except PlatformError as left:
                 raise AnswerLostError(f"{error}; {left}") from error
@@ -216,7 +219,7 @@ class KubernetesLauncher:
         fates = {name: fate_of(pods[name]) for name in workers if name in pods}
         for name, fate in fates.items():
             if fate.end is not None:
-                with suppress(PlatformError):  # a pod that has ended stays until somebody removes it
+                with suppress(PlatformError):  # a pod that has ended stays until it is removed
                     self._pods.delete(name, grace_s=FORCED_S)
         self._say([pods[name] for name in fates])
         return fates
@@ -225,7 +228,7 @@ class KubernetesLauncher:
         self._pods.delete(name, grace_s=FORCED_S)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        """Also removes what is no worker any more, of whatever head that was killed: nobody else does."""
+        """Return the workers, and remove pods that are left of killed processes: no other process does."""
         found = {pod["metadata"]["name"]: pod for pod in self._pods.list(SELECTOR)}
         with suppress(PlatformError):
             for name in [name for name, pod in found.items() if is_left(pod, time.time())]:
@@ -237,7 +240,7 @@ class KubernetesLauncher:
         self._pods.close()
 
     def _say(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """Tell once why pods find no node: they wait in silence, for as long as one may take to be added."""
+        """Log once why pods find no node: they wait, for as long as one may take to be added."""
         whys = {
             str(condition.get("message", ""))
             for pod in pods
@@ -250,13 +253,13 @@ class KubernetesLauncher:
 
     def _body(self, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
         settings = self._settings
-        # Not of processors: a limit there stops a worker for parts of each 100 ms, though nobody else wants them.
+        # Not of processors: a limit there stops a worker for parts of each 100 ms, even on an idle node.
         limits = {key: value for key, value in settings.requests.items() if key != "cpu"}
         container = {
             "name": "worker",
             "image": settings.image,
             "command": ["python", "-m", self._module, f"{_LAUNCH_SPECS}/{FILE}"],
-            # Of an id that the image does not know, whose home would be /.
+            # The user id has no home in the image: it would be /.
             "env": [{"name": "HOME", "value": _TEMPORARY}, {"name": "USER", "value": "dpflow"}],
             "resources": {"requests": {**settings.requests}, "limits": limits},
             "securityContext": SAFE_CONTAINER,

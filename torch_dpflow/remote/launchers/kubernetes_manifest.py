@@ -1,6 +1,6 @@
-"""What a cluster on Kubernetes consists of: its head, and what that may do, as objects of Kubernetes' own.
+"""Objects of a cluster on Kubernetes: its coordinator, nodes, rights, network policies and secrets.
 
-The head is a pod that a StatefulSet keeps, so that its name stays while its address changes. Its workers are pods that
+The coordinator is a pod of a StatefulSet, so that its name stays while its address changes. Its workers are pods that
 it creates itself, or processes of pods that join it as nodes.
 """
 
@@ -26,19 +26,19 @@ from torch_dpflow.remote.launchers.kubernetes_specs import (
     safe_pod,
 )
 
-#: How long a node that leaves may take, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
+#: Time of a leaving node, seconds: `cluster.services.joining_node.LEAVE_S` for its jobs, and its own end.
 _NODE_GRACE_S = 75
-#: As many as may join one cluster.
+#: Maximum nodes of a cluster.
 _MAX_NODES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePods:
-    """So many pods of one kind.
+    """Pods that join a cluster as nodes: each runs shards of flows, with their workers beside them.
 
     Args:
-        count: of pods; 0: none, and the head has its workers as pods.
-        cpu, memory: what each asks for, as quantities: for all its workers, and for the samples that its shards keep.
+        count: of pods; 0: none, and workers are pods.
+        cpu, memory: requests of each, as quantities: for all its workers, and for the samples that its shards keep.
 
     Raises:
         OptionError: a value is not possible.
@@ -62,17 +62,20 @@ class NodePods:
         account: str,
         digest: str,
     ) -> dict[str, Any]:
-        """The spec of a Deployment: pods have names of their own, so a new one waits for no name of an earlier.
+        """Return the spec of a Deployment: pods have names of their own, so a new one does not wait for an earlier one.
 
-        settings: image, user, and what else pods and containers of this cluster have. labels: of the pods. keys: the
-        secret with the cluster's keys and address, the folder where it is mounted, its file. digest: changes with them.
+        Args:
+            settings: image, user, and additions to the pods and containers of this cluster.
+            labels: of the pods.
+            keys: the secret with the cluster's keys and address, the folder where it is mounted, its file.
+            digest: changes with them.
         """
         secret, folder, file = keys
         pod: dict[str, Any] = {
             "serviceAccountName": account,
             "automountServiceAccountToken": bool(settings.service_account),
             "enableServiceLinks": False,
-            # Somebody has to reap what its services leave, as in the head's pod.
+            # Its first process does not reap what its services leave, as in the coordinator's pod.
             "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": _NODE_GRACE_S,
             "securityContext": safe_pod(settings.user),
@@ -118,42 +121,42 @@ class NodePods:
 def _environment() -> Iterator[dict[str, Any]]:
     for name, path in (("POD_IP", "status.podIP"), ("POD_NAME", "metadata.name")):
         yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-    # Of an id that the image does not know, whose home would be /.
+    # The user id has no home in the image: it would be /.
     yield {"name": "HOME", "value": "/tmp"}
     yield {"name": "USER", "value": "dpflow"}
 
 
-#: The label by which pods of jobs are let in; its value is the cluster's name.
+#: The label that lets pods of jobs in; its value is the cluster's name.
 JOBS = "dpflow-cluster"
-#: Where the head, and whoever has the secret for jobs, finds its files.
+#: Where the head, and the process that has the secret for jobs, finds its files.
 SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
 #: Their names, in the objects and there.
 _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", "url"
-#: What processes of the head take beside samples, bytes: torch's code, once, and buffers.
+#: Memory of the coordinator's processes beside samples, bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
 _GRACE_S = 60
-#: Those below are for root, with most networks.
-_LEAST_PORT = 1024
+#: Lower ports are reserved for root on most networks.
+_MIN_PORT = 1024
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _REDIS = re.compile(r"rediss?://[\w.-]+(:\d{1,5})?/\d{1,4}", re.ASCII)
 #: A StatefulSet's pods have a label with its name and eleven characters, and labels have 63.
-_LONGEST_NAME = 52
+_MAX_NAME = 52
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A cluster's head.
+    """A cluster's coordinator.
 
     Args:
-        workers: of the flows, whose settings these are; they run where the head does, from the same image.
+        workers: settings of the flows' workers; they run in its cluster, from the same image.
         name: of the cluster, and of all its objects.
         scaling: how many workers there are, as options of `dpflow up`.
         hold_s: how long a job that pauses keeps its workers, seconds.
         memory_bytes: for samples.
-        cpu: processors that it asks for, as a quantity.
+        cpu: processors that it requests, as a quantity.
         state: where flows are stored: redis://HOST:PORT/NUMBER, the name of a secret whose `url` says so, or the size
-            of a volume, which may be of a storage class; all empty: until the head ends.
-        port, worker_ports: where jobs find it, and where workers call: FIRST-LAST.
+            of a volume, which may be of a storage class; all empty: until the coordinator ends.
+        port, worker_ports: where jobs connect, and where workers connect: FIRST-LAST.
         nodes: pods that join it and run its flows' workers; else these are pods of their own.
         jobs_in: the namespaces of jobs; empty: that of the workers.
 
@@ -177,11 +180,11 @@ class Head:
     jobs_in: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_label("--name", self.name, longest=_LONGEST_NAME, begins_with_letter=True)
+        check_label("--name", self.name, longest=_MAX_NAME, begins_with_letter=True)
         for namespace in (self.namespace, *self.jobs_in):
             check_label("namespace", namespace)
         check_quantity("--cpu", self.cpu)
-        check_fields(self, check_int, "port", minimum=_LEAST_PORT, maximum=MAX_PORT)
+        check_fields(self, check_int, "port", minimum=_MIN_PORT, maximum=MAX_PORT)
         first, last = self._worker_ports()
         if first <= self.port <= last:
             raise OptionError(
@@ -212,9 +215,9 @@ class Head:
     def _worker_ports(self) -> tuple[int, int]:
         found = _PORTS.fullmatch(self.worker_ports)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not _LEAST_PORT <= first <= last <= MAX_PORT:
+        if not _MIN_PORT <= first <= last <= MAX_PORT:
             raise OptionError(
-                f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST from {_LEAST_PORT} to {MAX_PORT}, as "
+                f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST from {_MIN_PORT} to {MAX_PORT}, as "
                 "7700-7799"
             )
         return first, last
@@ -225,13 +228,13 @@ class Head:
 
     @property
     def address(self) -> str:
-        """Where jobs find it, by the name that its pod keeps."""
+        """Where jobs connect, by the name that its pod keeps."""
         return f"tcp://{self.name}-0.{self.name}.{self.namespace}.svc:{self.port}"
 
     def objects(self, *, public: str = "") -> Iterator[dict[str, Any]]:
-        """All but secrets.
+        """Yield all objects but secrets.
 
-        public: the public part of its keys, where they are known: its pod is replaced where they are others.
+        public: the public part of its keys, if known: its pod is replaced if they change.
         """
         yield self._object("v1", "ServiceAccount", automountServiceAccountToken=False)
         if not self.nodes.count:
@@ -254,7 +257,7 @@ class Head:
             yield self._nodes(digest)
 
     def _rights(self) -> Iterator[dict[str, Any]]:
-        """What a head needs that creates pods."""
+        """Yield the rights of a coordinator that creates pods."""
         role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": self.name}
         yield self._object("rbac.authorization.k8s.io/v1", "Role", rules=[*RULES])
         subject = {"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}
@@ -276,9 +279,9 @@ class Head:
         return nodes
 
     def secrets(self, keys: str, connection: str) -> Iterator[dict[str, Any]]:
-        """Those with keys: the head's, and for jobs one in each of their namespaces.
+        """Yield the secrets with keys: the coordinator's, and one for jobs in each of their namespaces.
 
-        keys: the file that the head reads. connection: the one for jobs, which could start no service with it.
+        keys: the file that the coordinator reads. connection: the one for jobs, with which no service can be started.
         """
         for name, namespace, file, content in (
             (f"{self.name}-keys", self.namespace, _KEYS, keys),
@@ -305,7 +308,7 @@ class Head:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
 
     def _settings(self) -> str:
-        """Of the workers, as the head reads them: what is not the default. Where they run is where it does itself."""
+        """Return the workers' settings, as the coordinator reads them: what is not the default."""
         default = Kubernetes()
         given = replace(self.workers, namespace="", context="")
         lines = [
@@ -317,7 +320,10 @@ class Head:
         return "\n".join([*platform, "[autoscale]", f"hold = {toml_of(self.hold_s)}", ""])
 
     def _policies(self) -> Iterator[dict[str, Any]]:
-        """Who may connect: jobs to the head, at any port as its services have their own, and workers to theirs."""
+        """Yield the network policies.
+
+        Jobs reach the coordinator, at any port as its services have their own, and workers theirs.
+        """
         jobs = [
             {
                 "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
@@ -328,7 +334,7 @@ class Head:
         first, last = self._worker_ports()
         ports = [{"protocol": "TCP", "port": first, "endPort": last}]
         if self.nodes.count:
-            # Nodes call the coordinator and routers, which have ports of their own.
+            # Nodes connect to the coordinator and routers, which have ports of their own.
             yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(self._node_labels)]}])
             yield self._policy(self._node_labels, [{"from": jobs}], suffix="-nodes")
         else:
@@ -338,7 +344,7 @@ class Head:
     def _policy(
         self, pods: Mapping[str, str], ingress: Sequence[Mapping[str, Any]], *, suffix: str = ""
     ) -> dict[str, Any]:
-        """Let these in, and nobody else."""
+        """Let these in, and nothing else."""
         spec = {**_pods(pods), "policyTypes": ["Ingress"], "ingress": [*ingress]}
         policy = self._object("networking.k8s.io/v1", "NetworkPolicy", spec=spec)
         policy["metadata"] |= {"name": f"{self.name}{suffix}"}
@@ -349,7 +355,7 @@ class Head:
             "serviceAccountName": self.name,
             "automountServiceAccountToken": not self.nodes.count,
             "enableServiceLinks": False,
-            # Somebody has to reap what its services leave, and its first process has other things to do.
+            # Its first process does not reap what its services leave.
             "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": _GRACE_S,
             "securityContext": safe_pod(self.workers.user),
@@ -439,7 +445,7 @@ def _pods(labels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def toml_of(value: Any) -> str:
-    """A value as TOML writes it, on one line."""
+    """Return a value as TOML writes it, on one line."""
     match value:
         case str():
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,9 +1,8 @@
-"""Pods of a Kubernetes namespace, with a file for each: the only module that imports its client, when one is wanted."""
+"""Pods of a Kubernetes namespace, with a file for each: the only module that imports its client."""
 
 from __future__ import annotations
 
 import base64
-import importlib.util
 import os
 import re
 import threading
@@ -11,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.depth import load_json
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
     ExpiredError,
-    MissingExtraError,
     OptionError,
     PlatformError,
     QuotaError,
@@ -26,33 +24,27 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
+from torch_dpflow.remote.launchers.contract import require, seconds_of
 
-_NOT_INSTALLED = (
-    "platform='kubernetes' needs its client; install it with: pip install 'torch_dpflow[kubernetes]'"
-)
-#: How long a call may take to connect and to be answered, seconds. A start makes two, and a third where an answer is
-#: lost, which together stay below `calls.DEADLINE_S`.
+#: The vendor's client, what needs it, and the extra that installs it.
+REQUIRED = ("kubernetes", "platform='kubernetes' needs its client", "kubernetes")
+#: Timeouts of a call to connect and to be answered, seconds. A start makes two, and a third if an answer is lost, which
+#: together stay below `threaded_platform.DEADLINE_S`.
 CALL_S = (5.0, 15.0)
 #: The key of the only file in a pod's secret.
 FILE = "launch-spec"
-#: Where a pod finds its namespace, and that it has one.
+#: Where a pod finds its namespace.
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 #: urllib3's errors before anything was sent.
 _NOT_SENT = {"NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "SSLError", "ProxyError"}
-#: What it says of somebody who may not do something.
+#: Kubernetes' message about a missing right.
 _HAS_NO_RIGHT = re.compile(r" cannot \w+ resource ")
 
-#: What to do where a request names what is not there, by what Kubernetes says of it.
+#: What to do if a request names something that is not there, by Kubernetes' message.
 _ADVICE = {
     "error looking up service account": "create that account, or give another service_account",
     'namespaces "': "create that namespace, or give another one, as namespace in [platform.kubernetes]",
 }
-
-
-def check_installed() -> None:
-    """Raise MissingExtraError if the client is not installed; does not import it."""
-    if importlib.util.find_spec("kubernetes") is None:
-        raise MissingExtraError(_NOT_INSTALLED)
 
 
 class _CoreClient(NamedTuple):
@@ -60,18 +52,18 @@ class _CoreClient(NamedTuple):
     all: Any
     core: Any
     namespace: str
-    #: The API server, for people.
+    #: The API server, for display.
     host: str
 
 
 class Pods:
-    """The pods of a namespace. Thread-safe. Nothing is tried twice.
+    """The pods of a namespace. Thread-safe. No call is tried twice.
 
-    Credentials are looked up again once they were refused.
+    Credentials are looked up again once they were rejected.
 
     Args:
         namespace: empty: the kubeconfig's, or this pod's own.
-        context: of the kubeconfig; empty: its current one, or where there is no file this pod's service account.
+        context: of the kubeconfig; empty: its current one, or without a file this pod's service account.
 
     Raises:
         MissingExtraError: the client is not installed.
@@ -82,21 +74,21 @@ class Pods:
         self._asked, self._context = namespace, context
         self._lock = threading.Lock()
         self._client: _CoreClient | None = None
-        #: Whether the server has known who calls: whom it does not know later, has a token that has expired.
+        #: Whether the server has accepted these credentials: a later rejection then means an expired token.
         self._was_known = False
         client = self._current()
         self.namespace, self.host = client.namespace, client.host
 
     def create(self, body: Mapping[str, Any], *, is_trial: bool = False) -> str:
-        """Create a pod, and return its uid; one of its name that is there is taken for it.
+        """Create a pod, and return its uid; an existing one of its name is taken for it.
 
-        is_trial: have it checked, and not created.
+        is_trial: only check it.
         """
         name = body["metadata"]["name"]
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be started") as client:
             try:
-                # Strict: else a field that it does not know is left out in silence.
+                # Strict: else an unknown field is ignored silently.
                 made = _sent(
                     client.core.create_namespaced_pod,
                     client.namespace,
@@ -111,7 +103,7 @@ class Pods:
         return str(made["metadata"]["uid"])
 
     def uid_of(self, name: str) -> str | None:
-        """That of a pod; None if it is not there."""
+        """Return a pod's uid; None if it is not there."""
         found: dict[str, Any] = {}
         with self._calling(f"{name} cannot be looked at", missing=True) as client:
             found = _sent(client.core.read_namespaced_pod, name, client.namespace)
@@ -120,7 +112,7 @@ class Pods:
     def give(
         self, name: str, uid: str, labels: Mapping[str, str], content: bytes, *, is_trial: bool = False
     ) -> None:
-        """Create the secret that a pod waits for, of its name, which ends with the pod; one that is there stays."""
+        """Create the secret of its name that a pod waits for, and that ends with it; an existing one stays."""
         options = {"dry_run": "All"} if is_trial else {}
         owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
         body = {
@@ -139,7 +131,7 @@ class Pods:
                     raise
 
     def delete(self, name: str, *, grace_s: int, is_trial: bool = False) -> None:
-        """End a pod by force after so long; that there is none is no error."""
+        """End a pod by force after so long; a missing one is no error."""
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be stopped", missing=True) as client:
             _sent(
@@ -151,7 +143,7 @@ class Pods:
             )
 
     def list(self, selector: str) -> list[dict[str, Any]]:
-        """All pods that have some labels, as Kubernetes selects them, in its own JSON."""
+        """Return all pods with some labels, as Kubernetes selects them, in its own JSON."""
         with self._calling("workers cannot be listed") as client:
             found: list[dict[str, Any]] = _sent(
                 client.core.list_namespaced_pod, client.namespace, label_selector=selector
@@ -174,7 +166,7 @@ class Pods:
 
     @contextmanager
     def _calling(self, what: str, *, missing: bool = False) -> Iterator[_CoreClient]:
-        """The client, whose errors become ours. missing: whether it is none that what is named is not there."""
+        """Yield the client and translate its errors. missing: a missing object is no error."""
         try:
             yield self._current()
             self._was_known = True
@@ -190,10 +182,9 @@ class Pods:
 
 
 def _connect(namespace: str, context: str) -> _CoreClient:
-    try:
-        from kubernetes import client, config
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(_NOT_INSTALLED) from error
+    require(*REQUIRED)
+    from kubernetes import client, config
+
     settings = client.Configuration()
     try:
         # Not the client's own default, which is what the variable was when it was imported.
@@ -213,19 +204,14 @@ def _connect(namespace: str, context: str) -> _CoreClient:
         ) from error
     settings.retries = False
     host = str(settings.host)
-    if not host.startswith("https://") and not _is_here(host):  # launch specs have keys
+    if not host.startswith("https://") and not is_loopback(host):  # launch specs have keys
         raise OptionError(f"the kubeconfig names {host!r} as its server: give https://HOST")
     api = client.ApiClient(settings)
     return _CoreClient(api, client.CoreV1Api(api), namespace or found or "default", host)
 
 
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host.startswith("127.") or host in ("localhost", "::1")
-
-
 def _sent(call: Any, *arguments: Any, **options: Any) -> Any:
-    """The answer to a call, as JSON. Not by the client's own reader, whose log has all of it, and so of a secret."""
+    """Return the answer to a call, as JSON. The client's own reader would log all of it, and so a secret."""
     return load_json(call(*arguments, **options, _request_timeout=CALL_S, _preload_content=False).data)
 
 
@@ -233,7 +219,7 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     status = getattr(error, "status", None)
     if not isinstance(status, int) or status == 0:
         names = {type(one).__name__ for one in (error, getattr(error, "reason", None))}
-        # The client reports what urllib3 says of certificates as an answer of status 0.
+        # The client reports urllib3's errors of certificates as an answer of status 0.
         kind = UnavailableError if status == 0 or names & _NOT_SENT else AnswerLostError
         return kind(f"{what}: {type(error).__name__}: {str(error)[:300]}")
     message = str(_told(error).get("message") or getattr(error, "reason", ""))[:600]
@@ -241,40 +227,33 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     if status == 403 and "exceeded quota" in message:
         return QuotaError(text)
     if status == 401:
-        # Of a wrong token and of one that has expired it says the same.
+        # Its answers for a wrong token and for an expired one are the same.
         denied = ExpiredError if was_known else DeniedError
         return denied(
             f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token"
         )
-    # What else is forbidden, an admission check forbids.
+    # Everything else forbidden was forbidden by an admission check.
     if status == 403 and (_HAS_NO_RIGHT.search(message) or not _told(error)):
         return DeniedError(
             f"{text}; give that right, by a role in this namespace, to the user of the kubeconfig or this pod's "
             "service account; `dpflow manifest kubernetes` has such a role"
         )
     if status == 429:
-        return ThrottledError(text, _seconds_of((error.headers or {}).get("Retry-After")))
+        return ThrottledError(text, seconds_of((error.headers or {}).get("Retry-After")))
     text += next((f"; {advice}" for said, advice in _ADVICE.items() if said in message), "")
-    # 409 is a conflict of two changes of the same, as of a quota.
+    # 409 is a conflict of two changes of the same object, as of a quota.
     return (UnavailableError if status >= 500 or status == 409 else RejectedError)(text)
 
 
 def _is_there(error: Any) -> bool:
-    """Whether this is the answer that what was to be created exists."""
+    """Return whether this error means that the object exists already."""
     return getattr(error, "status", None) == 409 and _told(error).get("reason") == "AlreadyExists"
 
 
 def _told(error: Any) -> Mapping[str, Any]:
-    """What Kubernetes says of a failure, where it says so as its own Status."""
+    """Return Kubernetes' own Status of a failure, if there is one."""
     try:
         told = load_json(error.body)
     except (ValueError, TypeError):
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _seconds_of(text: Any) -> float:
-    try:
-        return min(max(0.0, float(text)), 3600.0)
-    except (TypeError, ValueError):
-        return 0.0

@@ -1,4 +1,4 @@
-"""What pods of ours have in common, and what their status says, as data of Kubernetes' own."""
+"""What our pods have in common, checks of what users add to them, and what their status means."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.launchers.contract import Fate
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 
-#: The labels of all workers, also as a selector, and that of those of one fleet.
+#: The labels of all workers, also as a selector, and that of one fleet.
 LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}
 SELECTOR = ",".join(f"{key}={value}" for key, value in LABELS.items())
 FLEET = "app.kubernetes.io/instance"
-#: What whoever starts workers has to be allowed to do in their namespace, as rules of a Role.
+#: What a process that starts workers must be allowed to do in their namespace, as rules of a Role.
 RULES: Sequence[Mapping[str, Any]] = (
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "get", "list"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
 )
-#: How long Kubernetes leaves a pod that others end, and how often to look at all workers, which is one call; seconds.
+#: Grace of a pod that others end, and how often to check all workers, which is one call; seconds.
 GRACE_S, SWEEP_S = 30.0, 5.0
-#: Why a container waits that will not start by waiting.
+#: Reasons of a waiting container that will not start by waiting.
 STUCK = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -36,10 +36,10 @@ STUCK = (
 _WHY = ("reason", "message")
 _QUANTITY = re.compile(r"\d{1,15}(\.\d{1,9})?(m|k|M|G|T|P|E|[KMGTPE]i)?", re.ASCII)
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
-#: After how long a pod that has ended is nobody's any more, and the longest that a start is waited for, seconds.
-#: Who has started it reads its end within `SWEEP_S`.
+#: After how long a pod that has ended is abandoned, and the longest that a start is waited for, seconds. Its starter
+#: reads its end within `SWEEP_S`.
 ENDED_S, START_S = 60.0, 600.0
-#: What Kubernetes' strictest standard asks of a container, and more: that it writes nowhere but to its volumes.
+#: What Kubernetes' strictest standard requires of a container, and a read-only root.
 SAFE_CONTAINER: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -48,7 +48,7 @@ SAFE_CONTAINER: Mapping[str, Any] = {
 
 
 def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
-    """Raise OptionError unless it is an amount, as Kubernetes writes it. zero: whether 0, no bound, is one."""
+    """Raise OptionError unless it is an amount, as Kubernetes writes it. zero: 0, no bound, is allowed."""
     if not _QUANTITY.fullmatch(text) or not (zero or re.search(r"[1-9]", text)):
         raise OptionError(
             f"{name}={text!r:.80}: give a quantity{'' if zero else ' above 0'}, as '500m' or '2Gi'"
@@ -58,7 +58,7 @@ def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
 def check_label(
     name: str, text: str, *, longest: int = 63, dots: bool = False, begins_with_letter: bool = False
 ) -> None:
-    """Raise OptionError unless something of Kubernetes can be called so. dots: whether it may have parts."""
+    """Raise OptionError unless it can name an object of Kubernetes. dots: it may have parts."""
     parts = text.split(".") if dots else [text]
     good = len(text) <= longest and all(map(_LABEL.fullmatch, parts))
     if not good or (begins_with_letter and not text[0].isalpha()):
@@ -69,7 +69,7 @@ def check_label(
 
 
 def safe_pod(user: int) -> dict[str, Any]:
-    """What that standard asks of a pod. Of the group are its secrets, which are root's and not for others."""
+    """Return what that standard requires of a pod. Its secrets are root's, readable by the group."""
     return {
         "runAsNonRoot": True,
         "runAsUser": user,
@@ -80,12 +80,12 @@ def safe_pod(user: int) -> dict[str, Any]:
 
 
 def labels_of(name: str) -> dict[str, str]:
-    """Those of the worker of this name."""
+    """Return the labels of the worker of this name."""
     return {**LABELS, FLEET: name.rsplit("-", 2)[0]}
 
 
 def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Ours with what is given: tables are merged, lists added, all else is replaced."""
+    """Merge additions: tables are merged, lists appended, all else is replaced."""
     both = {**ours}
     for key, value in given.items():
         there = both.get(key)
@@ -99,7 +99,7 @@ def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fate_of(pod: Mapping[str, Any]) -> Fate:
-    """What a pod says of its worker."""
+    """Return the fate of a pod's worker."""
     status = pod.get("status", {})
     named = [one for one in status.get("containerStatuses", []) if one.get("name") == "worker"]
     state = named[0].get("state", {}) if named else {}
@@ -124,28 +124,28 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
 
 
 def is_left(pod: Mapping[str, Any], now: float) -> bool:
-    """Whether whoever has started a pod, which runs no more or not yet, must be gone.
+    """Return whether a pod's starter must be gone, given that the pod has ended or waits for long.
 
-    now: seconds since the epoch. If the cluster's clock is another, a pod stays longer, or its last words are lost.
+    now: seconds since the epoch. If the cluster's clock differs, a pod stays longer, or its last words are lost.
     """
     status = pod.get("status", {})
     ends = [one.get("state", {}).get("terminated") or {} for one in status.get("containerStatuses", [])]
     times = [pod["metadata"].get("creationTimestamp"), *(end.get("finishedAt") for end in ends)]
     latest = max((_seconds(text) for text in times if text), default=now)
-    patience_s = {"Pending": 1.5 * START_S, "Succeeded": ENDED_S, "Failed": ENDED_S}.get(
+    timeout_s = {"Pending": 1.5 * START_S, "Succeeded": ENDED_S, "Failed": ENDED_S}.get(
         status.get("phase", "")
     )
-    return patience_s is not None and now - latest > patience_s
+    return timeout_s is not None and now - latest > timeout_s
 
 
 def _seconds(text: str) -> float:
-    """A time of Kubernetes', as seconds since the epoch; endless if it is none."""
+    """Return a time of Kubernetes as seconds since the epoch; infinite if malformed."""
     with suppress(ValueError):
         return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
     return float("inf")
 
 
-#: What the specs of a pod and of its container have of ours that nothing replaces, and how it is set instead.
+#: Fields of a pod and of its container that nothing replaces, and how they are set instead.
 _POD = {
     "containers": "a worker is the only one that may keep its pod: add to it by container; others go to initContainers",
     "restartPolicy": "a worker that ends is not started again, but another one is",
@@ -158,7 +158,7 @@ _CONTAINER = {
     "command": "it runs a worker",
     "args": "it runs a worker",
 }
-#: Fields that are lists of tables, and fields that are tables. Others are Kubernetes' to check.
+#: Fields that are lists of tables, and fields that are tables. Kubernetes checks all others.
 _LISTS = {
     "env",
     "envFrom",
@@ -183,7 +183,7 @@ _TABLES = {
     "securityContext",
     "startupProbe",
 }
-#: Entries whose names tell them apart, and those that are ours already.
+#: Lists whose entries have names, and our own names in them.
 _NAMED: Mapping[str, set[str]] = {
     "volumes": {"launch-spec", "tmp"},
     "env": {"HOME", "USER"},
@@ -192,12 +192,12 @@ _NAMED: Mapping[str, set[str]] = {
 
 
 def check_pod(given: Mapping[str, Any]) -> None:
-    """Check what is added to the spec of a pod. Raises OptionError and OptionTypeError, which show no values."""
+    """Check additions to the spec of a pod. Raises OptionError and OptionTypeError, which show no values."""
     _check("pod", given, _POD)
 
 
 def check_container(given: Mapping[str, Any]) -> None:
-    """Check what is added to the spec of its container. Raises as `check_pod`."""
+    """Check additions to the spec of its container. Raises as `check_pod`."""
     _check("container", given, _CONTAINER)
 
 

@@ -1,4 +1,4 @@
-"""Workers as processes of this host, which call over tcp as those of any other platform do."""
+"""Workers as processes of this host, which connect over tcp as those of any other platform do."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import IO
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError, RejectedError, UnavailableError
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
+from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref, check_tcp
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Where a worker finds its name, and its launch spec if its standard input is not it.
+#: Variables with a worker's name, and with its launch spec unless that is on standard input.
 LAUNCH_SPEC_VARIABLE, NAME_VARIABLE = "DPFLOW_LAUNCH_SPEC", "DPFLOW_WORKER_NAME"
 
 #: How long a killed process may take to end, seconds.
 END_S = 5.0
-#: Of a start: it will not succeed later either.
+#: Errors of a start that will not succeed later either.
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError)
 
 
 @dataclass(slots=True)
 class _Child:
     pid: int
-    #: Its standard error, of which the end is its last words: a file without a name, so that nothing can be left.
+    #: Its standard error, of which the end goes into reports: a file without a name, so that nothing can be left.
     errors: IO[bytes]
     end: End | None = None
 
@@ -55,7 +55,7 @@ def take_launch_spec(file: str = "") -> bytes:
 
 
 def _erase(name: str) -> None:
-    """Overwrite a variable where the process began with it: /proc/PID/environ and `ps` read it from there."""
+    """Overwrite a variable in the process's initial environment, which /proc/PID/environ and `ps` show."""
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p
     address = library.getenv(name.encode())
@@ -66,8 +66,8 @@ def _erase(name: str) -> None:
 class SubprocessLauncher:
     """Starts `python -m module`, which reads its launch spec by `take_launch_spec`.
 
-    A worker leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
-    only this user may read.
+    A worker leads a session of its own, and what it starts is killed with it. Other processes find it by its
+    environment, which only this user may read.
 
     Args:
         module: what workers run.
@@ -146,7 +146,7 @@ class SubprocessLauncher:
                 child.errors.close()
 
     def _command_of(self, name: str) -> tuple[str, ...]:
-        """What is run for this worker."""
+        """Return what is run for this worker."""
         return self._command
 
     def _spawn(self, name: str, launch_spec: bytes) -> _Child:
@@ -172,11 +172,11 @@ class SubprocessLauncher:
         return _Child(pid, errors)
 
     def _fate(self, child: _Child) -> Fate:
-        """What has become of a child, which is reaped once it has ended."""
+        """Return a child's fate; reap it once it has ended."""
         if child.end is None:
             try:
                 done = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG)
-            except ChildProcessError:  # somebody else has reaped it
+            except ChildProcessError:  # reaped elsewhere
                 child.end = End(place=f"pid {child.pid}")
             else:
                 if done is not None:
@@ -193,22 +193,22 @@ class SubprocessLauncher:
 def _kill(pid: int, name: str = "") -> None:
     """Kill a session's leader and all that it has started, and wait a little for its end.
 
-    name: the worker that it is, where it may have ended meanwhile and its pid be another's.
+    name: of the worker, if it may have ended meanwhile and its pid be reused.
     """
     with suppress(ProcessLookupError), ExitStack() as stack:
-        poller, patience_s = select.poll(), 0.0
+        poller, timeout_s = select.poll(), 0.0
         with suppress(PermissionError):  # of a sandbox that forbids the call
             descriptor = os.pidfd_open(pid)
             stack.callback(os.close, descriptor)
             poller.register(descriptor, select.POLLIN)
-            patience_s = END_S
+            timeout_s = END_S
         if not name or _name_of(pid) == name:
             os.killpg(pid, signal.SIGKILL)
-            poller.poll(patience_s * 1000)
+            poller.poll(timeout_s * 1000)
 
 
 def _name_of(pid: int) -> str:
-    """The name of the worker that a process is; empty if it is none, has ended, or is another user's."""
+    """Return the name of a process's worker; empty if it is none, has ended, or is another user's."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if os.getsid(pid) != pid:
@@ -220,7 +220,7 @@ def _name_of(pid: int) -> str:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """The end of a file, which is closed."""
+    """Return the end of a file, and close it."""
     if file.closed:
         return ""
     with file:
@@ -230,8 +230,8 @@ def _tail(file: IO[bytes]) -> str:
 
 #: What a worker runs.
 MODULE = "torch_dpflow.remote.worker"
-#: How often to look at all workers, where that costs next to nothing, seconds: one that ends before it has called is
-#: missed by nobody until then.
+#: How often to check all workers if that costs next to nothing, seconds: one that ends before it has connected is not
+#: noticed until then.
 LOOK_S = 2.0
 
 
@@ -289,5 +289,4 @@ class Processes:
         return "tcp://127.0.0.1:0"
 
     def check_listen(self, address: str) -> None:
-        if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://127.0.0.1:0")
+        check_tcp(address)

@@ -16,6 +16,7 @@ from torch_dpflow._core.checks import (
     check_number,
     check_seconds,
     check_type,
+    is_loopback,
     parse_bytes,
 )
 from torch_dpflow.errors import (
@@ -27,14 +28,22 @@ from torch_dpflow.errors import (
     RejectedError,
     UnavailableError,
 )
-from torch_dpflow.remote.launchers.contract import AdoptingPlatform, Fate, Finding, Launcher, Ref
+from torch_dpflow.remote.launchers.contract import (
+    AdoptingPlatform,
+    Fate,
+    Finding,
+    Launcher,
+    Ref,
+    check_tcp,
+    require,
+)
 from torch_dpflow.remote.launchers.processes import LOOK_S, MODULE
 from torch_dpflow.remote.launchers.ray_cluster import (
+    REQUIRED,
     RayCapacity,
     WorkerActor,
     amount,
     check_address,
-    check_installed,
     connect,
     failure,
     nodes_of,
@@ -42,13 +51,13 @@ from torch_dpflow.remote.launchers.ray_cluster import (
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits
 
-#: Ray's namespace of all workers: a name is unique in it, whoever starts them.
+#: Ray's namespace of all workers: a name is unique in it, whichever process starts them.
 NAMESPACE = "dpflow"
 #: Ray's unit of a fractional resource.
-LEAST_SHARE = 0.0001
+MIN_SHARE = 0.0001
 _MEMORY_ALLOWED = f"{BYTES_ALLOWED}, or their number as an int"
 _LEFT = "this process has left Ray, by ray.shutdown()"
-#: How long a start may take beyond the wait for room, seconds.
+#: How long a start may take beyond the wait for capacity, seconds.
 START_S = 40.0
 
 
@@ -57,17 +66,17 @@ class Ray:
     """`platform="ray"`: workers as actors of the Ray cluster that this process is in, or that `RAY_ADDRESS` names.
 
     An actor leaves the placement group of the task or actor that starts it, as of a trial of Ray Tune, so the cluster
-    needs room beside it. It ends with the process that has started it.
+    needs capacity beside it. It ends with the process that has started it.
 
     Args:
         cpus: of each actor; fractions are allowed.
-        memory: that Ray is to keep for each actor, as "2GiB" or a number of bytes; empty: none is kept.
+        memory: that Ray reserves for each actor, as "2GiB" or a number of bytes; empty: none.
         resources: of each actor, of the cluster's own kinds.
         address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
         runtime_env: Ray's, of each actor. With "working_dir" or "py_modules" the user's modules are not sent besides.
-        wait_s: after how long an actor that does not run in a full cluster counts as refused, seconds. To be raised
-            where an autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`. So long
-            is waited too for a node that can hold one, before the loader fails where there is none and no autoscaler.
+        wait_s: after how long an actor that does not run in a full cluster counts as refused, seconds. Raise it if an
+            autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`. Without an
+            autoscaler the loader fails after this time if no node can hold an actor.
 
     Raises:
         OptionError: a value is out of range, or the address is one of Ray Client (`ray://`), or none.
@@ -85,7 +94,7 @@ class Ray:
     name = "ray"
 
     def __post_init__(self) -> None:
-        check_fields(self, check_number, "cpus", minimum=LEAST_SHARE, unit="a number of CPUs")
+        check_fields(self, check_number, "cpus", minimum=MIN_SHARE, unit="a number of CPUs")
         check_fields(self, check_seconds, "wait_s", zero=True)
         check_type("address", self.address, str, "text")
         for table in ("resources", "runtime_env"):
@@ -94,7 +103,7 @@ class Ray:
         for kind, share in self.resources.items():
             if not isinstance(kind, str):
                 raise OptionTypeError(f"resources has {kind!r}, of type {type(kind).__name__}; give text")
-            check_number(f"resources[{kind!r}]", share, minimum=LEAST_SHARE)
+            check_number(f"resources[{kind!r}]", share, minimum=MIN_SHARE)
             if kind in ("", "CPU", "GPU", "memory", "object_store_memory"):
                 raise OptionError(
                     f"resources has {kind!r}, and takes the cluster's own kinds, as of `ray start --resources`: "
@@ -108,12 +117,12 @@ class Ray:
 
     @property
     def needs(self) -> dict[str, float]:
-        """What each actor takes, by Ray's names of resources."""
+        """Resources of each actor, by Ray's names."""
         memory = _bytes_of(self.memory)
         return {"CPU": self.cpus, **self.resources, **({"memory": float(memory)} if memory else {})}
 
     def check_installed(self) -> None:
-        check_installed()
+        require(*REQUIRED)
 
     def check_workers(self, workers: int) -> None:
         """Nothing: it costs nothing beyond what is there."""
@@ -130,10 +139,8 @@ class Ray:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"
 
     def check_listen(self, address: str) -> None:
-        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        if not address.startswith("tcp://"):
-            raise OptionError(f"listen={address!r}: workers call over tcp, as at tcp://10.0.0.5:0")
-        if host.startswith("127.") or host in ("localhost", "::1"):
+        check_tcp(address)
+        if is_loopback(address):
             ray = connect(self.address)
             mine = ray.util.get_node_ip_address()
             others = {str(node["NodeManagerAddress"]) for node in nodes_of(ray)} - {mine}
@@ -155,14 +162,14 @@ class RayLauncher:
     Raises:
         MissingExtraError: Ray is not installed.
         OptionError: this process is a Ray client, or is in another cluster.
-        PlatformError: the cluster cannot be reached, or refuses.
+        PlatformError: the cluster cannot be reached, or rejects a call.
     """
 
     limits = Limits(
         shares_memory=False,
         accepts_connections=False,
         max_lifetime_s=None,
-        # Every start that waits for room is a call, and shows an autoscaler how much is missing.
+        # Every start that waits for capacity is a call, and shows an autoscaler how much is missing.
         calls_at_once=64,
         start_timeout_s=(30.0, 300.0),
     )
@@ -180,22 +187,22 @@ class RayLauncher:
             "num_cpus": settings.cpus,
             "resources": dict(settings.resources),
             "runtime_env": dict(settings.runtime_env) or None,
-            # Out of the placement group of this task or actor, whose room is the trial's own.
+            # Out of the placement group of this task or actor, whose capacity is the trial's own.
             "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 None
             ),
             "memory": self._needs.get("memory"),
         }
         self._class = self._ray.remote(WorkerActor)
-        #: The actors that were started here, which live as long as their handles, and the answers of their `run`.
+        #: The actors that were started here, which live as long as their handles, and the results of their `run`.
         self._started: dict[str, tuple[Any, Any]] = {}
-        #: Those that were seen to run.
+        #: Actors that were seen to run.
         self._running: set[str] = set()
         #: The places that are to be filled: names without incarnations.
         self._wanted: set[str] = set()
-        #: Until when a lack of room is taken for known.
+        #: Until when the cluster is taken for full.
         self._full_until = 0.0
-        #: Whether a node could hold one: if it is lost, another may come.
+        #: Whether a node could hold one: if it is lost, another may be added.
         self._has_fit = False
 
     def check(self) -> Sequence[Finding]:
@@ -266,7 +273,7 @@ class RayLauncher:
         """Nothing: the connection is the process's, which may use Ray for more."""
 
     def _check_connected(self) -> None:
-        """Raise RejectedError if nothing may be asked: Ray would connect again, or start a cluster, by itself."""
+        """Raise RejectedError without a connection: Ray would connect again, or start a cluster, by itself."""
         if not self._ray.is_initialized():
             raise RejectedError(f"{_LEFT}: call it once loaders are closed")
 
@@ -284,7 +291,7 @@ class RayLauncher:
             return self._find(name, lost)
 
     def _find(self, name: str, lost: PlatformError) -> Any:
-        """The actor whose creation was not answered; raises UnavailableError if there is none."""
+        """Return the actor whose creation was not answered; raise UnavailableError if there is none."""
         try:
             return self._ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
@@ -293,7 +300,7 @@ class RayLauncher:
             raise lost from None
 
     def _await_place(self, name: str, ready: Any, wait_s: float) -> None:
-        """Wait until an actor runs. Raises PlatformError, after ending it, if it has failed or there is no room."""
+        """Wait until an actor runs. Raises PlatformError, after ending it, if it has failed or the cluster is full."""
         if self._ray.wait([ready], timeout=wait_s)[0]:
             try:
                 self._ray.get(ready)
@@ -321,7 +328,7 @@ class RayLauncher:
         return QuotaError(f"{name} has no room in Ray: {self._capacity.explain(kind, running, wanted)}")
 
     def _end_of(self, name: str, run: Any) -> End:
-        """How a worker has ended whose `run` has, and be rid of its actor."""
+        """Return how a worker has ended whose `run` has, and drop its actor."""
         try:
             pid, code, words = self._ray.get(run)
         except Exception as error:
@@ -341,7 +348,7 @@ class RayLauncher:
 
 
 def _bytes_of(memory: int | str) -> int:
-    """As a number; 0 for empty text. Raises OptionError or OptionTypeError for what is none."""
+    """Return a number of bytes; 0 for empty text. Raises OptionError or OptionTypeError for anything else."""
     if isinstance(memory, str):
         return parse_bytes("memory", memory, _MEMORY_ALLOWED) if memory else 0
     check_type("memory", memory, Integral, _MEMORY_ALLOWED.removeprefix("give "))
@@ -349,13 +356,13 @@ def _bytes_of(memory: int | str) -> int:
 
 
 def _parent(name: str) -> str:
-    """A worker's place, or a place's fleet."""
+    """Return a worker's place, or a place's fleet."""
     return name.rpartition("-")[0]
 
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raise errors of Ray's as ours."""
+    """Raise errors of Ray as ours."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,13 @@
-"""A connection to a Ray cluster, and what it has room for: the only module that imports ray, when one is wanted."""
+"""A connection to a Ray cluster, its capacity, and the actor that runs there: the only module that imports ray.
+
+The actor runs the worker in a child process, because the worker's torch needs the main thread and its signals, which
+Ray has in the actor's, and because user code may call os._exit or crash: the actor survives that, and reports the exit
+code and the last output. `python -m torch_dpflow.remote.launchers.ray_cluster MODULE PID` is that child; it imports
+`MODULE` and calls its `run(launch_spec)`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
@@ -20,12 +25,12 @@ from torch_dpflow._core.checks import MAX_PORT
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
-    MissingExtraError,
     OptionError,
     PlatformError,
     RejectedError,
     UnavailableError,
 )
+from torch_dpflow.remote.launchers.contract import require
 from torch_dpflow.remote.launchers.processes import take_launch_spec
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS
 from torch_dpflow.workers.process_control import exit_with
@@ -35,10 +40,11 @@ _NO_CLIENT = (
     "Ray Client (ray://) is not supported: its process is outside the cluster's network, where workers cannot call it; "
     "run the script on a node of the cluster, as with `ray job submit`"
 )
-_NOT_INSTALLED = "platform='ray' needs Ray; install it with: pip install 'torch_dpflow[ray]'"
+#: The library, what needs it, and the extra that installs it.
+REQUIRED = ("ray", "platform='ray' needs Ray", "ray")
 _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _TOLERANCE = 1e-6
-#: What Ray and KubeRay label nodes with that belong to a cluster with node groups, to which they can add some.
+#: Ray's and KubeRay's label of nodes of a cluster with node groups, to which they can add some.
 _NODE_GROUP = "ray.io/node-group"
 #: Where Ray keeps this host's latest address, also after that Ray was killed.
 FILE = "ray_current_cluster in Ray's temporary directory"
@@ -47,7 +53,7 @@ PROBE_S = 5.0
 
 
 def check_address(address: str, name: str = "address") -> None:
-    """Raise OptionError for an address that is none of a cluster's, or of Ray Client; empty or "auto" is allowed."""
+    """Raise OptionError for an address that is not a cluster's, or of Ray Client; empty or "auto" is allowed."""
     if address.startswith(_CLIENT):
         raise OptionError(f"{name}={address!r}: {_NO_CLIENT}")
     if address in ("", "auto"):
@@ -58,25 +64,20 @@ def check_address(address: str, name: str = "address") -> None:
         )
 
 
-def check_installed() -> None:
-    """Raise MissingExtraError if Ray is not installed; does not import it."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError(_NOT_INSTALLED)
-
-
 def connect(address: str) -> Any:
-    """The module `ray`, connected: as this process is already, else to this address, `RAY_ADDRESS`, or this host's.
+    """Connect to a Ray cluster and return the module `ray`.
+
+    In order: this process's connection, this address, `RAY_ADDRESS`, this host's cluster.
 
     Raises:
         MissingExtraError: Ray is not installed.
         OptionError: this process is a Ray client, or in another cluster than this address's.
-        PlatformError: there is no cluster, or it refuses.
+        PlatformError: there is no cluster, or it rejects the connection.
     """
-    try:
-        import ray
-        from ray.util import client, scheduling_strategies  # noqa: F401  (the latter is used through `ray`)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(_NOT_INSTALLED) from error
+    require(*REQUIRED)
+    import ray
+    from ray.util import client, scheduling_strategies  # noqa: F401  (the latter is used through `ray`)
+
     if client.ray.is_connected():
         raise OptionError(f"this process is connected by ray://: {_NO_CLIENT}")
     if ray.is_initialized():
@@ -105,7 +106,7 @@ def _join(ray: Any, address: str) -> None:
                 where = f"at {found!r}, as {FILE} says"
         if found:
             _probe(found)
-        # Not the address that was found: Ray looks for a token by itself only where it is given none.
+        # Not the address that was found: Ray looks a token up on its own only when no address is given.
         with _own_sigterm():
             ray.init(address=address, logging_level=logging.WARNING)
     except Exception as error:
@@ -114,7 +115,7 @@ def _join(ray: Any, address: str) -> None:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Leave SIGTERM as it was: Ray's handlers write a stack, abort after 3 s, and take the place of the user's."""
+    """Leave SIGTERM as it was: Ray's handlers write a stack, abort after 3 s, and replace the user's."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -124,7 +125,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _found() -> str:
-    """Where Ray's "auto" leads: to a Ray process of this host, or as its file says; empty if that cannot be known.
+    """Return the address that Ray's "auto" leads to; empty if that cannot be known.
 
     Raises ConnectionError if it leads nowhere.
     """
@@ -138,7 +139,7 @@ def _found() -> str:
 
 
 def _is_same(ray: Any, address: str, connected: str) -> bool:
-    """Whether an address is another text for the cluster's: Ray writes this node's IP where it is given localhost."""
+    """Return whether two addresses are one cluster's: Ray replaces localhost by this node's IP."""
     (host, port), (other, its_port) = _split(address), _split(connected)
     return int(port) == int(its_port) and not _ips(ray, host).isdisjoint(_ips(ray, other))
 
@@ -153,12 +154,12 @@ def _ips(ray: Any, host: str) -> set[str]:
 
 
 def _no_connection(where: str, error: Exception) -> PlatformError:
-    """Why a cluster cannot be used. where: it is, for people."""
+    """Return the error for an unusable cluster. where: it is, for display."""
     chain: list[BaseException] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
     if any("AuthenticationError" in f"{type(one).__name__} {one}" for one in chain):
-        # Ray looks for a token by itself only where it is given no address.
+        # Ray looks a token up on its own only when no address is given.
         return DeniedError(
             f"the Ray cluster {where} refuses this process: set RAY_AUTH_MODE=token, and have the cluster's token in "
             "RAY_AUTH_TOKEN or ~/.ray/auth_token"
@@ -172,7 +173,7 @@ def _no_connection(where: str, error: Exception) -> PlatformError:
 
 
 def _probe(address: str) -> None:
-    """Connect and hang up: Ray itself tries for minutes and then ends the process. Raises OSError."""
+    """Connect and hang up: Ray itself retries for minutes and then ends the process. Raises OSError."""
     host, port = _split(address)
     socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
@@ -183,7 +184,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def failure(what: str, error: Exception) -> PlatformError:
-    """An error of Ray's as one of ours. One that is of none of the kinds leaves open whether anything was done."""
+    """Translate an error of Ray. An unknown kind leaves open whether anything was done."""
     from ray import exceptions
 
     text = f"{what}: {_line_of(error)}"
@@ -202,23 +203,19 @@ def failure(what: str, error: Exception) -> PlatformError:
 
 
 def nodes_of(ray: Any) -> list[Mapping[str, Any]]:
-    """The nodes of the cluster that live, as Ray describes them."""
+    """Return the live nodes of the cluster, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 class RayCapacity:
-    """What actors need, and what the cluster has of it.
-
-    Args:
-        needs: of one actor, by Ray's names of resources.
-    """
+    """What actors need, by Ray's names of resources, and what the cluster has of it."""
 
     def __init__(self, ray: Any, needs: Mapping[str, float]) -> None:
         self._ray = ray
         self._needs = dict(needs)
 
     def fitting(self) -> int:
-        """How many actors the nodes could hold if they held nothing else."""
+        """Return how many actors the nodes could hold if they held nothing else."""
         return sum(
             min(
                 int(node["Resources"].get(kind, 0.0) / need + _TOLERANCE)
@@ -228,7 +225,7 @@ class RayCapacity:
         )
 
     def misfit(self) -> str:
-        """Why no node can ever hold an actor; empty if one can, or if an autoscaler may add such a node."""
+        """Return why no node can ever hold an actor; empty if one can, or if an autoscaler may add such a node."""
         nodes = nodes_of(self._ray)
         if self.fitting() or any(_NODE_GROUP in node.get("Labels", ()) for node in nodes):
             return ""
@@ -239,7 +236,7 @@ class RayCapacity:
         return f"it takes {each}, and no node of the cluster has {most}: give less, or add such a node"
 
     def _largest(self) -> dict[str, float]:
-        """Of each resource that an actor needs, what the node has that has most of it."""
+        """Return for each resource that an actor needs the largest amount of any node."""
         nodes = nodes_of(self._ray)
         return {
             kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0)
@@ -247,7 +244,7 @@ class RayCapacity:
         }
 
     def lacking(self) -> str:
-        """The resource of which the cluster has too little left for another actor; empty if there is none."""
+        """Return the resource of which too little is left for another actor; empty if there is none."""
         # First what no node has at all: what others hold may be free a moment later.
         resources = (self._largest(), self._ray.available_resources())
         return next(
@@ -261,7 +258,7 @@ class RayCapacity:
         )
 
     def explain(self, kind: str, running: int, wanted: int) -> str:
-        """Why there is no room for all of so many actors, and what to do, for people."""
+        """Return why so many actors do not all fit, and what to do, for display."""
         total, free = (
             self._ray.cluster_resources().get(kind, 0.0),
             self._ray.available_resources().get(kind, 0.0),
@@ -276,14 +273,14 @@ class RayCapacity:
 
 
 def amount(kind: str, quantity: float) -> str:
-    """A quantity of a resource, for people."""
+    """Return a quantity of a resource, for display."""
     if kind == "memory":
         return f"{quantity / 2**30:.3g} GiB of memory"
     return f"{quantity:g} CPUs" if kind == "CPU" else f"{quantity:g} of {kind!r}"
 
 
 def _line_of(error: Exception) -> str:
-    """What an error says, on one line, without a traceback of another process."""
+    """Return what an error says, on one line, without a traceback of another process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     is_traceback = any(line.startswith("Traceback") for line in lines)
     return (
@@ -310,7 +307,10 @@ class WorkerActor:
         """Answered once the actor has its place."""
 
     def run(self, module: str, launch_spec: bytes) -> tuple[int, int, str]:
-        """Run a worker to its end; its pid, its exit code or minus its signal, and the end of its standard error."""
+        """Run a worker to its end.
+
+        Return its pid, its exit code or minus its signal, and the end of its standard error.
+        """
         self._idle.cancel()
         try:
             return _run(module, launch_spec)
@@ -340,7 +340,7 @@ def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
 
 
 def _forward(source: IO[bytes], words: bytearray) -> None:
-    """Write all of `source` to this process's standard error, which Ray shows, and keep its end."""
+    """Copy `source` to this process's standard error, which Ray shows, and keep its end."""
     while chunk := os.read(source.fileno(), 65536):
         words += chunk
         del words[:-MAX_REPORT_CHARS]
@@ -353,7 +353,7 @@ def _current_actor() -> Any:
 
 
 def main(module: str, parent: int) -> Any:
-    """Run the worker whose launch spec is on standard input; what its `run` returns."""
+    """Run the worker whose launch spec is on standard input; return its result."""
     exit_with(parent, by_kernel=True)
     return import_module(module).run(take_launch_spec())
 

@@ -1,4 +1,4 @@
-"""The platforms that can be named, imported when they are used: each needs a library that others do not have."""
+"""The platforms that can be named, imported when used: each needs a library that others do not have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXPERIMENTAL = ("fc", "lambda")
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
-    """The platform of this name with the settings of files and the environment, or the one that is given with its own.
+    """Return the platform of a name, with the settings of files and the environment, or the given platform.
 
     Raises:
         OptionError: there is none of this name, or a setting is wrong: see `settings`.
@@ -68,7 +68,7 @@ def warn_experimental(name: str) -> None:
 
 
 def network() -> tuple[settings.Network, str]:
-    """The table `network` of files and the environment, and where its `listen` stands, for people.
+    """Return the table `network` of files and the environment, and where its `listen` stands, for display.
 
     Raises OptionError as `resolve`.
     """
@@ -78,9 +78,9 @@ def network() -> tuple[settings.Network, str]:
 
 
 def autoscale() -> settings.Autoscale:
-    """The table `autoscale` of files and the environment.
+    """Return the table `autoscale` of files and the environment.
 
-    Raises OptionError as `resolve`, also where its `min` is above its `max`.
+    Raises OptionError as `resolve`, also if its `min` is above its `max`.
     """
     found = settings.read(_kinds())["autoscale"]
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
@@ -102,21 +102,22 @@ def _kind(platform: str) -> Any:
 
 
 def _kinds() -> dict[str, type[Any]]:
-    """The classes of all settings, by their tables."""
+    """Return the classes of all settings, by their tables."""
     return {f"platform.{name}": _kind(name) for name in _KNOWN} | {
         "network": settings.Network,
         "autoscale": settings.Autoscale,
     }
 
 
-#: How long that may take, seconds.
+#: Timeout of a check, seconds.
 CHECK_S = 120.0
 
 
 def check_reachable(platform: str, listen: str) -> None:
-    """Raise what connecting to a platform raises, or OptionError where workers cannot reach `listen`.
+    """Raise what connecting to a platform raises, or OptionError if workers cannot reach `listen`.
 
-    listen: empty: where the platform says.
+    In a process of its own, as the platform's library may start threads or end the process. listen: empty: chosen by
+    the platform.
     """
     command = [sys.executable, "-m", __name__, platform, listen]
     try:

@@ -2,7 +2,7 @@
 
 Files, of which the first one that has a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
 `pyproject.toml`, of the nearest directory from the current one upwards that has one; `~/.config/dpflow/config.toml`.
-`DPFLOW_CONFIG` names one file that is read in place of all of these. A variable goes before files:
+`DPFLOW_CONFIG` names one file that is read in place of all of these. Variables take precedence over files:
 `DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is `listen` of `network`,
 `DPFLOW_AUTOSCALE_MAX` is `max` of `autoscale`.
 
@@ -30,8 +30,8 @@ from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 #: The variable that names the one file to read.
 CONFIG_VARIABLE = "DPFLOW_CONFIG"
 _VARIABLE = "DPFLOW_"
-#: Most workers that may be named: as `flow_spec.MAX_WORKERS`, which lies above this.
-MOST_WORKERS = 4096
+#: Maximum workers that may be named: as `flow_spec.MAX_WORKERS`, which lies above this.
+MAX_WORKERS = 4096
 _HEADING, _KEY = re.compile(r"\s*\[+\s*([^\]]*?)\s*\]"), re.compile(r"\s*[\"']?([\w.-]+)[\"']?\s*=")
 
 
@@ -48,12 +48,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscale:
-    """The table `autoscale`: between which numbers a cluster's workers follow what jobs need.
-
-    As `dpflow up --autoscale`.
+    """The table `autoscale`: the range in which a cluster's workers follow the jobs' needs, as `dpflow up --autoscale`.
 
     Args:
-        min, max: of all flows together; max None: as many as they ask for, and no law.
+        min, max: of all flows together; max None: as many as they request, without autoscaling.
         hold: how long a job that pauses, as for a validation, keeps its workers: "2m", or seconds.
     """
 
@@ -62,9 +60,9 @@ class Autoscale:
     hold: float | str = 120.0
 
     def __post_init__(self) -> None:
-        check_int("min", self.min, minimum=0, maximum=MOST_WORKERS)
+        check_int("min", self.min, minimum=0, maximum=MAX_WORKERS)
         if self.max is not None:
-            check_int("max", self.max, minimum=1, maximum=MOST_WORKERS)
+            check_int("max", self.max, minimum=1, maximum=MAX_WORKERS)
         parse_duration("hold", self.hold, maximum=86400.0)
 
     @property
@@ -75,7 +73,7 @@ class Autoscale:
 
 @dataclass(frozen=True)
 class Setting:
-    """What was found, and where, for people."""
+    """A value, and where it was found, for display."""
 
     value: Any
     place: str
@@ -86,12 +84,12 @@ class _Source:
     """A file, or the environment, which has no lines."""
 
     values: Mapping[str, Any]
-    #: What it is called in messages, and the file's lines, if it is one.
+    #: Its name in messages, and its lines if it is a file.
     name: str
     lines: tuple[str, ...] = ()
 
     def place(self, table: str, key: str) -> str:
-        """Where a key of a table stands, for people. table: empty for the file's own."""
+        """Return where a key of a table stands, for display. table: empty for the file's own."""
         wanted, current = f"{table}.{key}".strip("."), ""
         if not self.lines:
             variable = _variable(wanted)
@@ -109,11 +107,11 @@ class _Source:
 
 
 def read(kinds: Mapping[str, type[Any]]) -> dict[str, dict[str, Setting]]:
-    """What files and the environment say of each table, as `platform.ray` or `network`: arguments of its class.
+    """Return the settings of each table, as `platform.ray` or `network`: arguments of its class.
 
     All tables are checked, whichever is wanted: a mistake in another one is a mistake too.
 
-    kinds: of all tables that there may be, the dataclasses of their settings, which have defaults.
+    kinds: the dataclasses of all tables' settings, which have defaults.
 
     Raises:
         OptionError: a file cannot be read, or it or a variable has an unknown name, or a value that is not possible.
@@ -147,7 +145,7 @@ def _setting(source: _Source, table: str, key: str, value: Any, kind: type[Any])
 
 
 def _tables_of(source: _Source, kinds: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The tables that a source has, by their whole names. Raises OptionError for one that there is not."""
+    """Yield a source's tables, by their full names. Raises OptionError for an unknown one."""
     tops = {table.partition(".")[0] for table in kinds}
     for name, inner in source.values.items():
         if name not in tops:
@@ -169,13 +167,13 @@ def _check_table(source: _Source, parent: str, name: str, values: Any, allowed: 
 
 
 def _files() -> Iterator[_Source]:
-    """What is in files; the last one decides."""
+    """Yield the files; the last one decides."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named:
         yield _read(os.path.expanduser(named), f"{CONFIG_VARIABLE} names it")
         return
     home = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
-    # Also what is no file: who has made a directory of this name takes it for settings.
+    # Also if it is not a file: a directory of this name was meant for settings.
     if os.path.lexists(path := os.path.join(home, "dpflow", "config.toml")):
         yield _read(path)
     here = Path.cwd()
@@ -190,9 +188,9 @@ def _files() -> Iterator[_Source]:
 
 
 def _is_of_ours(text: str) -> bool:
-    """Whether a pyproject.toml, which tells of much else, has something of this package's."""
+    """Return whether a pyproject.toml, which has much else, has a table of this package."""
     if "[tool.dpflow" in text or "dpflow" not in text:
-        return "[tool.dpflow" in text  # also where it is no TOML, which is told then
+        return "[tool.dpflow" in text  # also if it is invalid TOML, which is reported then
     with suppress(ValueError, TypeError, RecursionError, MissingExtraError):
         return "dpflow" in _toml().loads(text).get("tool", {})
     return False
@@ -230,7 +228,7 @@ def _environment() -> _Source:
         if not key:
             raise OptionError(
                 f"the variable {variable} is no setting: name one, as {_variable('platform.ray.cpus')} or "
-                f"{_variable('network.listen')}; which platform is used says platform= or --platform"
+                f"{_variable('network.listen')}; the platform is chosen by platform= or --platform"
             )
         inner = values.setdefault(table, {})
         if table == "platform":
@@ -241,7 +239,7 @@ def _environment() -> _Source:
 
 
 def _variables() -> list[str]:
-    """Those of the environment that are settings, or are meant to be."""
+    """Return the variables of the environment that are settings, or are meant to be."""
     tables = tuple(f"{_variable(table)}_" for table in ("platform", "network", "autoscale"))
     return sorted(name for name, text in os.environ.items() if text and f"{name}_".startswith(tables))
 
@@ -251,7 +249,7 @@ def _variable(name: str) -> str:
 
 
 def _value(variable: str) -> Any:
-    """The text of a variable, as TOML has it where that is a table."""
+    """Return the text of a variable, parsed as TOML if it is a table."""
     text = os.environ[variable]
     if not text.lstrip().startswith("{"):
         return text

@@ -1,4 +1,4 @@
-"""Makes a platform of a launcher: its blocking calls run in threads, and what comes of them is news."""
+"""Makes a platform of a launcher: its blocking calls run in threads, and their results are events."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from torch_dpflow.workers.platform import End
 
 #: How long a start may take, seconds.
 DEADLINE_S = 60.0
-#: The pauses between looks at workers that are suspected or have been stopped, first and longest; how often to look at
-#: all of them; seconds.
+#: Pauses between looks at workers that are suspected or stopped, first and longest; how often to look at all of them;
+#: seconds.
 FIRST_LOOK_S, LOOK_S, SWEEP_S = 0.1, 1.0, 60.0
 #: How long a suspicion lasts, and how long a platform may take to confirm that a worker is gone, seconds.
 SUSPECT_S, CONFIRM_S = 10.0, 10.0
-#: How long closing may take at most, if not twice the deadline of a start; seconds.
+#: How long closing may take, if not twice the deadline of a start; seconds.
 CLOSE_S = 60.0
 #: The longest pause after a failed stop or look, seconds.
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 
 
 @dataclass(eq=False)
 class _Asked:
-    """A worker that was asked for and has not ended."""
+    """A worker that was requested and has not ended."""
 
     name: str
     #: Emptied once it was sent: it has a key.
@@ -51,7 +51,7 @@ class _Asked:
     ref: Ref | None = None
     #: Whether the platform may have it and no start of it is awaited: it can be looked at and stopped.
     there: bool = False
-    #: When its start is taken for lost, seconds, and whether it was.
+    #: When its start counts as lost, seconds, and whether it does.
     overdue_at: float = 0.0
     overdue: bool = False
     #: Why it is to be stopped; None while it is not.
@@ -59,15 +59,15 @@ class _Asked:
     #: Whether the platform has accepted to stop it.
     stopped: bool = False
     warned: bool = False
-    #: Whether the last that there is to tell has been told.
-    told: bool = False
-    backoff: Backoff = field(default_factory=lambda: Backoff(0.5, LONGEST_PAUSE_S))
+    #: Whether its last event was reported.
+    reported: bool = False
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.5, MAX_PAUSE_S))
 
 
 class ThreadedPlatform:
     """The `RemotePlatform` of a launcher, which it closes at the end.
 
-    One thread decides which call is next, and each call has a thread of its own, so that one that hangs holds up no
+    One thread decides which call is next, and each call has a thread of its own, so that one that hangs delays no
     other: a start counts as lost after `deadline_s`, and can be stopped by its name then. Stops come first, and are
     repeated until the platform has accepted them; starts are never repeated.
 
@@ -107,7 +107,7 @@ class ThreadedPlatform:
         self._starting: dict[str, _Asked] = {}
         self._threads: set[AwaitedThread] = set()
         self._hung = 0
-        self._news: list[Outcome] = []
+        self._events: list[Outcome] = []
         #: Whether `close` has begun, and whether it has released the descriptor.
         self._closed = self._released = False
         self._owner = os.getpid()
@@ -133,7 +133,7 @@ class ThreadedPlatform:
 
     def stop(self, name: str, why: str = "") -> None:
         with self._changed:
-            worker = self._workers.setdefault(name, _Asked(name, b"", there=True, told=True))
+            worker = self._workers.setdefault(name, _Asked(name, b"", there=True, reported=True))
             self._want_stop(worker, why)
 
     def adopt(self, name: str, ref: Ref | None) -> None:
@@ -148,10 +148,10 @@ class ThreadedPlatform:
 
     def take(self) -> list[Outcome]:
         with self._changed:
-            news, self._news = self._news, []
-            if news and not self._released:
+            events, self._events = self._events, []
+            if events and not self._released:
                 os.eventfd_read(self.wakeup_fd)
-            return news
+            return events
 
     def close(self, *, grace_s: float = 0.0) -> None:
         if os.getpid() != self._owner:
@@ -173,7 +173,9 @@ class ThreadedPlatform:
             self._workers.clear()
             self._changed.notify_all()
         if left:
-            SERVICE.error("not known to be stopped: %s; they end once nobody answers them", ", ".join(left))
+            SERVICE.error(
+                "not known to be stopped: %s; they end once no process answers them", ", ".join(left)
+            )
         self._thread.wait(self._deadline_s)
         with self._changed:
             threads, hung = [*self._threads], self._hung
@@ -218,7 +220,7 @@ class ThreadedPlatform:
                 self._changed.notify_all()
 
     def _next(self, now: float) -> Callable[[], None] | None:
-        """The call that is next; None if none is due or may be made."""
+        """Return the next call; None if none is due or may be made."""
         # Each hung call is replaced by another, up to as many again.
         most = self.limits.calls_at_once
         free = most - len(self._threads) + min(self._hung, most)
@@ -230,7 +232,7 @@ class ThreadedPlatform:
                 return partial(self._stop, self._workers[name])
         if self._is_look_due(now):
             return self._look_call(now)
-        # One call is kept for stops and looks: where starts take long, they would come too late.
+        # One call is reserved for stops and looks: if starts take long, they would be late.
         if self._queue and (most == 1 or free > 1) and self._rate.wait_s(now) <= 0:
             name = next(iter(self._queue))
             del self._queue[name]
@@ -241,7 +243,7 @@ class ThreadedPlatform:
         return None
 
     def _idle_s(self, now: float) -> float | None:
-        """How long until something is due, at most, seconds."""
+        """Return how long until the next call is due, at most, seconds."""
         waits = [due - now for due in self._to_stop.values()]
         waits += [worker.overdue_at - now for worker in self._starting.values()]
         waits += [until - now for until in self._suspects.values()]
@@ -253,7 +255,7 @@ class ThreadedPlatform:
         return min((wait for wait in waits if wait > 0), default=None)
 
     def _give_up(self, now: float) -> None:
-        """Take overdue starts for lost, and suspicions for answered."""
+        """Count overdue starts as lost, and old suspicions as answered."""
         for name, worker in [*self._starting.items()]:
             if now >= worker.overdue_at:
                 del self._starting[name]
@@ -286,7 +288,7 @@ class ThreadedPlatform:
             self._hung -= worker.overdue
             if refused is not None:
                 self._forget(worker)
-                self._tell_last(worker, Refused(worker.name, refused))
+                self._report_last(worker, Refused(worker.name, refused))
             elif ref is not None:
                 self._accepted(worker, ref)
             elif not worker.overdue:
@@ -299,20 +301,20 @@ class ThreadedPlatform:
             )
 
     def _accepted(self, worker: _Asked, ref: Ref) -> None:
-        if worker.told and worker.why is None:
+        if worker.reported and worker.why is None:
             return  # it has ended before its start was answered
         worker.ref, worker.there, worker.stopped = ref, True, False
         if not self._closed:
             self._workers.setdefault(worker.name, worker)  # stopped and forgotten before it had begun
         if worker.why is None:
-            self._tell(Accepted(worker.name, ref))
+            self._report(Accepted(worker.name, ref))
         elif worker.name in self._workers:
             self._want_stop(worker, worker.why)
 
     def _lost(self, worker: _Asked, text: str) -> None:
         worker.there = True
         if worker.why is None:
-            self._tell(Answerless(worker.name, text))
+            self._report(Answerless(worker.name, text))
 
     def _stop(self, worker: _Asked) -> None:
         failure = self._failure_of(lambda: self._launcher.stop(worker.name, worker.ref))
@@ -357,13 +359,13 @@ class ThreadedPlatform:
         with self._changed:
             self._looking = False
             self._look_at = time.monotonic() + self._look_pause_s
-            self._look_pause_s = min(2 * self._look_pause_s, LONGEST_PAUSE_S if failure else LOOK_S)
+            self._look_pause_s = min(2 * self._look_pause_s, MAX_PAUSE_S if failure else LOOK_S)
             if failure:
                 SERVICE.debug("workers cannot be looked at: %s", failure)
                 return
             for name, worker in asked.items():
                 if self._workers.get(name) is worker:
-                    # Missing tells something only of who was stopped before, and has not been started since.
+                    # A missing worker has ended only if it was stopped before, and has not been started since.
                     is_gone = name in stopped and worker.stopped
                     self._note(worker, fates.get(name, Fate(end=End() if is_gone else None)))
 
@@ -372,7 +374,7 @@ class ThreadedPlatform:
             self._ended(worker, fate.end)
         elif fate.until_s is not None and not worker.warned:
             worker.warned = True
-            self._tell(Warned(worker.name, fate.until_s))
+            self._report(Warned(worker.name, fate.until_s))
 
     # -- under the lock ----------------------------------------------------------------------------------
 
@@ -395,7 +397,7 @@ class ThreadedPlatform:
 
     def _ended(self, worker: _Asked, end: End) -> None:
         self._forget(worker)
-        self._tell_last(worker, Ended(worker.name, replace(end, killed_for=worker.why or "")))
+        self._report_last(worker, Ended(worker.name, replace(end, killed_for=worker.why or "")))
 
     def _forget(self, worker: _Asked) -> None:
         self._workers.pop(worker.name, None)
@@ -403,19 +405,19 @@ class ThreadedPlatform:
         self._to_stop.pop(worker.name, None)
         self._suspects.pop(worker.name, None)
 
-    def _tell_last(self, worker: _Asked, outcome: Outcome) -> None:
-        if not worker.told:
-            worker.told = True
-            self._tell(outcome)
+    def _report_last(self, worker: _Asked, outcome: Outcome) -> None:
+        if not worker.reported:
+            worker.reported = True
+            self._report(outcome)
         self._changed.notify_all()
 
-    def _tell(self, outcome: Outcome) -> None:
-        if not self._news and not self._released:
+    def _report(self, outcome: Outcome) -> None:
+        if not self._events and not self._released:
             os.eventfd_write(self.wakeup_fd, 1)
-        self._news.append(outcome)
+        self._events.append(outcome)
 
     def _failure_of(self, call: Callable[[], None]) -> str:
-        """Make a call; what went wrong, empty if nothing did."""
+        """Make a call; return its error, empty if there is none."""
         try:
             call()
         except Exception as error:  # a launcher's faults too: a stop is repeated whatever happens

@@ -1,6 +1,6 @@
 """Sends the user's own modules to workers: a reproducible archive of what a pickle needs.
 
-Files and not pickled code: classes keep one identity, so samples come back by name, and relative and late imports work.
+Files and not pickled code: classes keep one identity, so samples return by name, and relative and late imports work.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch_dpflow.remote.shipping.modules import (
     own_names,
 )
 
-#: Most bytes and files of a bundle, and most bytes of its archive, which names each file twice.
+#: Maximum bytes and files of a bundle, and maximum bytes of its archive, which names each file twice.
 MAX_BYTES, MAX_FILES, MAX_ARCHIVE_BYTES = 16 << 20, 5_000, 24 << 20
-#: Longest name of a file in it, and part of one between slashes, bytes.
-_LONGEST_NAME, _LONGEST_PART = 512, 255
-#: Most entries of directories that are looked through.
-_MOST_ENTRIES = 200_000
+#: Maximum length of a file's name in it, and of a part between slashes, bytes.
+_MAX_NAME, _MAX_PART = 512, 255
+#: Maximum entries of directories that are scanned.
+_MAX_ENTRIES = 200_000
 _TIME = (1980, 1, 1, 0, 0, 0)
 
 
@@ -53,7 +53,7 @@ class CodeBundle:
 
 
 def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
-    """The user's own modules that unpickling needs, and those that they import; None where there are none.
+    """Pack the user's own modules that unpickling needs, and those that they import; None if there are none.
 
     Raises:
         OptionError: they are too large; or an added path does not exist.
@@ -78,12 +78,12 @@ class _Collected:
         self._files: dict[str, bytes] = {}
         self._sizes: Counter[str] = Counter()
         self._entries = 0
-        #: Names that were asked for, and whether a top-level one is a namespace.
+        #: Names that were requested, and whether a top-level one is a namespace.
         self._asked: set[str] = set()
         self._namespaces: dict[str, bool] = {}
 
     def need(self, name: str) -> None:
-        """Add the user's own package or module that `name` is in, and what it imports; nothing for others."""
+        """Add the user's own package or module of `name`, and what it imports; nothing for installed ones."""
         wanted = [name]
         while wanted:
             name = wanted.pop()
@@ -104,7 +104,7 @@ class _Collected:
             self.need(name)
 
     def bundle(self) -> CodeBundle | None:
-        """All of it."""
+        """Pack all files."""
         if not self._files:
             return None
         out = io.BytesIO()
@@ -132,7 +132,7 @@ class _Collected:
         )
 
     def _add_files(self, found: Sequence[tuple[str, str]]) -> list[str]:
-        """Add files, by place and path, and return what they import."""
+        """Add files, by place and path; return what they import."""
         new = [(place, path) for place, path in found if place not in self._files]
         for place, path in new:
             self._sizes[place] = os.stat(path).st_size
@@ -165,7 +165,7 @@ class _Collected:
         )
 
     def _below(self, folder: str, place: str, *, all_files: bool) -> Iterator[tuple[str, str]]:
-        """Files in a directory and below it, with their places."""
+        """Yield the files in a directory and below it, with their places."""
         seen: set[str] = set()
         waiting = [(folder, place)]
         while waiting:
@@ -186,9 +186,9 @@ class _Collected:
 
     def _count(self, folder: str) -> None:
         self._entries += 1
-        if self._entries > _MOST_ENTRIES:
+        if self._entries > _MAX_ENTRIES:
             raise OptionError(
-                f"the code that workers need lies among more than {_MOST_ENTRIES:,} files, such as those in {folder}; "
+                f"the code that workers need lies among more than {_MAX_ENTRIES:,} files, such as those in {folder}; "
                 "keep data out of packages, or install them where the workers run and give LoaderOptions(code=None)"
             )
 
@@ -213,7 +213,7 @@ def _content_of(path: str) -> bytes:
 
 
 def _place_of(path: str) -> str:
-    """Where an added path lies in a bundle: a package where it is imported from, others as in an entry of sys.path."""
+    """Return the place of an added path in a bundle: as it is imported, else relative to its entry of sys.path."""
     inner = path if os.path.isdir(path) else os.path.dirname(path)
     root = inner
     while os.path.exists(os.path.join(root, "__init__.py")):
@@ -229,12 +229,12 @@ def _place_of(path: str) -> str:
 def install_bundle(data: bytes, directory: str | Path) -> Path:
     """Unpack a bundle into a directory of its own inside of `directory`, and import from there first.
 
-    Nothing is written before all of it was checked. Where it was unpacked before, it is used as it is.
+    Nothing is written before all of it was checked. A bundle that was unpacked before is used as it is.
 
     Raises:
-        MessageError: it is no bundle, or one that is larger than `make_bundle` makes.
+        MessageError: it is not a bundle, or larger than `make_bundle` makes.
         LifetimeError: this process has imported another module of one of its names.
-        UsageError: others may write into `directory`.
+        UsageError: other users may write into `directory`.
     """
     directory = Path(directory)
     try:
@@ -255,7 +255,7 @@ def install_bundle(data: bytes, directory: str | Path) -> Path:
 
 
 def _checked(data: bytes) -> dict[str, bytes]:
-    """The files of an archive, which is checked before any is read. Raises ValueError and what zipfile raises."""
+    """Check an archive and return its files. Raises ValueError and what zipfile raises."""
     if len(data) > MAX_ARCHIVE_BYTES:
         raise ValueError(f"{len(data):,} bytes; at most {MAX_ARCHIVE_BYTES:,} are allowed")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -278,7 +278,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
     name = entry.filename
     parts = name.split("/")
     longest = max(len(part.encode()) for part in parts)
-    if len(name.encode()) > _LONGEST_NAME or longest > _LONGEST_PART or not name.isprintable():
+    if len(name.encode()) > _MAX_NAME or longest > _MAX_PART or not name.isprintable():
         raise ValueError(f"{name[:100]!r} is too long for a file's name, or not printable")
     if "\\" in name or {"", ".", ".."}.intersection(parts):
         raise ValueError(f"{name[:100]!r} is no name of a file below its directory")
@@ -298,14 +298,14 @@ def _check_private(directory: Path) -> None:
 
 
 def _module_of(place: str) -> str:
-    """The module that a file makes importable from the bundle's top; empty if it is data, or inside of a package."""
+    """Return the module that a top-level file makes importable; empty for data or files inside a package."""
     top, _, inner = place.partition("/")
     is_module = is_importable(top) if not inner else inner.startswith("__init__.") and is_importable(inner)
     return top.partition(".")[0] if is_module else ""
 
 
 def _check_not_installed(top: str, path: str) -> None:
-    """Raise OptionError for a file that would replace what workers have imported before code arrives, as logging."""
+    """Raise OptionError for a file that would replace what workers import before code arrives, as logging."""
     file = getattr(sys.modules.get(top), "__file__", None)
     if isinstance(file, str) and not is_own_path(file):
         raise OptionError(
@@ -325,7 +325,7 @@ def _check_not_loaded(tops: set[str], target: Path) -> None:
 
 
 def _unpack(contents: dict[str, bytes], directory: Path, target: Path) -> None:
-    """Write files beside their place, and rename them: whoever finds the place finds all of them."""
+    """Write files beside their place, and rename them, so that they appear all at once."""
     beside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory))
     try:
         for place, content in contents.items():

@@ -1,4 +1,4 @@
-"""Whether a worker can load what its head loads: compared by versions and modules, before anything is unpickled."""
+"""Whether a worker can load what is sent: by versions and modules, before anything is unpickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import cache
 from torch_dpflow._version import __version__
 from torch_dpflow.remote.shipping.modules import find_spec, is_own_path, names_in
 
-#: Distributions that are compared, by the names that they have in `versions_here`.
+#: Distributions that are compared, by their names in `versions_here`.
 _COMPARED = {
     "torch": "torch",
     "numpy": "numpy",
@@ -22,15 +22,14 @@ _COMPARED = {
     "torchvision": "torchvision",
     "pillow": "Pillow",
 }
-#: With these, equal samples are not always equal to the last bit.
+#: Other versions of these may change the last bits of samples.
 _OF_SAMPLES = ("torch", "torchvision", "numpy", "pillow")
-#: The least release of torch that setup.cfg allows.
-_LEAST_TORCH = (2, 6)
+_MIN_TORCH = (2, 6)
 _RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
 
 
 def versions_here() -> dict[str, str]:
-    """The versions of Python, of this package and of what samples are made with, as far as they are installed."""
+    """Return the installed versions of Python, of this package and of the libraries that make samples."""
     found = {"python": platform.python_version(), "torch_dpflow": __version__}
     for name, distribution in _COMPARED.items():
         version = _version_of(distribution)
@@ -40,7 +39,7 @@ def versions_here() -> dict[str, str]:
 
 
 def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Why a worker with these versions cannot load what is pickled here, and what to do; empty if it can."""
+    """Return why a worker with these versions cannot load what is pickled here, and what to do; empty if it can."""
     for name, parts, reason in (
         ("torch_dpflow", 2, "they would not understand each other"),
         ("python", 2, "functions travel as bytecode"),
@@ -52,14 +51,14 @@ def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
             text = f"it has {_called(name, there)} and this process {_called(name, own)}; {reason}"
             return f"{text}. {_remedy(name, own)}"
     there = worker.get("torch", "")
-    if _release(there) < _LEAST_TORCH:
-        least = ".".join(map(str, _LEAST_TORCH))
+    if _release(there) < _MIN_TORCH:
+        least = ".".join(map(str, _MIN_TORCH))
         return f"it has {_called('torch', there)}, and {least} is the least. {_remedy('torch', here.get('torch', ''))}"
     return ""
 
 
 def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """What may make a fit worker's samples differ from this process's, for people."""
+    """Return what may make a compatible worker's samples differ from this process's, for display."""
     found = []
     for name in _OF_SAMPLES:
         there, own = worker.get(name), here.get(name)
@@ -72,13 +71,13 @@ def warnings_of(worker: Mapping[str, str], here: Mapping[str, str]) -> list[str]
 
 
 def required_modules(pickled: bytes) -> frozenset[str]:
-    """The modules that unpickling imports and that Python has not itself. Raises MessageError for what is no pickle."""
+    """Return the modules that unpickling imports, without the standard library's. Raises MessageError."""
     names = names_in(pickled).modules
     return frozenset(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
 
 
 def missing_modules(names: Iterable[str]) -> list[str]:
-    """Those of these modules that cannot be imported here. Imports none of them, and their parents only in doubt."""
+    """Return which modules cannot be imported here. Imports none of them, and their parents only in doubt."""
     found: set[str] = set()
     for name in names:
         if find_spec(name) is None:
@@ -87,7 +86,7 @@ def missing_modules(names: Iterable[str]) -> list[str]:
 
 
 def missing_text(names: Iterable[str]) -> str:
-    """That workers lack these modules, with what to do; to be called where the modules are installed."""
+    """Return that workers lack these modules, with what to do; to be called where the modules are installed."""
     distributions = importlib.metadata.packages_distributions()
     tops = dict.fromkeys(name.partition(".")[0] for name in sorted(set(names)))
     pinned, own, unknown = [], [], []
@@ -111,14 +110,14 @@ def missing_text(names: Iterable[str]) -> str:
 
 
 def _missing(name: str) -> list[str]:
-    """The module, unless its package makes it when it is imported; or what that package lacks itself."""
+    """Return the module, unless its package makes it when imported; or what that package lacks itself."""
     if find_spec(name.partition(".")[0]) is None:
         return [name]
     try:
         return [] if importlib.util.find_spec(name) is not None or name in sys.modules else [name]
     except ModuleNotFoundError as error:
         return [error.name or name]
-    except Exception:  # the user's own code, which unpickling will run as well: its error is to be seen there
+    except Exception:  # the user's own code, which unpickling runs as well: its error appears there
         return []
 
 
@@ -131,7 +130,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a release, without what follows them, such as "+cpu"; of anything else none."""
+    """Return the numbers of a release, without suffixes such as "+cpu"; empty for anything else."""
     found = _RELEASE.match(version)
     return () if found is None else tuple(int(part) for part in found.groups() if part is not None)
 

@@ -1,4 +1,9 @@
-"""Packs what workers on other hosts load: with the code of the script, without keys of storages, and not too much."""
+"""Packs what workers on other hosts load: with the code of the script, without keys of storages, and not too much.
+
+cloudpickle includes the code of a script's, or a notebook's, classes. But a sample is pickled with the names of its
+classes, and pickle looks them up by these names when it writes and when it reads. So a worker puts them where the
+script has them, into `__main__`. A job finds its own there, in its present form: a cell may have been run again.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +47,14 @@ def unpack(packed: IO[bytes]) -> Any:
 
 
 class Output(Protocol):
-    """What a pickle is written to."""
+    """The file that a pickle is written to."""
 
     def write(self, chunk: Any, /) -> object:
-        """Take a part of it."""
+        """Write a chunk."""
 
 
 class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by `pack` alone. Collects the classes and functions of the script that it pickles, by their names there.
+    """Pickles by `pack` alone. Collects the script's classes and functions that it pickles, by their names there.
 
     An object that pickles its own parts with cloudpickle would hide them from this pickler; its class has a
     `__reduce_by_value__` for it, in place of `__reduce__`.
@@ -79,7 +84,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @contextmanager
 def _by_value() -> Iterator[None]:
-    """Pickle the script's module by value in a process that it spawned, where the module has another name."""
+    """Pickle the script's module by value in a process that it spawned, in which the module has another name."""
     main = sys.modules["__main__"]
     if main.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         yield
@@ -101,14 +106,14 @@ def _put(value: Any, name: str) -> None:
     setattr(holder, last, value)
 
 
-#: Most bytes that a worker is sent, unless it may be more.
+#: Maximum bytes that a worker is sent by default.
 MAX_CONTENT_BYTES = 256 << 20
-#: The parts of a load spec that are the user's.
+#: The user's parts of a load spec.
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
-#: In the search for what is large: most parts of an object that are looked at, most levels, and most bytes of a part
-#: that are counted.
-_MOST_PARTS, _DEEPEST, _MOST_COUNTED = 1_000, 10, 64 << 30
-#: A pickler writes by as much, so that less of what cannot be pickled to its end is counted.
+#: In the search for what is large: maximum parts of an object, maximum levels, and maximum bytes of a part that are
+#: counted.
+_MAX_PARTS, _MAX_DEPTH, _MAX_COUNTED_BYTES = 1_000, 10, 64 << 30
+#: A pickler writes in frames of this size, so that less of what cannot be pickled to its end is counted.
 _FRAME_BYTES = 1 << 16
 
 
@@ -119,12 +124,11 @@ class _TooLargeError(Exception):
 def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
     """Pickle a `LoadSpec` for workers; `unpack_load_spec` is its inverse.
 
-    Args:
-        limit: most bytes.
+    limit: maximum bytes.
 
     Raises:
         NotPicklableError: a part of it cannot be pickled; the message has its place.
-        OptionError: it is larger than `limit`; the message says what of it is.
+        OptionError: it is larger than `limit`; the message names the large part.
     """
     out = io.BytesIO()
     try:
@@ -139,9 +143,9 @@ def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
 
 
 def unpack_load_spec(packed: bytes | memoryview) -> Any:
-    """The `LoadSpec`; classes and functions of the script are in this process's `__main__` afterwards.
+    """Unpickle a `LoadSpec`; the script's classes and functions are in this process's `__main__` afterwards.
 
-    Raises whatever unpickling it raises: ModuleNotFoundError where a module is missing here.
+    Raises whatever unpickling raises: ModuleNotFoundError if a module is missing here.
     """
     return unpack(io.BytesIO(packed))
 
@@ -210,12 +214,12 @@ def _nbytes(obj: Any) -> int:
 
 def _dump(obj: Any) -> None:
     with _keys_left_out():
-        ScriptPickler(_Bounded(None, _MOST_COUNTED)).pack(obj)
+        ScriptPickler(_Bounded(None, _MAX_COUNTED_BYTES)).pack(obj)
 
 
 def _size_of(obj: Any) -> int:
-    """How many bytes an object pickles to, or a part of it, if it cannot be pickled."""
-    out = _Bounded(None, _MOST_COUNTED)
+    """Return how many bytes an object, or the part of it that can be pickled, pickles to."""
+    out = _Bounded(None, _MAX_COUNTED_BYTES)
     with suppress(Exception), _keys_left_out():
         _CountingPickler(out).pack(obj)
     return out.taken
@@ -229,9 +233,9 @@ class _Part(NamedTuple):
 
 def _too_large(spec: Any, limit: int) -> OptionError:
     named = [(name, getattr(spec, name)) for name in _PARTS]
-    path, obj, whole = first = _largest(named, _MOST_COUNTED)
-    for _ in range(_DEEPEST):
-        inner = _largest(islice(parts_of(obj), _MOST_PARTS), whole)
+    path, obj, whole = first = _largest(named, _MAX_COUNTED_BYTES)
+    for _ in range(_MAX_DEPTH):
+        inner = _largest(islice(parts_of(obj), _MAX_PARTS), whole)
         if inner.nbytes <= whole // 2:
             break
         path, obj, whole = path + inner.path, inner.obj, inner.nbytes
@@ -255,7 +259,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _largest(parts: Iterable[tuple[str, Any]], most: int) -> _Part:
-    """The largest part that is no larger than `most`; one that is larger is left out where its whole is pickled."""
+    """Return the largest part up to `most` bytes; a larger one is left out when its whole is pickled."""
     largest = _Part("", None, -1)
     for path, obj in parts:
         nbytes = _size_of(obj)
@@ -264,18 +268,21 @@ def _largest(parts: Iterable[tuple[str, Any]], most: int) -> _Part:
     return largest
 
 
-#: Ends such a content: the length of the archive before it, and a mark. A pickle ends with another byte.
+#: Ends a flow's content: the length of the archive before it, and a mark. A pickle ends with another byte.
 _END = struct.Struct("<Q8s")
 _MARK = b"dpflow/1"
 
 
 def join_content(pickled: bytes, code: bytes) -> bytes:
-    """A content of a pickle and an archive of modules, which may be empty. Who unpickles it reads the former only."""
+    """Join a flow's pickle and an archive of modules, which may be empty. Unpickling reads the former only."""
     return b"".join((pickled, code, _END.pack(len(code), _MARK)))
 
 
 def split_content(content: memoryview) -> tuple[memoryview, memoryview]:
-    """The pickle and the archive. Raises MessageError for a content that was made for workers of the cluster's host."""
+    """Split a flow's content into pickle and archive.
+
+    Raises MessageError for a content that was made for workers of the cluster's host.
+    """
     if content.nbytes >= _END.size:
         length, mark = _END.unpack(content[-_END.size :])
         if mark == _MARK and length <= content.nbytes - _END.size:

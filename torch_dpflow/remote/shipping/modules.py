@@ -1,4 +1,4 @@
-"""Finds modules, and tells the user's own from those that are installed, without importing any."""
+"""Finds modules, the user's own among them and those that a pickle names, without importing any."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _INSTALLED = {"site-packages", "dist-packages"}
 #: This package. A worker has imported its own when code arrives, so it is compared by version and never sent, from
 #: wherever it was imported here: an editable install is an install.
 _THIS = __name__.partition(".")[0]
-#: What can be imported; bytecode comes from sources.
+#: Suffixes of importable files; bytecode comes from sources.
 _SUFFIXES = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)
-#: Statements that import, also inside functions. Finds some in texts too, which costs a file that nobody needs.
+#: Statements that import, also inside functions. Finds some in texts too, which costs an unneeded file.
 _IMPORTS = re.compile(
     rb"(?:^|[;:])[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n;#]*)|import[ \t]+([\w.,\\ \t]+))",
     re.MULTILINE,
@@ -42,7 +42,7 @@ class OwnModule(NamedTuple):
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Where a module is imported from; None if there is none. Unlike importlib's, it imports no parent."""
+    """Return where a module is imported from; None if there is none. Unlike importlib's, it imports no parent."""
     found, places = None, None
     for prefix in _prefixes(name):
         if found is not None and places is None:  # a module that is no package
@@ -57,10 +57,10 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 def own_module(name: str) -> OwnModule | None:
-    """The user's own package or module that has to be there for `name`; None: it is installed, or not to be found.
+    """Return the user's own package or module that `name` needs; None if it is installed, or not found.
 
-    His own is what lies neither in site-packages nor in the standard library: beside the script, below PYTHONPATH, or
-    where an editable install points to.
+    The user's own modules lie neither in site-packages nor in the standard library: beside the script, below
+    PYTHONPATH, or where an editable install points to.
     """
     for prefix in _prefixes(name):
         spec = find_spec(prefix)
@@ -76,27 +76,27 @@ def own_module(name: str) -> OwnModule | None:
 
 
 def is_namespace(name: str) -> bool:
-    """Whether this is a package without code of its own, whose parts may lie in many places."""
+    """Return whether this is a package without code of its own, whose parts may lie in many places."""
     spec = find_spec(name)
     return spec is not None and not spec.has_location and spec.submodule_search_locations is not None
 
 
 def is_own_path(file: str) -> bool:
-    """Whether what lies there is the user's own."""
+    """Return whether a file is the user's own."""
     real = os.path.realpath(file)
     installed = _INSTALLED.intersection(real.split(os.sep)) or _INSTALLED.intersection(file.split(os.sep))
     return not installed and not real.startswith(_standard_library())
 
 
 def is_importable(file: str) -> bool:
-    """Whether a file of this name can be imported by it; what is only bytecode is not sent."""
+    """Return whether a file of this name can be imported by it; bytecode alone is not sent."""
     return file.endswith(_SUFFIXES) and file.partition(".")[0].isidentifier()
 
 
 def imports_of(source: bytes, package: str) -> Iterator[str]:
-    """The dotted names that a module's source may import, at its top or inside functions.
+    """Yield the dotted names that a module's source may import, at its top or inside functions.
 
-    package: what the module is in, dotted.
+    package: of the module, dotted.
     """
     for start, names, modules in _IMPORTS.findall(source):
         for module in modules.replace(b"\\", b"").split(b","):
@@ -108,13 +108,13 @@ def imports_of(source: bytes, package: str) -> Iterator[str]:
 
 
 def own_names(names: Iterable[str]) -> set[str]:
-    """Those of these names, which stand in code and may mean anything, that may be modules of the user's."""
+    """Return which of these names, found in code, may be modules of the user's."""
     tops = _own_tops()
     return {name for name in names if name.partition(".")[0] in tops}
 
 
 def _absolute(name: str, package: str) -> str:
-    """What a name with leading dots means inside of a package; empty where it means nothing."""
+    """Resolve a name with leading dots inside of a package; empty if it is meaningless."""
     level = len(name) - len(name.lstrip("."))
     if not level:
         return name
@@ -124,7 +124,7 @@ def _absolute(name: str, package: str) -> str:
 
 
 def _own_tops() -> set[str]:
-    """Names of modules that lie where the user's own code is imported from, and of those of his that are loaded."""
+    """Return the top-level modules where the user's own code is imported from, and the loaded ones of theirs."""
     found = {
         name for name, module in list(sys.modules.items()) if "." not in name and _fileis_own_path(module)
     }
@@ -186,12 +186,12 @@ class PickledNames(NamedTuple):
 
 
 def names_in(pickled: bytes) -> PickledNames:
-    """What these pickles, one after the other, name. Runs nothing of them.
+    """Return what these pickles, one after the other, name. Runs nothing of them.
 
     They are loaded with stand-ins for whatever they name, which takes a fifth of the time of `pickletools.genops`: a
     dataset may hold millions of paths.
 
-    Raises MessageError for what is no pickle.
+    Raises MessageError for invalid pickles.
     """
     names = _Names(pickled)
     try:
@@ -202,7 +202,7 @@ def names_in(pickled: bytes) -> PickledNames:
 
 
 class _Kind(type):
-    """What a stand-in can do as an object, since it is one too."""
+    """Methods of a stand-in as an object, since it is one too."""
 
     def __setstate__(cls, state: Any) -> None: ...
 
@@ -227,7 +227,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Names(pickle.Unpickler):
-    """Notes what is named; `cloudpickle` names modules and code by calls of its own functions."""
+    """Records names; `cloudpickle` names modules and code by calls of its own functions."""
 
     def __init__(self, pickled: bytes) -> None:
         self._file = io.BytesIO(pickled)
@@ -266,7 +266,7 @@ class _Names(pickle.Unpickler):
         return self._note if name == "CodeType" else _StandIn
 
     def _note(self, *arguments: Any) -> Any:
-        """Note the names in the arguments of a code object, and the package that a function belongs to."""
+        """Record the names in the arguments of a code object, and the package that a function belongs to."""
         for argument in arguments:
             self.used.update(_identifiers(argument))
         return _StandIn

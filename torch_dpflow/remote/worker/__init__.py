@@ -5,7 +5,7 @@
 
 
 def run(launch_spec: bytes) -> int:
-    """Work as this launch spec says, in the main thread of a process; returns the exit code. See `program.run`."""
+    """Run the worker of this launch spec, in the main thread of a process; return the exit code. See `program.run`."""
     from torch_dpflow.remote.worker.program import (
         run as work,
     )  # once the launch spec is out of the environment

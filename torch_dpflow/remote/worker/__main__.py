@@ -1,4 +1,4 @@
-"""Take the launch spec out of a file, of the environment or of standard input, and work.
+"""Run the worker whose launch spec is in a file, the environment or standard input.
 
 The names of this module are `__main__`'s, where the user's script has its own, so there are few here.
 """
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     sys.stderr.flush()
     os._exit(
         code
-    )  # torch takes a second to leave an interpreter, and whoever waits for the end would wait so long
+    )  # torch takes a second to leave an interpreter, and the process that waits for the end would wait so long

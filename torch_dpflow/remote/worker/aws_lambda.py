@@ -32,7 +32,7 @@ def handler(event: Any, context: Any) -> dict[str, Any]:
 
 
 def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str, Any]:
-    """Run a launch spec in a fork until its end or the invocation's; how it has ended. Raises as `handler`."""
+    """Run a launch spec in a fork until its end or the invocation's; return how it has ended. Raises as `handler`."""
     launch_spec = event.get("launch_spec") if isinstance(event, dict) else None
     if not isinstance(launch_spec, str):
         raise MessageError(
@@ -47,8 +47,8 @@ def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str
         if left_s <= 0 and not why:
             why = "its invocation's time is up"
             fork.kill()
-        patience_s = left_s if fork.patience_s is None else min(left_s, fork.patience_s)
-        select.select(fork.descriptors, (), (), max(0.0, patience_s) if not why else fork.patience_s)
+        timeout_s = left_s if fork.timeout_s is None else min(left_s, fork.timeout_s)
+        select.select(fork.descriptors, (), (), max(0.0, timeout_s) if not why else fork.timeout_s)
     return _told(end, why, init_s, context.aws_request_id)
 
 

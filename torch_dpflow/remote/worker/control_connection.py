@@ -1,6 +1,6 @@
-"""A worker's first connection to its shard: who it is, what it is to load, and signs of life.
+"""Control connection of a remote worker: registration, download of what it loads, heartbeats.
 
-It has a thread of its own, since the worker's main thread runs the user's code, which may take as long as it likes.
+It has a thread of its own, since the worker's main thread runs the user's code, for any time.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, conn
 from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime
 
-#: How often to give a sign of life, and to say hello where nobody answers, seconds.
-BEAT_S = 1.0
-#: How many pieces are on their way at once, and after how long without one they are asked for again, seconds.
+HEARTBEAT_S = 1.0
+#: How many pieces are requested at once, and after how long they are requested again, seconds.
 CREDIT, AGAIN_S = 4, 5.0
-#: How long to try one of several addresses, and how long last words may take to leave, seconds.
-ADDRESS_S, BYE_S = 5.0, 2.0
-#: Messages of one kind that get lost may do so unnoticed for so long, seconds.
+#: How long to try one of several addresses, and how long the last messages may take to leave, seconds.
+ADDRESS_S, GOODBYE_S = 5.0, 2.0
+#: A lost message is noticed after this time, seconds.
 LOST_S = 6.0
 
 
 class UnwantedWorkerError(DPFlowError):
-    """The shard wants nothing of this worker (any more)."""
+    """The shard does not want this worker (any more)."""
 
 
 class _Download:
-    """A content on its way, in pieces."""
+    """A content that arrives in pieces."""
 
     def __init__(self, digest: str, nbytes: int) -> None:
         self.digest = digest
@@ -75,7 +74,7 @@ class _Download:
         self.asked.pop(piece.offset, None)
 
     def due(self, now: float) -> list[int]:
-        """The offsets of the pieces to ask for now."""
+        """Return the offsets of the pieces to request now."""
         late = [offset for offset, at in self.asked.items() if now - at >= AGAIN_S]
         fresh = sorted(self.missing - self.asked.keys())[: max(0, CREDIT - len(self.asked))]
         self.asked.update(dict.fromkeys([*late, *fresh], now))
@@ -83,10 +82,10 @@ class _Download:
 
 
 class ControlConnection(threading.Thread):
-    """Calls the shard and stays in touch with it. Ends the process where nobody answers any more.
+    """Connects to the shard and sends heartbeats. Ends the process if the shard does not answer any more.
 
     Args:
-        launch_spec: says whom to call.
+        launch_spec: where to connect, with which keys.
         versions: what is installed here.
     """
 
@@ -103,23 +102,23 @@ class ControlConnection(threading.Thread):
             )
         )
         self._connection: Connection | None = None
-        #: Where the shard has answered.
+        #: The address at which the shard has answered.
         self.address = ""
-        #: What the main thread waits for: contents by digest, or why there are none.
+        #: What the main thread waits for: contents by digest, or an error.
         self._results: queue.SimpleQueue[tuple[RemoteWelcome, dict[str, bytes]] | Exception] = (
             queue.SimpleQueue()
         )
-        #: Whether the main thread waits for that, and hears of an error so.
+        #: Whether the main thread waits for that, and so raises an error.
         self._is_awaited = True
         self._begun = self._heard = self._said = self._asked = time.monotonic()
         self._welcome: RemoteWelcome | None = None
         self._downloads: list[_Download] = []
         self._words: str | None = None
-        #: Modules that are missing here, to be told.
+        #: Modules that are missing here, to be reported.
         self._lacks: list[str] = []
-        #: Removed where the process is left at once.
+        #: Removed if the process ends at once.
         self.directory: PrivateDirectory | None = None
-        #: Of the latest beats: the shortest, since the threads of two processes may be late.
+        #: Of the latest heartbeats: the shortest counts, since threads of two processes may be late.
         self._round_trips_s: deque[float] = deque([0.0], maxlen=8)
         #: The other connection; it counts its messages.
         self._work: CountedConnection | None = None
@@ -128,12 +127,12 @@ class ControlConnection(threading.Thread):
     # -- for the main thread -----------------------------------------------------------------------------
 
     def contents(self) -> tuple[RemoteWelcome, dict[str, bytes]]:
-        """What to load, by its digest, once it is here.
+        """Return what to load, by its digest, once it has arrived.
 
         Raises:
             UnwantedWorkerError: the shard has nothing for this worker.
-            PeerLostError: nobody answers.
-            MessageError: what came has another digest.
+            PeerLostError: the shard does not answer.
+            MessageError: the content has another digest.
         """
         result = self._results.get()
         if isinstance(result, Exception):
@@ -146,7 +145,7 @@ class ControlConnection(threading.Thread):
         return result
 
     def refused_for(self, modules: Sequence[str]) -> NoReturn:
-        """Say that modules are missing here. Raises UnwantedWorkerError with what the shard says to that."""
+        """Report missing modules. Raises UnwantedWorkerError with the shard's answer."""
         self._is_awaited = True
         self._lacks = [module[:128] for module in modules[:MAX_NAMES]]
         assert self._connection is not None
@@ -161,11 +160,11 @@ class ControlConnection(threading.Thread):
         return self._work
 
     def bye(self, words: str) -> None:
-        """Say that this worker ends, and why."""
+        """Report that this worker ends, and why."""
         self._words = words
         if self._connection is not None and self.is_alive():
             self._connection.wake()
-            self.join(2 * BYE_S)
+            self.join(2 * GOODBYE_S)
 
     # -- its thread --------------------------------------------------------------------------------------
 
@@ -180,20 +179,20 @@ class ControlConnection(threading.Thread):
             self._results.put(error)
         finally:
             if self._connection is not None:
-                self._connection.close(linger_s=BYE_S)
+                self._connection.close(linger_s=GOODBYE_S)
 
     def _call(self) -> None:
-        """Say hello at one address after the other, until somebody answers."""
-        addresses, patience_s = self._launch_spec.addresses, self._launch_spec.silence_s
+        """Send a handshake to one address after the other, until one answers."""
+        addresses, timeout_s = self._launch_spec.addresses, self._launch_spec.silence_s
         for address in itertools.cycle(addresses):
             connection = connect(address, identity=f"{self._identity}/line".encode(), options=self._options)
             self._connection, self.address = connection, address
-            until = time.monotonic() + (ADDRESS_S if len(addresses) > 1 else patience_s)
+            until = time.monotonic() + (ADDRESS_S if len(addresses) > 1 else timeout_s)
             if self._greet(connection, until):
                 return
             self._connection = None
             connection.close()
-            if time.monotonic() - self._begun >= patience_s:
+            if time.monotonic() - self._begun >= timeout_s:
                 raise PeerLostError(
                     f"no answer for {self._launch_spec.name} at {', '.join(addresses)}: is that address reachable from "
                     "here, and is the launch spec's key still accepted?"
@@ -202,7 +201,7 @@ class ControlConnection(threading.Thread):
     def _greet(self, connection: Connection, until: float) -> bool:
         while time.monotonic() < until:
             self._send(connection, encode(RemoteHandshake(PROTOCOL_VERSION, self._versions, [], _where())))
-            self._receive(connection, BEAT_S)
+            self._receive(connection, HEARTBEAT_S)
             if self._welcome is not None:
                 return True
         return False
@@ -213,7 +212,7 @@ class ControlConnection(threading.Thread):
         while self._words is None:
             now = time.monotonic()
             if now - self._heard >= self._launch_spec.silence_s:
-                self._leave_at_once(f"nothing was heard of the shard for {self._launch_spec.silence_s:g} s")
+                self._leave_at_once(f"no message of the shard for {self._launch_spec.silence_s:g} s")
             if self._launch_spec.lifetime_s is not None and now - self._begun >= self._launch_spec.lifetime_s:
                 self._leave_at_once("its lifetime has ended")
             if self._lacks:
@@ -222,13 +221,13 @@ class ControlConnection(threading.Thread):
             for download in self._downloads:
                 for offset in download.due(now):
                     self._send(connection, encode(FetchPiece(download.digest, offset)))
-            if now - self._said >= BEAT_S:
+            if now - self._said >= HEARTBEAT_S:
                 self._asked = now
-                self._send(connection, encode(self._beat()))
-            self._receive(connection, max(0.0, self._said + BEAT_S - now))
+                self._send(connection, encode(self._heartbeat()))
+            self._receive(connection, max(0.0, self._said + HEARTBEAT_S - now))
         self._send(connection, encode(WorkerGoodbye(self._words[-MAX_TEXT:], self._sent)))
 
-    def _beat(self) -> WorkerHeartbeat:
+    def _heartbeat(self) -> WorkerHeartbeat:
         away_s = 0.0 if self._work is None else self._work.away_s()
         return WorkerHeartbeat(self._sent, min(self._round_trips_s), away_s)
 
@@ -241,7 +240,7 @@ class ControlConnection(threading.Thread):
         connection.send([frame])
 
     def _receive(self, connection: Connection, timeout_s: float) -> None:
-        """Handle what comes within a time."""
+        """Handle the messages that arrive within a time."""
         frames = connection.receive(timeout_s)
         while frames is not None:
             self._heard = time.monotonic()
@@ -252,7 +251,7 @@ class ControlConnection(threading.Thread):
                 case Piece():
                     self._on_piece(header, frames[1])
                 case WorkerHeartbeat():
-                    self._on_beat(header)
+                    self._on_heartbeat(header)
                 case WorkerRefused(reason=reason):
                     self._on_refused(reason)
             frames = connection.receive(0)
@@ -272,12 +271,12 @@ class ControlConnection(threading.Thread):
             self._is_awaited = False
             self._results.put((self._welcome, contents))
 
-    def _on_beat(self, beat: WorkerHeartbeat) -> None:
+    def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
         if not self._round_trips_s[-1]:
             self._round_trips_s.clear()
         self._round_trips_s.append(time.monotonic() - self._asked)
         work = self._work
-        if work is None or not work.waits or beat.sent <= work.received:
+        if work is None or not work.waits or heartbeat.sent <= work.received:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = time.monotonic()
@@ -290,7 +289,7 @@ class ControlConnection(threading.Thread):
         self._leave_at_once(reason and f"the shard refuses it: {reason}", code=0)
 
     def _leave_at_once(self, why: str, code: int = 1) -> None:
-        # The main thread may be in the user's code, for as long as that likes.
+        # The main thread may be in the user's code, for any time.
         if why:
             print(f"{self._launch_spec.name} ends: {why}", file=sys.stderr, flush=True)
         if self.directory is not None:
@@ -303,30 +302,30 @@ def _where() -> str:
 
 
 class CountedConnection:
-    """A connection that counts messages, so that one which is lost where the connection breaks is noticed.
+    """A connection that counts messages, so that one lost with a broken connection is noticed.
 
-    link: tells what the network does to it.
+    link: measures the network's share of the time.
     """
 
     def __init__(self, inner: Connection, link: LinkTime) -> None:
         self._inner, self._link = inner, link
         self.identity = inner.identity
         self.sent = self.received = 0
-        #: Whether the main thread waits for a message, and so has all that have come; since when; and for how long it
-        #: did before, seconds.
+        #: Whether the main thread waits for a message, and so has all that have arrived; since when; and for how long
+        #: it did before, seconds.
         self.waits = False
         self._since = self._waited_s = 0.0
-        #: For how long there was nothing to do while results were on their way; as of the latest look, and idle time.
+        #: How long there was nothing to do while results were under way; as of the latest look, and idle time.
         self._away_s = self._idle_s = 0.0
         self._looked_at = time.monotonic()
         self.wake: Callable[[], None] = inner.wake
 
-    def close(self, *, linger_s: float = BYE_S) -> None:
-        """As `Connection.close`, but results that are done leave first."""
+    def close(self, *, linger_s: float = GOODBYE_S) -> None:
+        """As `Connection.close`, but finished results leave first."""
         self._inner.close(linger_s=linger_s)
 
     def away_s(self) -> float:
-        """For how long at least the main thread had nothing to do while the network kept its results, seconds.
+        """Return how long at least the main thread was idle while the network delayed its results, seconds.
 
         For one thread, which may be another one.
         """

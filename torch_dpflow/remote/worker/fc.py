@@ -1,11 +1,10 @@
 """What Function Compute's custom container runs: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
 
 A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's launch spec in a
-fork. An
-invocation is answered when nothing of its worker is left: after that the platform freezes the instance, and a
-connection that stayed open would look alive to the shard. One thread, so that a fork copies nothing half done.
+fork. An invocation is answered when nothing of its worker is left: after that the platform freezes the instance, and an
+open connection would look alive to the shard. One thread, so that a fork copies nothing half done.
 
-A frozen worker that is thawed later goes on; if its lease has ended meanwhile, its shard refuses it and it leaves.
+A frozen worker that is thawed later goes on. If its lease has ended meanwhile, its shard rejects it and it ends.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from torch_dpflow.remote.launchers.processes import MODULE
 from torch_dpflow.remote.worker.forking import Fork
 from torch_dpflow.workers.platform import End
 
-#: The variable that names the port, and the one that the platform uses by default.
+#: The variable with the port, and the platform's default.
 PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000
-#: The most that is read of a request: a launch spec is far below.
-MOST_BYTES = 2**20
+#: Maximum bytes of a request: a launch spec is far smaller.
+MAX_REQUEST_BYTES = 2**20
 #: How long a request may take to arrive once it has begun, seconds.
 REQUEST_S = 10.0
-#: How long a signal may wait that the kernel gives to another thread, as it may after SIGCONT: libraries have some.
+#: How long a signal may wait that the kernel delivers to another thread, as it may after SIGCONT: libraries have some.
 LOOK_S = 1.0
-#: The rights of the function's role for this invocation, and how storages find them.
+#: Headers with the credentials of the function's role for this invocation, and the variables where storages find them.
 KEYS = {
     "x-fc-access-key-id": "ALIBABA_CLOUD_ACCESS_KEY_ID",
     "x-fc-access-key-secret": "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
@@ -46,7 +45,7 @@ KEYS = {
 
 
 class RuntimeConnection(BaseHTTPRequestHandler):
-    """One connection of the platform; the server calls `handle_one_request` when something has come."""
+    """One connection of the platform; the server calls `handle_one_request` when data has arrived."""
 
     protocol_version = "HTTP/1.1"
     timeout = REQUEST_S
@@ -65,13 +64,13 @@ class RuntimeConnection(BaseHTTPRequestHandler):
         return int(self.connection.fileno())
 
     def do_GET(self) -> None:
-        """A hook or a health check (http.server's name)."""
+        """Handle a hook or a health check (http.server's name)."""
         self._serve(b"")
 
     def do_POST(self) -> None:
-        """A hook or an invocation (http.server's name)."""
+        """Handle a hook or an invocation (http.server's name)."""
         length = self.headers.get("content-length", "")
-        if not length.isascii() or not length.isdecimal() or int(length) > MOST_BYTES:
+        if not length.isascii() or not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
             self.close_connection = True
             self.answer(413 if length.isdecimal() else 411, b"")
             return
@@ -90,8 +89,8 @@ class RuntimeConnection(BaseHTTPRequestHandler):
                 self.answer(404, b"")
 
     def answer(self, status: int, body: bytes) -> None:
-        """Send the answer to the request that was served last."""
-        with suppress(OSError):  # nobody waits for it
+        """Send the answer to the latest request."""
+        with suppress(OSError):  # the caller is gone
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -100,7 +99,7 @@ class RuntimeConnection(BaseHTTPRequestHandler):
             self.wfile.flush()
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing: the platform logs its requests itself."""
+        """Log nothing: the platform logs its requests itself."""
 
 
 class Instance:
@@ -153,8 +152,8 @@ class Instance:
         listened = {self._listener.fileno(), *self._connections, *([] if fork is None else fork.descriptors)}
         for descriptor in listened:
             poller.register(descriptor, select.POLLIN)
-        patience_s = LOOK_S if fork is None or fork.patience_s is None else fork.patience_s
-        ready = {descriptor for descriptor, _ in poller.poll(patience_s * 1000)}
+        timeout_s = LOOK_S if fork is None or fork.timeout_s is None else fork.timeout_s
+        ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
         if fork is not None and (end := fork.poll()) is not None:
             self._answer(end)
         if self._listener.fileno() in ready:
@@ -186,7 +185,7 @@ class Instance:
 
 
 def main(name: str = MODULE, port: int | None = None) -> None:
-    """Run the instance's server for the workers of a module, until it is told to end."""
+    """Run the instance's server for the workers of a module, until it is stopped."""
     module = import_module(name)
     getattr(module, "warm", lambda: None)()
     Instance(module, int(os.environ.get(PORT_VARIABLE, PORT)) if port is None else port).serve()

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End
 from torch_dpflow.workers.process_control import exit_with
 
-#: How often to look where the kernel tells of no end, seconds.
+#: How often to poll if the kernel does not report the end, seconds.
 POLL_S = 0.1
 
 
 def age_s() -> float:
-    """For how long this process has been there, seconds; 0 where the kernel does not say."""
+    """Return the age of this process, seconds; 0 if the kernel does not report it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
@@ -35,12 +35,12 @@ def age_s() -> float:
 
 
 class Fork:
-    """One worker in a child of this process, which has to be in its main thread and to have no other.
+    """One worker in a child of this process, which must be in its main thread and have no other.
 
     Args:
-        run: what the child runs with the launch spec; it returns the exit code.
+        run: what the child runs with the launch spec; returns the exit code.
         env: variables of the child alone, beside those of this process.
-        close: descriptors that the child is not to have.
+        close: descriptors that the child closes.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Fork:
 
     @property
     def descriptors(self) -> list[int]:
-        """Are readable where `poll` has something to do; other forks should `close` them."""
+        """Readable if `poll` has something to do; other forks should `close` them."""
         return [] if self._end is not None else [fd for fd in (self._errors, self._pidfd) if fd is not None]
 
     @property
-    def patience_s(self) -> float | None:
+    def timeout_s(self) -> float | None:
         """After how long to call `poll` though nothing is readable, seconds; None: never."""
         return POLL_S if self._pidfd is None else None
 
     def poll(self) -> End | None:
-        """How it has ended, once nothing is left of it; None while it runs. Does not wait.
+        """Return how it has ended, once nothing is left of it; None while it runs. Does not wait.
 
-        What it has written to its standard error goes to this process's; the end of it is in the `End`.
+        Its standard error is copied to this process's; the end of it is in the `End`.
         """
         if self._end is not None:
             return self._end
@@ -108,7 +108,7 @@ class Fork:
     def wait(self) -> End:
         """Wait for its end."""
         while (end := self.poll()) is None:
-            select.select(self.descriptors, (), (), self.patience_s)
+            select.select(self.descriptors, (), (), self.timeout_s)
         return end
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -117,7 +117,7 @@ class Fork:
             os.kill(self.pid, number)
 
     def _forward(self) -> None:
-        """Pass on what it has written so far."""
+        """Copy what it has written so far."""
         with suppress(BlockingIOError):
             while self._errors is not None:
                 chunk = os.read(self._errors, 65536)
@@ -138,14 +138,14 @@ def _become(
     close: Collection[int],
     parent: int,
 ) -> NoReturn:
-    """Be the worker; the child never returns from here."""
+    """Run the worker in the child; never returns."""
     code = 1
     try:
         os.setsid()
         os.dup2(errors, 2)
         for descriptor in (*close, errors):
             os.close(descriptor)
-        # Not what the parent has in its place, which may write elsewhere.
+        # Not the parent's replacement, which may write elsewhere.
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The life of a worker: calls, fetches what it is to load, and works as any worker does."""
+"""A remote worker's life: it connects, fetches what it loads, and works as any worker does."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 import traceback
 from importlib import import_module
 
+from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
-from torch_dpflow.ipc.transport import is_loopback
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.worker.control_connection import ControlConnection, UnwantedWorkerError
@@ -20,12 +20,14 @@ SAMPLES = "torch_dpflow.cluster.shard.remote_samples"
 
 
 def run(launch_spec: bytes) -> int:
-    """Work as this launch spec says, in the main thread of a process, until told to leave; returns the exit code.
+    """Run the worker of this launch spec, in the main thread of a process, until it is told to end.
 
-    0: it was told to leave, or is not wanted. Else the reason is on standard error, and at the shard, if that answers.
+    Returns:
+        The exit code. 0: it was told to end, or is not wanted. Else the reason is on standard error, and at the shard
+            if that answers.
 
     Raises:
-        MessageError: it is no launch spec.
+        MessageError: it is not a launch spec.
     """
     told = decode_launch_spec(launch_spec)
     if told.role == "node":

@@ -1,4 +1,4 @@
-"""The workers of workers: what they load has come over the network, and their memory is their own host's."""
+"""Batches of remote workers: what they load arrived over the network, and their memory is their own host's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RefusedError", "open_spec", "work"]
 
 
 def open_spec(packed: bytes) -> LoadSpec:
-    """What to load. Raises whatever unpickling it raises."""
+    """Unpickle what to load. Raises whatever unpickling raises."""
     spec: Any = unpack_load_spec(packed)
     if not isinstance(spec, LoadSpec):
         raise MessageError(f"the content is a {type(spec).__name__}; a LoadSpec belongs there")
@@ -31,7 +31,7 @@ def open_spec(packed: bytes) -> LoadSpec:
 
 
 class CompressingWorker(BatchWorker):
-    """Compresses what shrinks enough: the shard is on another host."""
+    """Compresses frames if that pays: the shard is on another host."""
 
     def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
         packed, sizes = compress(frames)
@@ -42,11 +42,11 @@ class CompressingWorker(BatchWorker):
 
 
 def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, *, is_near: bool) -> None:
-    """Load until the shard says that it is enough.
+    """Load until the shard stops this worker.
 
     is_near: whether the shard is on this host.
 
-    Raises RefusedError if it does not want this worker.
+    Raises RefusedError if the shard rejects this worker.
     """
     set_worker_signal_handlers()
     kind = BatchWorker if is_near else CompressingWorker

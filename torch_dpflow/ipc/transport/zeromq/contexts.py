@@ -18,15 +18,15 @@ from torch_dpflow.ipc.transport.base import ServerKeys, WorkerKeys
 #: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12
 ZAP_DOMAIN = b"dpflow"
-#: Of a key that is no text.
+#: Bytes of a key in binary form.
 _KEY_BYTES = 32
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 #: Just below the size from which on glibc always returns freed memory to the kernel at once (32 MiB), bytes.
-_LARGEST_KEPT = 31 * 1024 * 1024
+_MAX_KEPT_BYTES = 31 * 1024 * 1024
 
 
 class SharedContext:
-    """One zmq context with a count of its users, the last of whom ends it. Thread-safe; a forked child has none."""
+    """One zmq context with a count of its users; the last one ends it. Thread-safe; a forked child has none."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close a socket, which releases the context, while the lock is held.
@@ -35,7 +35,7 @@ class SharedContext:
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
-        """The context, for one more user, who later calls `give_back`. Raises DescriptorLimitError."""
+        """Return the context, for one more user, which later calls `give_back`. Raises DescriptorLimitError."""
         with self._lock:
             self._users += 1  # first: a socket that is collected meanwhile must not end the context
             try:
@@ -56,7 +56,7 @@ class SharedContext:
         context.term()
 
     def leave_behind(self) -> zmq.SyncContext | None:
-        """In a forked child: detach the parent's context; returns it."""
+        """In a forked child: detach the parent's context and return it."""
         context, self._context = self._context, None
         self._lock = threading.RLock()
         self._users = 0
@@ -64,15 +64,15 @@ class SharedContext:
 
 
 class Inheritable(Protocol):
-    """Something with a socket, which a fork copies although it belongs to the parent."""
+    """An object with a socket, which a fork copies although it belongs to the parent."""
 
     def disown(self) -> list[object]:
-        """In a forked child: become unusable; returns the objects that must never be collected."""
+        """In a forked child: become unusable; return the objects that must never be collected."""
 
 
 shared = SharedContext()
 _inheritables: weakref.WeakSet[Inheritable] = weakref.WeakSet()
-#: pyzmq objects of the parent, which a forked child keeps for ever: collecting one would call into libzmq.
+#: pyzmq objects of the parent, which a forked child keeps forever: collecting one would call into libzmq.
 _inherited: list[object] = []
 
 
@@ -82,9 +82,10 @@ def disown_after_fork(inheritable: Inheritable) -> None:
 
 
 def guarded_context(keys: ServerKeys | WorkerKeys) -> zmq.SyncContext:
-    """A context whose listener accepts these clients; libzmq authenticates a peer before it passes on any message.
+    """Create a context whose listener accepts these keys only.
 
-    libzmq has one authenticator for each context, hence a context of its own for each listener with keys.
+    libzmq authenticates a peer before it passes on any message. It has one authenticator per context, hence a context
+    of its own for each listener with keys.
     """
     context = _new_context()
     authenticator = context.socket(zmq.REP)
@@ -103,7 +104,7 @@ def _new_context() -> zmq.SyncContext:
 
 
 def draw_key_pair() -> tuple[bytes, bytes]:
-    """A new CURVE key pair: (public, secret), Z85 text."""
+    """Generate a CURVE key pair: (public, secret), Z85 text."""
     return zmq.curve_keypair()
 
 
@@ -113,10 +114,9 @@ def keep_freed_memory() -> None:
 
     glibc raises its thresholds for that, for the whole process, when a large buffer is freed; the pages of this one are
     never touched. Before that, receiving 2.5 MB costs 600 page faults, which take as long as all the rest. Only once,
-    and a forked child inherits it: a second buffer would come from memory that was used before and be cleared, which
-    takes 20 ms.
+    and a forked child inherits it: a second buffer would come from used memory and be cleared, which takes 20 ms.
     """
-    bytes(_LARGEST_KEPT)
+    bytes(_MAX_KEPT_BYTES)
 
 
 def _authenticate(socket: zmq.SyncSocket, user_of: Callable[[bytes], str | None]) -> None:
@@ -128,7 +128,7 @@ def _authenticate(socket: zmq.SyncSocket, user_of: Callable[[bytes], str | None]
                 key = b"".join(keys)
                 known = mechanism == b"CURVE" and len(key) == _KEY_BYTES
                 user = user_of(z85.encode(key)) if known else None
-                code, text = (b"400", b"no key of a client") if user is None else (b"200", b"OK")
+                code, text = (b"400", b"unknown client key") if user is None else (b"200", b"OK")
                 socket.send_multipart([version, request, code, text, (user or "").encode(), b""])
             except zmq.ContextTerminated:
                 return

@@ -13,12 +13,12 @@ from torch_dpflow.ipc.transport.zeromq.sockets import LOOK_S, ZeroMQListener
 
 
 class JoinedListener:
-    """Receives what comes to either of two listeners, which it closes.
+    """Receives from either of two listeners, which it closes.
 
     Args:
-        first, second: what is watched, and who wakes, may be either's, also later.
-        is_of_second: whether a peer, by its identity, is connected to the second; messages that come elsewhere are
-            dropped, since the answers to them would go astray.
+        first, second: descriptors may be watched, and wakes sent, through either, also later.
+        is_of_second: whether a peer, by its identity, is connected to the second. Messages that arrive at the wrong one
+            are dropped, since the answers to them would be lost.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class JoinedListener:
         self._is_of_second = is_of_second
         self.address = first.address
         self.dropped = self.losses = 0
-        #: Messages that came to the wrong one.
+        #: Messages that arrived at the wrong one.
         self._astray = 0
         self.watch, self.unwatch, self.wake = first.watch, first.unwatch, first.wake
 
@@ -59,7 +59,7 @@ class JoinedListener:
         self.losses = self._first.losses + self._second.losses
 
     def _next(self) -> tuple[bytes, list[memoryview]] | None:
-        """A message that is there; the listeners take turns."""
+        """Return a message that has arrived; the listeners take turns."""
         message = None
         self._turns.reverse()
         for listener in self._turns:

@@ -1,7 +1,7 @@
 """A listener and a connection over ZeroMQ's ROUTER and DEALER.
 
 Large frames are sent without a copy: pyzmq keeps them alive until the io thread has written them. A received frame is
-forwarded by reference. Small frames are copied, which is cheaper than to track when they were sent.
+forwarded by reference. Small frames are copied, which is cheaper than tracking when they were sent.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from torch_dpflow._core import descriptors
+from torch_dpflow._core.checks import is_loopback
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
 from torch_dpflow.ipc.messages.payload_table import Frame
 from torch_dpflow.ipc.transport.base import (
@@ -30,7 +31,6 @@ from torch_dpflow.ipc.transport.base import (
     WorkerKeys,
     check_frames,
     check_identity,
-    is_loopback,
 )
 from torch_dpflow.ipc.transport.zeromq import contexts
 from torch_dpflow.log import TRANSPORT
@@ -73,7 +73,7 @@ class _SocketEndpoint:
         descriptors.require(SOCKET_DESCRIPTORS, f"a socket for {address}")
         self._context = context or contexts.shared.take()
         self._socket: zmq.SyncSocket = self._context.socket(kind)
-        #: Tells of connections that end, where that is of interest.
+        #: Reports connections that end, with `WorkerKeys`.
         self._monitor: zmq.SyncSocket | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: What `receive` waits for.
@@ -118,7 +118,7 @@ class _SocketEndpoint:
             raise PeerLostError(f"the socket of {self.address} is closed")
 
     def _await_input(self, timeout_s: float | None) -> bool:
-        """Whether a message has come; False on a timeout, after `wake` and for a watched descriptor."""
+        """Return whether a message has arrived; False on a timeout, after `wake` and for a watched descriptor."""
         timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
         woken = False
         for item, _ in zmq.zmq_poll(self.poll_set, timeout_ms):
@@ -132,7 +132,7 @@ class _SocketEndpoint:
         return False
 
     def _receive(self, timeout_s: float | None) -> list[memoryview] | None:
-        """One message within the limits; others are dropped and counted."""
+        """Return one message within the limits; others are dropped and counted."""
         if self._closed or self._foreign:
             self._check_usable()
         deadline = None
@@ -154,7 +154,7 @@ class _SocketEndpoint:
                 return frames
 
     def _note_losses(self) -> None:
-        """Take what the monitor has told."""
+        """Count the events of the monitor."""
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
         frames = [_view(frame)]
@@ -169,7 +169,7 @@ class _SocketEndpoint:
         return frames
 
     def _send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message. Raises zmq.Again where there is no room, which only the first frame does."""
+        """Queue a message. Raises zmq.Again if the queue is full, which only the first frame does."""
         socket = self._socket
         last = len(frames) - 1
         for position, frame in enumerate(frames):
@@ -244,8 +244,8 @@ class ZeroMQListener(_SocketEndpoint):
     def descriptors(self) -> list[int]:
         """For another listener of the same thread to `watch`, so that one wait serves both.
 
-        Before each wait of the other one, `receive(0)` has to have returned None and `losses` to have been read: a
-        descriptor is readable once for whatever has come.
+        Before each wait of the other one, `receive(0)` must have returned None and `losses` must have been read: a
+        descriptor is readable once for whatever has arrived.
         """
         sockets = [self._socket] if self._monitor is None else [self._socket, self._monitor]
         return [int(socket.get(zmq.FD)) for socket in sockets]
@@ -306,7 +306,7 @@ class ZeroMQListener(_SocketEndpoint):
             self.dropped += 1  # an identity without frames, which no connection of ours sends
 
     def settle(self) -> None:
-        """Take note of all that was polled and is no message, as a `receive` that waits does."""
+        """Consume all that was polled and is no message, as a `receive` that waits does."""
         self._await_input(0)
 
     def _note_losses(self) -> None:
@@ -316,7 +316,7 @@ class ZeroMQListener(_SocketEndpoint):
             self._losses += 1
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
-        # libzmq lets an admitted peer have any identity, also another's.
+        # libzmq lets an accepted peer have any identity, also another's.
         is_own = self._worker_keys is None or self._worker_keys.admits(str(frame.get("User-Id")), frame.bytes)
         frames = super()._collect(frame)
         if is_own or frames is None:
@@ -425,7 +425,7 @@ def _send_frame(socket: zmq.SyncSocket, frame: Frame, flags: int) -> None:
 
 
 def check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError where another process listens at an ipc path: libzmq would silently replace its socket.
+    """Raise OSError if another process listens at an ipc path: libzmq would silently replace its socket.
 
     A file without a listener was left by a killed process, or is about to be removed by one that closes.
     """
