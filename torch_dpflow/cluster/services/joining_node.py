@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_dpflow._core.backoff import Backoff
+from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow._version import __version__
@@ -48,7 +49,6 @@ from torch_dpflow.cluster.services.node import (
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.errors import DPFlowError, ErrorKind, OptionError, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow._core.checks import is_loopback
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
