@@ -107,7 +107,7 @@ def test_an_order_comes_in_parts_that_fit(reading: AheadReading) -> None:
     reading.announce("owner", order([1, 2], total=3))
     assert want(reading, "one", [1]).lengths == [IN_STORAGE_ONLY]
     for wrong in (order([3], first=1, total=3), order([3, 4], first=2, total=3), order([COUNT])):
-        with pytest.raises(UsageError, match="order"):
+        with pytest.raises(UsageError, match="access plan"):
             reading.announce("owner", wrong)
     reading.announce("owner", order([1, 2], total=3))
     reading.announce("owner", order([3], first=2, total=3))

@@ -112,7 +112,7 @@ def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client:
     for name, count in (("x", "5,000"), ("y", "10")):
         assert f"{count} of {count} samples" in run(address, "preload", f"rows.h5:train/{name}")
         assert f"{count} samples are in memory" in run(address, "verify", f"rows.h5:train/{name}")
-    assert "names 2 of the sets" in run(address, "show", "rows.h5", code=1)
+    assert "names 2 of the cached datasets" in run(address, "show", "rows.h5", code=1)
     run(address, "unload", "rows.h5:train/y")
     assert "train/x" in run(address, "show", "rows.h5")
     for wrong in ("rows.h5", "rows.h5:train"):

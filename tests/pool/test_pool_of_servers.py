@@ -347,7 +347,7 @@ def test_who_is_no_leader_takes_no_followers(tmp_path: Path) -> None:
             pytest.raises(UsageError, match="join its leader, at"),
         ):
             connection.request(JoinPool(connection.servers()[0]))
-        with PoolConnection(tmp_path / "s0") as connection, pytest.raises(UsageError, match="enlist before"):
+        with PoolConnection(tmp_path / "s0") as connection, pytest.raises(UsageError, match="join before"):
             connection.request(Heartbeat(applied=0, states=[], wait_s=0.0))
         with pytest.raises(OptionError, match="this server itself"):
             DataServer(1 << 20, tmp_path / "s2", join=tmp_path / "s2")

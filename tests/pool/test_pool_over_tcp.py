@@ -91,7 +91,7 @@ def test_what_cannot_be_kept_from_unauthenticated_peers_is_refused(
         with pytest.raises(OptionError, match="other hosts connect to this address; give one of this host"):
             DataServer(1 << 20, tmp_path / "p", listen=find_address(f"tcp://{host}:0", keys / "ours"))
     leader, own = (find_address(f"tcp://{host}:7070", keys / "ours") for host in ("192.0.2.1", "127.0.0.1"))
-    with pytest.raises(OptionError, match="is reached over one too; give it an address, --listen"):
+    with pytest.raises(OptionError, match="must listen on it too; give it an address, --listen"):
         DataServer(1 << 20, tmp_path / "p", join=leader)
     with pytest.raises(
         OptionError, match=r"the pool at tcp://192.0.2.1:7070 and its readers cannot reach it"
