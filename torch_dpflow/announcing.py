@@ -1,7 +1,7 @@
-"""Telling a dataset the order of an epoch before it is read, as a whole or in pieces, as it becomes known.
+"""Announce the order of an epoch to a dataset before it is read, as a whole or in pieces.
 
-A dataset that can make use of it has a method `announce_order(order, spread, extends)`. A dataset that reads another
-one passes it on to that, with the keys that it will read there.
+A dataset that uses it has a method `announce_order(order, spread, extends)`. A dataset that reads another one forwards
+the call, with the keys that it will read there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-#: Gives the keys of an epoch that will be read from now on, in the loader's order; none where that may change. It is
-#: called by who needs it.
+#: Returns the keys of an epoch that will be read from now on, in the loader's order; none if the order may change.
+#: Called only if the dataset uses it.
 Order: TypeAlias = Callable[[], npt.NDArray[np.integer[Any]]]
 
 
 def takes_orders(dataset: Any) -> bool:
-    """Whether `announce_order` tells anybody."""
+    """Return whether `announce_order` has an effect for this dataset."""
     data = sys.modules.get("torch.utils.data")
     while data is not None and type(dataset) is data.Subset:
         dataset = dataset.dataset
@@ -27,13 +27,12 @@ def takes_orders(dataset: Any) -> bool:
 
 
 def announce_order(dataset: Any, order: Order, spread: int, extends: bool = False) -> None:
-    """Tell a dataset, or what a subset of torch's is of, how it will be read.
+    """Announce to a dataset, or to the one inside torch's Subset, how it will be read.
 
     Args:
-        order: gives the keys in it.
-        spread: how many samples are asked for between an earlier one and its turn, at most: a loader's samples in
-            flight.
-        extends: these are read after those that were announced before; else instead of them.
+        order: returns the keys, in order.
+        spread: how many samples may be requested before an earlier one: a loader's samples in flight.
+        extends: whether these keys follow those announced before; else they replace them.
     """
     data = sys.modules.get("torch.utils.data")
     if data is not None and type(dataset) is data.Subset:

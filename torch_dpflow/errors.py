@@ -1,53 +1,53 @@
-"""The exceptions of torch_dpflow, split by who is to blame.
+"""The exceptions of torch_dpflow, by cause.
 
 ::
 
     DPFlowError
-    ├── UsageError                 the caller: fix the call
+    ├── UsageError                 the call is wrong
     │   ├── OptionError            (ValueError)  a value out of range
     │   ├── OptionTypeError        (TypeError)   a value of the wrong type
     │   ├── StateError             (ValueError)  a state_dict that does not fit
     │   ├── LifetimeError          (RuntimeError)  used in a process that it does not belong to
     │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot be sent to a worker
     │   ├── MissingExtraError      (ImportError)  an optional dependency is not installed
-    │   └── UnsupportedTorchError  (ImportError)  torch has not what the package needs of it
-    ├── DatasetError               a dataset store, or what it names
+    │   └── UnsupportedTorchError  (ImportError)  torch lacks a private name that the package needs
+    ├── DatasetError               a dataset store, or a dataset in it
     │   ├── DatasetNotFoundError   (LookupError)  no such store, dataset, version or variant
-    │   ├── DamagedStoreError      (ValueError)  a file of the store is missing, cut short or altered
+    │   ├── DamagedStoreError      (ValueError)  a file of the store is missing, truncated or altered
     │   ├── NewerFormatError       (ValueError)  a later release wrote the store
     │   ├── PublishedError         (FileExistsError)  a published version would have to change
-    │   └── SourceError            (ValueError)  what is to be imported is not as its kind demands
+    │   └── SourceError            (ValueError)  the source of an import has another layout
     ├── StageError                 (RuntimeError)  a stage of a flow failed on a sample
     ├── WorkerError                (RuntimeError)  a worker or the code that it runs
     │   ├── WorkerStartError       workers end before they load anything
     │   ├── LaunchError            (OSError)  the platform refuses to start a process
-    │   └── PoisonTaskError        a batch that took down every worker it was given to
+    │   └── PoisonTaskError        a batch that ended every worker it was assigned to
     ├── LoaderTimeoutError         (RuntimeError, TimeoutError)  no batch within `timeout`
     ├── DescriptorLimitError       (RuntimeError, OSError)  too many open files
-    ├── StorageError               (OSError)  a storage, an object in it, or the way there
-    │   ├── ObjectMissingError     (FileNotFoundError)  there is no such object, bucket or file
+    ├── StorageError               (OSError)  a storage, an object in it, or the network
+    │   ├── ObjectMissingError     (FileNotFoundError)  no such object, bucket or file
     │   ├── AccessDeniedError      (PermissionError)  the storage refuses these credentials or this request
-    │   ├── TruncatedObjectError   (EOFError)  fewer bytes than there should be
+    │   ├── TruncatedObjectError   (EOFError)  fewer bytes than requested
     │   ├── ChecksumError          (ValueError)  other bytes than the dataset describes
-    │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, again and again
+    │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, after all retries
     │   └── StorageTimeoutError    (TimeoutError)  no answer in time
-    ├── PoolFullError              (MemoryError)  the data service has no room for a set
-    ├── PlatformError              a platform's control plane did not do what it was asked
-    │   ├── ThrottledError         too many calls: later
-    │   ├── QuotaError             the account or cluster has no room for another member
-    │   ├── DeniedError            (PermissionError)  wrong or expired credentials, or no right
-    │   ├── RejectedError          (ValueError)  no such image, function or parameter: never
+    ├── PoolFullError              (MemoryError)  the pool has no capacity for a dataset
+    ├── PlatformError              a platform's control plane failed a request
+    │   ├── ThrottledError         too many calls: retry later
+    │   ├── QuotaError             the account or cluster has no capacity for another worker
+    │   ├── DeniedError            (PermissionError)  wrong or expired credentials, or a missing right
+    │   ├── RejectedError          (ValueError)  no such image, function or parameter: do not retry
     │   ├── UnavailableError       (ConnectionError)  no connection, or the platform is broken
-    │   └── AnswerLostError        (TimeoutError)  no answer in time: it may have been done
+    │   └── AnswerLostError        (TimeoutError)  no answer in time; the request may have been executed
     └── TransportError             a peer or the network
         ├── MessageError           (ValueError)  malformed or unknown bytes
-        ├── PeerLostError          (ConnectionError)  the other side is gone
+        ├── PeerLostError          (ConnectionError)  the peer is gone
         ├── SegmentLostError       (ConnectionError)  shared memory whose writer is gone
         ├── DeadlineError          (TimeoutError)  no answer in time
-        └── RemoteCallError        (RuntimeError)  the other side answered with an error
+        └── RemoteCallError        (RuntimeError)  the peer answered with an error
 
-Each also derives from what torch or Python raises there, so `except RuntimeError` written for torch's loader
-keeps working. Every message shows what was given, what is allowed and what to do. All of them pickle.
+Each also derives from the error of torch or Python in its place, so `except RuntimeError` written for torch's loader
+keeps working. Messages show what was given, what is allowed and what to do. All of them pickle.
 """
 
 import enum
@@ -87,11 +87,11 @@ class MissingExtraError(UsageError, ImportError):
 
 
 class UnsupportedTorchError(UsageError, ImportError):
-    """The torch that is installed lacks a private name that the package uses; the message has its version."""
+    """The installed torch lacks a private name that the package uses; the message has its version."""
 
 
 class DatasetError(DPFlowError):
-    """A dataset store cannot do what is requested, or its files differ from its description."""
+    """A dataset store cannot serve a request, or its files differ from its description."""
 
 
 class DatasetNotFoundError(DatasetError, LookupError):
@@ -99,11 +99,11 @@ class DatasetNotFoundError(DatasetError, LookupError):
 
 
 class DamagedStoreError(DatasetError, ValueError):
-    """A file of a dataset store is missing, cut short or altered, or contradicts another."""
+    """A file of a dataset store is missing, truncated or altered, or contradicts another."""
 
 
 class NewerFormatError(DatasetError, ValueError):
-    """A later release of the library wrote this; reading on would mean guessing."""
+    """A later release of the library wrote this file."""
 
 
 class PublishedError(DatasetError, FileExistsError):
@@ -111,11 +111,11 @@ class PublishedError(DatasetError, FileExistsError):
 
 
 class SourceError(DatasetError, ValueError):
-    """What is to be imported is not laid out as its importer demands."""
+    """The source of an import does not have the layout that its importer requires."""
 
 
 class StageError(DPFlowError, RuntimeError):
-    """A stage of a flow failed on a sample; the message names both and has the error, which is the cause."""
+    """A stage of a flow failed on a sample; the message names both. The function's error is the cause."""
 
     def __init__(self, text: str, stage: str = "") -> None:
         super().__init__(text, stage)
@@ -127,23 +127,23 @@ class StageError(DPFlowError, RuntimeError):
 
 
 class WorkerError(DPFlowError, RuntimeError):
-    """A worker failed, or the code that it runs took it down."""
+    """A worker failed, or the code that it runs ended it."""
 
 
 class WorkerStartError(WorkerError):
-    """Workers end again and again and no batch comes in between, and no batch is to blame: mostly they cannot start."""
+    """Workers end repeatedly without delivering a batch, and no batch is the cause: usually they cannot start."""
 
 
 class LaunchError(WorkerError, OSError):
-    """The platform on which a process was to run refuses to start it."""
+    """A platform refuses to start a process."""
 
 
 class PoisonTaskError(WorkerError):
-    """One batch took down every worker that it was given to."""
+    """One batch ended every worker that it was assigned to."""
 
 
 class LoaderTimeoutError(DPFlowError, RuntimeError, TimeoutError):
-    """No batch came within the loader's `timeout`."""
+    """No batch arrived within the loader's `timeout`."""
 
 
 class DescriptorLimitError(DPFlowError, RuntimeError, OSError):
@@ -151,7 +151,7 @@ class DescriptorLimitError(DPFlowError, RuntimeError, OSError):
 
 
 class StorageError(DPFlowError, OSError):
-    """A storage did not give what it was asked for; the message names the object."""
+    """A storage failed a request; the message names the object."""
 
 
 class ObjectMissingError(StorageError, FileNotFoundError):
@@ -163,7 +163,7 @@ class AccessDeniedError(StorageError, PermissionError):
 
 
 class TruncatedObjectError(StorageError, EOFError):
-    """An object ended before the bytes that were asked for or announced."""
+    """An object ended before the bytes that were requested or announced."""
 
 
 class ChecksumError(StorageError, ValueError):
@@ -179,11 +179,11 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 
 class PoolFullError(DPFlowError, MemoryError):
-    """The data service has no room for a set; nothing was read."""
+    """The pool has no capacity for a dataset; nothing was read."""
 
 
 class PlatformError(DPFlowError):
-    """The control plane of a platform did not do what it was asked; the message names the member."""
+    """The control plane of a platform failed a request; the message names the worker."""
 
 
 class ThrottledError(PlatformError):
@@ -191,7 +191,7 @@ class ThrottledError(PlatformError):
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text, retry_after_s)
-        #: For how long it asks to be left alone, seconds; 0 where it does not say.
+        #: How long to wait before the next call, seconds; 0 if the platform gives no time.
         self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
@@ -199,27 +199,27 @@ class ThrottledError(PlatformError):
 
 
 class QuotaError(PlatformError):
-    """The account or cluster has as many members as it may have."""
+    """The account or cluster has as many workers as it may have."""
 
 
 class DeniedError(PlatformError, PermissionError):
-    """The platform does not know the credentials, or they lack a right; others are needed."""
+    """The platform rejects the credentials, or they lack a right; others are needed."""
 
 
 class ExpiredError(DeniedError):
-    """The platform knows the credentials, which have expired: they are looked up again until they are renewed."""
+    """The credentials have expired. They are looked up again until they are renewed."""
 
 
 class RejectedError(PlatformError, ValueError):
-    """The platform will never start this: it has no such image or function, or a parameter is wrong."""
+    """The platform cannot start this: it has no such image or function, or a parameter is wrong."""
 
 
 class UnavailableError(PlatformError, ConnectionError):
-    """The control plane cannot be reached, or is broken; nothing was done."""
+    """The control plane is unreachable or broken; the request was not executed."""
 
 
 class AnswerLostError(PlatformError, TimeoutError):
-    """The control plane did not answer in time; what it was asked may have been done."""
+    """The control plane did not answer in time; the request may have been executed."""
 
 
 class TransportError(DPFlowError):
@@ -231,7 +231,7 @@ class MessageError(TransportError, ValueError):
 
 
 class PeerLostError(TransportError, ConnectionError):
-    """The peer went away."""
+    """The peer is gone."""
 
 
 class SegmentLostError(TransportError, ConnectionError):
@@ -243,17 +243,17 @@ class DeadlineError(TransportError, TimeoutError):
 
 
 class ErrorKind(enum.IntEnum):
-    """Why a call was answered with an error; how its caller reacts depends on this alone."""
+    """Reason of a call's error. The caller's reaction depends on this alone."""
 
     #: The service failed, though the call may be right; the text has its traceback.
     INTERNAL = 0
     #: The call is wrong: its caller has to fix it.
     USAGE = 1
-    #: The call, or the answer to it, is no valid message or above a limit.
+    #: The call or its answer is malformed or above a limit.
     MALFORMED = 2
-    #: A process that the service needs for it has gone.
+    #: A process that the service needs is gone.
     LOST = 3
-    #: The answer was evicted, or too many calls are open: to be retried.
+    #: The answer was evicted, or too many calls are open: retry.
     FORGOTTEN = 4
     OVERLOADED = 5
     #: The caller's view is out of date: see `torch_dpflow.ipc.messages.errors`.
@@ -263,7 +263,7 @@ class ErrorKind(enum.IntEnum):
     OUT_OF_STEP = 9
     MISDIRECTED = 10
     UNKNOWN_FLOW = 11
-    #: To be waited for.
+    #: Wait and retry.
     NAME_BUSY = 12
     RANKS_AWAITED = 13
     WORKERS_AWAITED = 14
@@ -274,13 +274,11 @@ class RemoteCallError(TransportError, RuntimeError):
 
     def __init__(self, text: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         super().__init__(text, kind)
-        #: The message of the error on the other side, and why it was raised.
+        #: The peer's error message, and its reason.
         self.text = text
         self.kind = kind
 
     def __str__(self) -> str:
         if self.kind is ErrorKind.INTERNAL:
-            return (
-                f"a service failed over a call, which is a fault of its own and not of the call: {self.text}"
-            )
+            return f"a service failed during a call, which is the service's fault and not the call's: {self.text}"
         return self.text

@@ -1,7 +1,7 @@
-"""Logger names, and what the lines of services look like.
+"""Loggers, and the format of services' log lines.
 
-Names, so that a user can turn one part up or down: `logging.getLogger("torch_dpflow.worker")`. In a training
-process the library sets nothing up. Services write structured lines: see `StructuredFormatter`.
+Users set the level of one part by its name: `logging.getLogger("torch_dpflow.worker")`. In a training process the
+library configures nothing. Services write structured lines: see `StructuredFormatter`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ SERVICE = logging.getLogger("torch_dpflow.service")
 #: Samples that a flow leaves out because they cannot be loaded.
 FLOWS = logging.getLogger("torch_dpflow.flows")
 
-#: Datasets and storages: samples left out, answers that are not as they should be.
+#: Datasets and storages: samples left out, unexpected answers.
 DATASETS = logging.getLogger("torch_dpflow.datasets")
 
 #: Connections, calls, malformed messages.
 TRANSPORT = logging.getLogger("torch_dpflow.transport")
 
-#: Above all of these.
 _ROOT = logging.getLogger("torch_dpflow")
-#: What a line is about, in this order; in every line. Give them as `extra={"job": name}`.
+#: Fields of every line, in this order. Set them by `extra={"job": name}`.
 SUBJECTS = ("flow", "shard", "worker", "job")
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -51,10 +50,10 @@ class LogOptions:
 
     Args:
         format: "text", lines of name=value; or "json", one object a line.
-        level: the least that is written: "debug", "info", "warning" or "error".
+        level: the lowest level that is written: "debug", "info", "warning" or "error".
 
     Raises:
-        OptionError: one of them is something else.
+        OptionError: a value is not one of these.
     """
 
     format: str = "text"
@@ -67,13 +66,13 @@ class LogOptions:
 
 
 class StructuredFormatter(logging.Formatter):
-    """One line for each record: time, level, logger, what it is about, the process, the text.
+    """One line for each record: time, level, logger, `SUBJECTS`, the process's fields, the text.
 
-    A subject that a record does not name is the process's own, or else empty: `-` in text, null in JSON. Whatever
-    a peer has chosen is quoted, so that it cannot begin a line or a field of its own.
+    A subject that a record does not name is the process's own, or else empty: `-` in text, null in JSON. Values are
+    quoted where needed, so that a peer's text cannot start a line or field of its own.
 
     Args:
-        fields: of the process: some of `SUBJECTS`, and other fields that all its lines are to have.
+        fields: the process's: some of `SUBJECTS`, and further fields of all its lines.
     """
 
     def __init__(self, options: LogOptions, fields: Mapping[str, object]) -> None:
@@ -98,7 +97,7 @@ class StructuredFormatter(logging.Formatter):
 
 
 def write_lines(options: LogOptions, fields: Mapping[str, object], *, stream: TextIO | None = None) -> None:
-    """Write what this process logs from now on to `stream`, stderr by default; for processes that serve."""
+    """Write this process's log to `stream`, stderr by default; for services."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(StructuredFormatter(options, fields))
     _ROOT.handlers[:] = [handler]

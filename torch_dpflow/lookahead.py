@@ -1,8 +1,7 @@
-"""Lookahead: what a sampler knows of one job's future reads, for caches.
+"""Lookahead: one job's future reads as its sampler predicts them, for caches.
 
-The four parts are those of the thesis (3.4.3):
-of an epoch of `length` samples, `position` have been drawn (S_v); the next ones are `certain` (S_c); some
-of the rest are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
+The four parts are those of the thesis (3.4.3): of an epoch of `length` samples, `position` have been drawn (S_v); the
+next ones are `certain` (S_c); some of the rest are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _NO_WEIGHTS: Weights = np.empty(0, dtype=np.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookahead:
-    """One job's future, after the sampler has drawn `position` samples of an epoch.
+    """One job's future reads, after the sampler has drawn `position` samples of an epoch.
 
-    All arrays hold sample indices (keys, not negative), are one-dimensional and must not be written to
-    afterwards: they are kept without a copy. A later lookahead of the same `epoch` replaces earlier ones for
-    positions from its own `position` on; keys announced for earlier positions stay due until the job reads them. A
-    lookahead of another epoch starts a new epoch of the job.
+    All arrays hold sample indices (keys, not negative), are one-dimensional and must not be written to afterwards:
+    they are kept without a copy. A later lookahead of the same `epoch` replaces earlier ones from its `position` on;
+    keys announced for earlier positions stay expected until the job reads them. A lookahead of another epoch starts a
+    new epoch of the job.
 
     Raises OptionError for arrays of the wrong shape or type, and for parts that do not fit into `length`.
     """
@@ -50,7 +49,7 @@ class Lookahead:
     """Every key that the job reads in an epoch. None: the keys of `certain` if they are the whole rest of the
     epoch, else every key there is."""
     following: Keys | None = None
-    """The whole order of the next epoch, if the sampler knows it. Of several in an epoch the first one counts."""
+    """The whole order of the next epoch, if known. Of several in an epoch the first one counts."""
     speed: float | None = None
     """Samples per second that the job reads, as measured. None: not measured."""
 
@@ -86,7 +85,7 @@ class Lookahead:
         following: Keys | None = None,
         speed: float | None = None,
     ) -> Lookahead:
-        """The future of a job at `position` of an epoch whose whole order, `order`, is known."""
+        """Make the lookahead of a job at `position` of an epoch whose whole order is known."""
         return cls(
             epoch=epoch,
             length=len(order),
@@ -101,7 +100,7 @@ class Lookahead:
     def unknown(
         cls, length: int, *, epoch: int, members: Keys | None = None, speed: float | None = None
     ) -> Lookahead:
-        """The future of a job of which only the number (or the set, `members`) of its samples is known."""
+        """Make the lookahead of a job of which only the number, or the set (`members`), of samples is known."""
         return cls(epoch=epoch, length=length, members=members, speed=speed)
 
     @property

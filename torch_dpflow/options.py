@@ -15,56 +15,49 @@ from torch_dpflow._core.checks import (
 )
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: The most that the batches in flight may grow by; beyond it they would fill any memory.
+#: Growth of the batches in flight; more would fill any memory.
 MAX_GROWTH = 1000
 
 Seeding = Literal["auto", "batch", "worker"]
-#: Which code of the user's is sent to workers elsewhere. "auto": what the pickle needs; paths: these too; None: none.
+#: Which of the user's code is sent to remote workers. "auto": what the pickle needs; paths: these too; None: none.
 Code: TypeAlias = Literal["auto"] | Sequence[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """What `DPFlowDataLoader` can do beyond torch's loader. The defaults change nothing that a user sees.
+    """Options of `DPFlowDataLoader` beyond torch's. The defaults change no result.
 
     Args:
-        read_threads: threads inside each worker that read the samples of one batch at the same time. More than
-            one hides the latency of storage. It needs a thread-safe `__getitem__`, and a `__getitem__` that
-            draws random numbers draws them in no fixed order, so random augmentation is no longer
-            repeatable: hence 1 by default.
+        read_threads: threads inside each worker that read the samples of one batch at the same time. More than one
+            hides the latency of storage. Requires a thread-safe `__getitem__`; random draws in it then have no fixed
+            order, so random augmentation is not repeatable.
         seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from
-            (base seed, epoch, batch), so random augmentation is the same whatever the number of workers and
-            after any crash. An idle worker may load a batch that another has begun, which is delivered once.
-            "worker" gives each worker torch's own stream and torch's round-robin
-            assignment: the batches equal those of torch's loader bit for bit, but no work is stolen; where
-            persistent workers begin another epoch before the end of one, they have drawn for the delivered
-            batches alone, and torch's for prefetched ones too. "auto" takes "worker" when a `worker_init_fn` is
-            given, or the dataset is iterable or keeps a state, else "batch".
-        prefetch_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers`
-            while a worker has nothing to do because an older batch is late; a factor from 1 to 1000. Only
-            where the sampler draws its order at the start of the epoch, so that drawing further ahead
-            cannot change it.
-        restart_limit: how many times in a row workers are replaced, without one batch arriving in between,
-            before the loader gives up. None: 8, and until the first batch of all has come no more than there are
-            workers and two more, since workers that cannot begin will not begin the next time.
-        poison_limit: after how many workers a batch that takes its worker down is given up.
-        task_timeout_s: how long a worker may be at one batch, or at its own start, seconds; None: no limit, as
-            with torch. One that takes longer is taken for hung, killed and replaced, and the batch counts as one that
-            killed it. torch's `timeout` is something else: how long the training loop waits for its next batch.
+            (base seed, epoch, batch): random augmentation is the same for any number of workers and after a crash, and
+            an idle worker may take over a batch. "worker" uses torch's stream and round-robin assignment: batches
+            equal those of torch's loader bit for bit, and no work is stolen. (If persistent workers begin another
+            epoch before the end of one, they have drawn for the delivered batches alone, torch's for prefetched ones
+            too.) "auto" is "worker" with a `worker_init_fn`, an iterable dataset or one with a state, else "batch".
+        prefetch_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers` while a
+            worker is idle because an older batch is late; a factor from 1 to 1000. Only for samplers that draw their
+            order at the start of the epoch, because drawing further ahead cannot change it.
+        restart_limit: how many times in a row workers are replaced without a batch in between, before the loader
+            raises WorkerStartError. None: 8, and before the first batch at most the number of workers plus two.
+        poison_limit: after how many ended workers a batch raises PoisonTaskError.
+        task_timeout_s: limit of a worker's time for one batch, or for its start, seconds; None: no limit, as with
+            torch. A worker above it is killed and replaced, which counts for `poison_limit`. torch's `timeout`
+            instead limits how long the training loop waits for a batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
-        listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. They have to
-            reach it. None: an address of this host that the platform suggests.
-        code: with `platform=`, which modules of your own workers are sent: "auto", those that the dataset needs; a list
-            of files and folders, these besides; None, none, where workers have them.
-        min_workers: with `platform=`, how many workers have to be there before the first batch is loaded.
-        local_workers: with `platform=`, how many of `num_workers` are processes of this host, as without it; the
-            others are the platform's. Those of this host have the lowest numbers.
-
-        watch: HOST:PORT, as "127.0.0.1:8265", where a browser finds a live page with the loaders of this process (extra
-            `web`); None: where the environment variable DPFLOW_WATCH says, and without it nowhere. Where LOCAL_RANK is
-            set, as by torchrun, it is added to the port. Beyond this machine the page takes a token, in a file that
-            DPFLOW_WEB_TOKEN_FILE names.
+        listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. Workers must
+            be able to reach it. None: an address of this host that the platform suggests.
+        code: with `platform=`, which of your modules are sent to workers: "auto", those that the dataset needs; a list
+            of files and folders, these too; None, none.
+        min_workers: with `platform=`, how many workers must be connected before the first batch is loaded.
+        local_workers: with `platform=`, how many of `num_workers` are processes of this host. They have the lowest
+            numbers; the platform starts the others.
+        watch: HOST:PORT, such as "127.0.0.1:8265", of a live page about the loaders of this process (extra `web`);
+            None: the environment variable DPFLOW_WATCH, if set. LOCAL_RANK, as torchrun sets it, is added to the
+            port. Beyond this machine the page requires the token in the file DPFLOW_WEB_TOKEN_FILE.
 
     Raises:
         OptionError: a value is out of range.
@@ -113,7 +106,7 @@ def check_code(code: Code) -> None:
         raise OptionTypeError(allowed)
     for path in code:
         if not isinstance(path, str | os.PathLike):
-            raise OptionTypeError(f"{given}: {path!r} is no path")
+            raise OptionTypeError(f"{given}: {path!r} is not a path; give files and directories")
         if not os.path.exists(path):
             raise OptionError(f"{given}: there is no {os.fspath(path)!r} in {os.getcwd()}")
         if not os.path.isfile(path) and not os.path.isdir(path):

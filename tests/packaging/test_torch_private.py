@@ -81,7 +81,7 @@ def test_what_is_missing_is_named_with_the_torch_that_lacks_it_where_the_loader_
         assert "install one of" in text
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        f"torch_dpflow.errors.UnsupportedTorchError: torch {torch.__version__} lacks what torch_dpflow needs"
+        f"torch_dpflow.errors.UnsupportedTorchError: torch {torch.__version__} lacks a name that torch_dpflow needs"
     )
 
 

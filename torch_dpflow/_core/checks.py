@@ -26,7 +26,7 @@ MAX_PORT = 65535
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
-    """Return `value`, which may be numpy's or a tensor, as an int. Raises OptionTypeError, also for bools; OptionError."""
+    """Return `value`, which may be numpy's or a tensor, as an int. Raises OptionError, OptionTypeError (bools too)."""
     allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     try:
         number = operator.index(value)

@@ -66,8 +66,8 @@ ITERATOR_ATTRIBUTES = (
 
 def _unsupported(missing: str) -> UnsupportedTorchError:
     return UnsupportedTorchError(
-        f"torch {torch.__version__} lacks a private name that torch_dpflow needs: {missing}. torch_dpflow is tested with "
-        f"torch {TESTED[0]} to {TESTED[1]}: install one of these, or a release of torch_dpflow for this torch"
+        f"torch {torch.__version__} lacks a name that torch_dpflow needs: {missing}. torch_dpflow is tested with torch "
+        f"{TESTED[0]} to {TESTED[1]}: install one of these, or a release of torch_dpflow for this torch"
     )
 
 
