@@ -22,7 +22,7 @@ from tests.shared_datasets import SlowNumbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import JobOptions
-from torch_dpflow.cluster.messages.node import NodeJoin, NodeJoined, NodeOrders, NodeReport
+from torch_dpflow.cluster.messages.node import NodeAssignment, NodeJoin, NodeJoined, NodeReport
 from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     find_cluster,
@@ -200,10 +200,10 @@ def test_a_name_is_one_nodes(cluster: TestCluster) -> None:
         other.join(0.0)
     with find_cluster(cluster.address).connect() as client:
 
-        def report(**changes: Any) -> NodeOrders:
+        def report(**changes: Any) -> NodeAssignment:
             good = NodeReport("twin", joined.generation, joined.token, "here", [])
             body = msgspec.structs.replace(good, **changes)
-            answer: NodeOrders = client.call("report_node", body, reply_type=NodeOrders).body
+            answer: NodeAssignment = client.call("report_node", body, reply_type=NodeAssignment).body
             return answer
 
         assert report().is_known

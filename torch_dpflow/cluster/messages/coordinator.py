@@ -11,22 +11,19 @@ from torch_dpflow._core.checks import check_fields, check_int
 from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS, MIN_MEMORY, FlowSpec
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 
-#: Most bytes of a flow's content, which is what its workers load, pickled; and of one piece of it.
+#: Most bytes of the content of a flow (the pickled dataset), and of one piece of it.
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
-
-
-#: Most states in a flow's history.
+#: Most states in the history of a flow.
 MAX_LIFE = 32
-
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class ContentPiece(Body):
-    """To a coordinator: a piece of a flow's content, in a frame.
+    """To a coordinator: a piece of the content of a flow, in a frame.
 
-    Answered with the number of bytes that the coordinator has, which is the offset of the next piece. None: it knows no
-    flow with this content.
+    Answered with the number of bytes received so far, which is the offset of the next piece; None if no flow has this
+    content.
     """
 
     #: SHA-256 of the content.
@@ -37,36 +34,36 @@ class ContentPiece(Body):
 
 
 class ContentRequest(Body):
-    """To a coordinator: send the piece at `offset`. Answered with the content's size, and the piece as a frame."""
+    """To a coordinator: send the piece at `offset`. Answered with the size of the content, and the piece as a frame."""
 
     digest: Digest
     offset: Count
 
 
 class Access(Body):
-    """To a coordinator: a job begins to read this flow. Answered with the router's address."""
+    """To a coordinator: a job starts to read this flow. Answered with the address of the router."""
 
     flow: Name
     version: Count
 
 
 class Scale(Body):
-    """To a coordinator: run this flow with so many shards, and workers in all of them together.
+    """To a coordinator: set the number of shards of a flow, and of the workers of all its shards together.
 
-    None: it keeps as many as it has, and at least one worker for each shard. Answered with `FlowView`.
+    None keeps the number, with at least one worker for each shard. Answered with `FlowView`.
     """
 
-    #: With or without a version, as of `FlowRegistry.find`.
+    #: With or without a version: see `FlowRegistry.find`.
     flow: Name
     shards: Count | None
     workers: Count | None = None
 
 
 class Part(Body):
-    """The share of a cluster that a flow has been given: at most what its description asks for."""
+    """The share of a cluster that a flow has: at most what its description requests."""
 
     shards: Count
-    #: Of all its shards together, as is the memory.
+    #: Of all its shards together, like the memory.
     workers: Count
     memory_bytes: Count
 
@@ -75,31 +72,31 @@ class LifeStep(Body):
     """A flow entered a state."""
 
     state: Name
-    #: How long ago, seconds.
+    #: Seconds ago.
     age_s: Seconds
 
 
 class WorkerSeconds(Body):
-    """For how long a flow's workers have run, seconds: all of them together, and the part of each job."""
+    """How long the workers of a flow have run, seconds: in total, and the part of each job."""
 
-    #: Those of jobs that have left, and those in which nobody read, are in the sum alone or in the jobs' parts.
+    #: Includes time of jobs that have left, and time without readers.
     total: Seconds
     by_job: dict[Name, Seconds]
-    #: Of a worker, as the platform's settings say; 0: they do not.
+    #: Of a worker, by the settings of the platform; 0 if not set.
     price_per_hour: Seconds = 0.0
 
 
 class CostRequest(Body):
-    """To a coordinator: what the workers of this flow have taken. Answered with `Cost`."""
+    """To a coordinator: request the worker-seconds of a flow. Answered with `Cost`."""
 
-    #: Its name and version.
+    #: Name and version.
     flow: Name
     #: The process that reads.
     job: Name
 
 
 class Cost(Body):
-    """For how long a flow's workers have run since its services began, seconds, and the part of one job."""
+    """Worker-seconds of a flow since its services started, and the part of one job."""
 
     flow_s: Seconds
     job_s: Seconds
@@ -111,22 +108,22 @@ class FlowView(Body):
     spec: FlowSpec
     state: Name
     jobs: Count
-    #: Whether a higher version is registered: this one is forgotten soon after its last job has left.
+    #: Whether a higher version is registered: this one is deleted soon after its last job has left.
     replaced: bool
-    #: The latest states; the last is the present one.
+    #: The latest states; the last one is current.
     life: Annotated[list[LifeStep], msgspec.Meta(max_length=MAX_LIFE)]
     #: None while its services do not run.
     part: Part | None
-    #: What keeps its jobs from reading faster, as "workers" or "storage"; empty: nothing that is known.
+    #: What limits the speed of its jobs, such as "workers" or "storage"; empty if nothing is known.
     limited_by: Text = ""
-    #: What its workers have taken since its services began.
+    #: Since its services started.
     workers_s: WorkerSeconds | None = None
-    #: After how many seconds without a job its services end; None while it has jobs, or no services.
+    #: Seconds until its services end if no job comes; None while it has jobs, or no services.
     idle_in_s: Seconds | None = None
 
 
 class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How many workers all flows have together, at least and at most, where their number follows what jobs need."""
+    """Bounds of the number of workers of all flows together, if it follows the demand of jobs."""
 
     least: int
     most: int
@@ -139,37 +136,37 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
 
     #: The state store's address.
     state: str
-    #: Holds the lease of the state store, as of `StateStore.renew`.
+    #: Owner of the lease of the state store: see `StateStore.renew`.
     owner: str
-    #: Where to listen; empty: an address that the node chooses.
+    #: At which to listen; empty for an address that the node chooses.
     address: str = ""
-    #: As of `ClusterLimits`.
+    #: As in `ClusterLimits`.
     workers: int | None = None
     memory_bytes: int | None = None
-    #: HOST:PORT to serve metrics at; empty: nowhere.
+    #: HOST:PORT at which to serve metrics; empty for none.
     metrics: str = ""
     autoscale: AutoscaleLimits | None = None
-    #: As of `WorkerSeconds`.
+    #: As in `WorkerSeconds`.
     price_per_hour: float = 0.0
 
     @property
     def limits(self) -> ClusterLimits:
-        """What all flows have together at most."""
+        """Limits of all flows together."""
         return ClusterLimits(workers=self.workers, memory_bytes=self.memory_bytes, autoscale=self.autoscale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterLimits:
-    """The most that all flows of a cluster may use together.
+    """Limits of all flows of a cluster together.
 
     Args:
-        workers: processes that load; None: as many as the flows ask for.
-        memory_bytes: memory for samples, bytes; None: as much as they ask for.
-        autoscale: between which numbers the workers follow what jobs need; None: flows have as many as they ask for.
-        shards: how many ports there are at which workers of a platform call; None: any number.
+        workers: most processes that load; None: as many as the flows request.
+        memory_bytes: most memory for samples, bytes; None: as much as the flows request.
+        autoscale: bounds between which the number of workers follows the demand of jobs; None: as the flows request.
+        shards: number of ports at which remote workers connect; None: any number.
 
     Raises:
-        OptionError: less than one flow needs, or more than can be used.
+        OptionError: a limit is below the needs of one flow, or above what can be used.
     """
 
     workers: int | None = None
@@ -183,7 +180,7 @@ class ClusterLimits:
 
     @property
     def flows(self) -> int | None:
-        """How many flows can run at once; None: any number."""
+        """Most flows that can run at once; None: any number."""
         most = [one for one in (self.workers, self.shards) if one is not None]
         most += [self.memory_bytes // MIN_MEMORY] if self.memory_bytes is not None else []
         return min(most, default=None)

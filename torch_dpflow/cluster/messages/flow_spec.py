@@ -1,4 +1,4 @@
-"""The description of a flow that a job registers, and its checks."""
+"""Description of a flow that a job registers, and its checks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 
 #: Most samples, shards and workers of a flow.
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
-#: Least memory of a shard's pool, bytes.
+#: Least memory of the cache of a shard, bytes.
 MIN_MEMORY = 1 << 20
-#: Least time for which services outlive their last job, seconds: a router reports its jobs once a second.
+#: Least time for which services outlive their last job, seconds; a router reports its jobs once a second.
 MIN_IDLE_S = 3.0
 #: Fields of which each shard needs a part.
 _OF_EVERY_SHARD = ("workers", "memory_bytes")
@@ -36,11 +36,11 @@ class FlowSpec(
     version: Count
     #: Number of samples.
     size: Count
-    #: SHA-256 of the flow's content (dataset, stages) in hexadecimal, under which it is stored.
+    #: SHA-256 of the content of the flow (dataset, stages) in hexadecimal, under which it is stored.
     content: Name
-    #: What all descriptions of one version must agree on, by name; shown to people when they differ.
+    #: Values that all descriptions of one version must share, by name; differences are shown to people.
     fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
-    #: Whether loading a sample twice gives the same.
+    #: Whether loading a sample twice returns the same.
     repeatable: bool = False
     shards: Count = 1
     #: Of all shards together.
@@ -51,7 +51,7 @@ class FlowSpec(
     policy: Name = "alsd"
     #: Sampling strategy.
     strategy: Name = "shared-log"
-    #: How many samples the caches hold, for strategies that follow what is resident; 0: a tenth of all.
+    #: How many samples the caches hold, for strategies that follow residency; 0: a tenth of all.
     cache_samples: Count = 0
     #: Seeds the random draws of the sampling group.
     seed: Count = 0
@@ -59,18 +59,18 @@ class FlowSpec(
     idle_s: Seconds = 600.0
     #: Whether the dataset has a per-draw stage behind the cacheable one.
     staged: bool = False
-    #: How long a worker may take over one sample before it counts as hung and is killed, seconds; None: for ever.
+    #: Timeout of loading one sample, after which its worker is killed as hung, seconds; None: no timeout.
     task_timeout_s: Seconds | None = None
 
     @property
     def instance(self) -> str:
-        """The name of this version of the flow, unique among all flows and versions."""
+        """Name of this version of the flow, unique among all flows and versions."""
         return f"{self.name}:v{self.version}"
 
     def check(self) -> None:
-        """Raise OptionError unless every field has a value that services can run with.
+        """Raise OptionError unless services can run with every field.
 
-        Otherwise they would end as soon as they begin, and be restarted for ever.
+        Otherwise they would fail at the start and be restarted forever.
         """
         check_flow_name(self.name)
         flow = f"flow {self.name!r}: "
@@ -92,7 +92,7 @@ class FlowSpec(
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
     def difference(self, other: FlowSpec) -> str:
-        """How the descriptions differ, for people; empty where they agree."""
+        """Return how the descriptions differ, for people; empty if they agree."""
         differing: list[str] = []
         for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")

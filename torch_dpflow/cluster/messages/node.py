@@ -1,4 +1,4 @@
-"""Bodies of the calls to a node, and of those by which a node on another host joins a cluster."""
+"""Bodies of the calls to a node, and of the calls by which a node of another host joins a cluster."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from torch_dpflow.ipc.messages.fields import MAX_NAME, Body, Count, Name, Second
 
 #: Most processes of one node.
 MAX_PROCESSES = 8192
-#: In the status of a coordinator that refuses all calls because it has no state yet: the reason; empty: it starts.
+#: Most nodes that join one cluster.
+MAX_NODES = 256
+#: Name of a node; part of the ids of its shards.
+NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+#: How long a cluster that ends waits for the reports of joined nodes, which come twice a second, seconds.
+END_NOTICE_S = 2.0
+#: Key in the status of a coordinator that has no state yet and refuses all calls: the reason; empty while it starts.
 WAITING = "waiting"
+
+NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NODE_NAME)]
 
 
 class Launch(Body):
@@ -19,27 +27,27 @@ class Launch(Body):
 
     #: Unique in the node; a prefix up to a slash names a group.
     id: Name
-    #: What it runs: a name of `cluster.services.service.ROLES`.
+    #: A name of `cluster.services.service.ROLES`.
     role: Name
-    #: For the role, msgpack. Where they change, another process replaces this one.
+    #: For the role, msgpack. If they change, a new process replaces this one.
     arguments: bytes = b""
-    #: For the role, msgpack. They may change while the process runs, which gets them in the answer to its heartbeat: so
-    #: a flow grows and shrinks without a restart, which would lose its pool.
+    #: For the role, msgpack. They may change while the process runs; heartbeats are answered with them. So a flow is
+    #: scaled without a restart, which would lose its cache.
     settings: bytes = b""
     #: The joined node that is to run it; empty: the cluster's own.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class Desire(Body):
-    """To a node: keep these running, and end all others that were launched so."""
+    """To a node: keep these processes running, and end all others that were launched by this call."""
 
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)]
-    #: Where processes of another host listen, by their ids, for those that ask where.
+    #: Addresses of processes of another host, by id, for local processes that request them.
     elsewhere: dict[Name, Text] = {}
 
 
 class Ending(Body):
-    """To a node: kill this worker. Where it is still desired, another takes its place."""
+    """To a node: kill this worker. If it is still desired, another one replaces it."""
 
     id: Name
     incarnation: Count
@@ -50,7 +58,7 @@ class Heartbeat(Body):
 
     id: Name
     incarnation: Count
-    #: Where it listens; empty where it does not.
+    #: At which it listens; empty if it does not listen.
     address: Text
     #: Figures for people and for the coordinator.
     status: dict[Name, Any]
@@ -72,7 +80,7 @@ class ProcessView(Body):
     role: Name
     #: Counts the processes that have had this id.
     incarnation: Count
-    #: Its process id on its host, for people; 0 while it does not run, or where it has none.
+    #: Process id on its host, for people; 0 while it does not run, or if it has none.
     pid: Count
     #: Empty until its first heartbeat.
     address: Text
@@ -80,88 +88,78 @@ class ProcessView(Body):
     #: How often it has been restarted.
     restarts: Count = 0
     runs: bool = True
-    #: How the process before it ended, for people; empty: there was none.
+    #: How the process before it ended, for people; empty for the first.
     ended: Text = ""
     #: The joined node that runs it; empty: the cluster's own.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class Running(Body):
-    """A node's answer to `changes`, which names the revision that its caller has seen: what the node runs."""
+    """What a node runs: the answer to `changes`, which names the latest revision that the caller has seen."""
 
-    #: Grows whenever a process begins, ends or reports its address; 0 is before the first.
+    #: Grows whenever a process starts, ends or reports its address; 0 before the first.
     revision: Count
     processes: Annotated[list[ProcessView], msgspec.Meta(max_length=MAX_PROCESSES)]
-    #: As of `Desire`.
+    #: As in `Desire`.
     elsewhere: dict[Name, Text] = {}
 
 
-#: Most nodes that join one cluster.
-MAX_NODES = 256
-#: How long a cluster that ends waits until all joined nodes know, seconds: they report twice a second.
-TELL_S = 2.0
-#: A node's name; it is a part of the ids of its shards.
-NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-
-NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NODE_NAME)]
-
-
 class NodeJoin(Body):
-    """To a coordinator: this host is to run shards and workers. Answered with `NodeJoined`."""
+    """To a coordinator: this host can run shards and workers. Answered with `NodeJoined`."""
 
     name: NodeName
-    #: Tells its process from any other of its name: it may ask again where an answer was lost.
+    #: Identifies the process: if the answer is lost, the same process may repeat the call.
     process: Name
-    #: Of torch_dpflow.
+    #: Its version of torch_dpflow.
     release: Name
-    #: As of `remote.shipping.fit.versions_here`.
+    #: As returned by `remote.shipping.compatibility.versions_here`.
     versions: Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
-    #: That it has the key by which services listen: see `cluster.security.connection_file`.
+    #: Proof that it has the server key: see `connection_file.node_proof`.
     proof: Name
-    #: Of its host, where its shards listen; for people, as is the number of processors.
+    #: Address of its host, at which its shards listen; for people, like the number of processors.
     address: Name
     processors: Count
 
 
 class NodeJoined(Body):
-    """The node is the cluster's."""
+    """The answer to `NodeJoin`."""
 
-    #: Grows with each node that joins; incarnations of its processes begin with it.
+    #: Grows with each node that joins; the incarnations of its processes start with it.
     generation: Count
-    #: As of `ClusterPlace`.
+    #: As in `ClusterPlace`.
     token: Text
 
 
 class NodeReport(Body):
-    """To a coordinator, again and again: what a joined node runs. Answered with `NodeOrders`."""
+    """To a coordinator, periodically: what a joined node runs. Answered with `NodeAssignment`."""
 
     name: NodeName
     generation: Count
     token: Text
-    #: "leaving": it takes no more shards, and ends when it has none. "gone": it ends now.
+    #: "leaving": it accepts no more shards and ends once it has none. "gone": it ends now.
     standing: Literal["here", "leaving", "gone"]
     processes: Annotated[list[ProcessView], msgspec.Meta(max_length=MAX_PROCESSES)]
 
 
-class NodeOrders(Body):
+class NodeAssignment(Body):
     """What a joined node is to run."""
 
-    #: Otherwise the cluster has given it up, and it is to end all it runs before it joins again.
+    #: False once the cluster has expired the node, which then stops all processes before it joins again.
     is_known: bool
     #: Whether the cluster ends.
     ends: bool = False
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)] = []
-    #: Where processes of the cluster's first host listen, by their ids.
+    #: Addresses of processes of the cluster's own host, by id.
     elsewhere: dict[Name, Text] = {}
 
 
 class NodeRecord(Body):
     """A joined node, as the coordinator stores it."""
 
-    #: As of `ClusterPlace`: after a restart it is the same, and a cluster that is started anew has another.
+    #: As in `ClusterPlace`: the same after a restart of the coordinator, another one in a new cluster.
     cluster: Name
     name: NodeName
-    #: As of `NodeJoin`.
+    #: As in `NodeJoin`.
     process: Name
     generation: Count
     address: Name
@@ -174,9 +172,9 @@ class NodeView(Body):
     name: NodeName
     address: Name
     processors: Count
-    #: "here" or "leaving", as it has reported itself; "awaited" by a coordinator that has started anew.
+    #: "here" or "leaving", as reported; "awaited" if the coordinator has restarted since the last report.
     standing: Name
-    #: For how long it has not reported.
+    #: Seconds since the latest report.
     silent_s: Seconds
     shards: Count
     workers: Count

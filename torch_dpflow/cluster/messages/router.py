@@ -10,17 +10,17 @@ from torch_dpflow.ipc.messages.fields import MAX_RANKS, MAX_SAMPLES, Body, Count
 
 
 class RegisterShard(Body):
-    """From a shard: it serves at this address. Repeated as its heartbeat; answered with `RangeAssignment`."""
+    """From a shard, as its heartbeat: it serves at this address. Answered with `RangeAssignment`."""
 
     shard: Name
     #: Counts the processes of this shard.
     incarnation: Count
     address: Text
-    #: The newest routing generation that it has seen, 0 for none: a router that restarts has forgotten it.
+    #: Newest routing generation that it has seen, 0 for none; a router that restarts starts above it.
     generation: Count
-    #: A secret of the node that started it: jobs call whoever registers.
+    #: Secret of the node that started it, as jobs call every shard that registers.
     token: Name
-    #: How many samples its cache can hold, by the size of the latest; 0 where that is not known.
+    #: How many samples its cache can hold, judging by the latest ones; 0 if not known.
     cache_samples: Count = 0
 
 
@@ -30,8 +30,8 @@ class RangeAssignment(Body):
     generation: Count
     first: Count
     end: Count
-    #: Whether it owns nothing any more, and ends when its jobs have left. In this order (others get its keys, jobs
-    #: leave, it ends) no job asks in circles for an owner of its keys.
+    #: Whether it owns no keys and ends once its jobs have left. In this order (others receive its keys, jobs leave, it
+    #: ends) every key has an owner at all times.
     retired: bool = False
 
 
@@ -45,7 +45,7 @@ class Route(Body):
 
 
 class LookaheadRequest(Body):
-    """From a shard: what is known of a job's future reads of the keys from `first` to before `end`.
+    """From a shard: request what is known of the future reads of a job, for keys from `first` to before `end`.
 
     Answered with `JobLookahead` and its frames.
     """
@@ -55,36 +55,36 @@ class LookaheadRequest(Body):
     job: Name
     first: Count
     end: Count
-    #: The version of the latest answer, 0 for none: the same one is answered without frames.
+    #: Version of the latest answer, 0 for none; an unchanged version is answered without frames.
     version: Count
 
 
 class JobLookahead(Body):
-    """What is known of a job's epoch (thesis 3.4.3), of the samples that it had not read when the epoch was begun here.
+    """What is known of the samples that a job had not read when its epoch was started here (thesis 3.4.3).
 
-    Five frames follow, arrays of sample numbers (`compact`) but for the weights (float64): the certain samples in
-    their order, from the beginning on; the likely ones; their weights; the members; the order of the next epoch.
+    Five frames follow, arrays of sample numbers (`compact`) except for the weights (float64): the certain samples in
+    order, from the start; the likely samples; their weights; the members; the order of the next epoch.
     """
 
     epoch: Count
-    #: Another one for each change; 0: nothing is known.
+    #: Changes with each change; 0 while nothing is known.
     version: Count
-    #: Whether the certain samples are all that were left, so that nothing is likely or unknown.
+    #: Whether the certain samples are all remaining ones, so that none is likely or unknown.
     is_complete: bool = False
     #: Samples of the whole epoch.
     length: Count = 0
-    #: Whether the members are those in the frame: all that the job reads in the epoch or, of an order that is not
-    #: complete, all that were left. Otherwise all keys of the request.
+    #: Whether the frame has the members: all samples of the job in the epoch or, if the order is not complete, all
+    #: remaining ones. Otherwise the members are all keys of the request.
     has_members: bool = False
     has_following: bool = False
     #: Samples per second of these keys, as measured; 0: not measured.
     speed: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    #: As of `JobOptions`.
+    #: As in `JobOptions`.
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
 class ReportOrder(Body):
-    """To a router: the order of an epoch that the job's own sampler decides. A frame of samples (`compact`) follows."""
+    """To a router: the order of an epoch from the job's own sampler. A frame of samples (`compact`) follows."""
 
     job: JobId
     epoch: Count
@@ -98,14 +98,14 @@ class RoutingTable(Body):
 
 
 class JobId(Body):
-    """A process that reads, which is a job or a rank of one."""
+    """A process that reads: a job, or a rank of a job."""
 
     name: Name
-    #: Tells it from others that have had its name: the router numbers each process, anew after its lease has expired.
+    #: Number from the router that distinguishes processes of one name; a new one after its lease has expired.
     generation: Count
-    #: The name and version of what it reads: another flow's service may listen at the address of one that has ended.
+    #: Name and version of the flow: the service of another flow may listen at the address of one that has ended.
     flow: Name
-    #: The job of which it is a rank; empty: it is the whole job.
+    #: The job of which it is a rank; empty if it is the whole job.
     job: Text = ""
 
 
@@ -114,7 +114,7 @@ class JobFigures(Body):
 
     #: Seconds that the training loop waited in `next()`.
     stall_s: Seconds
-    #: Seconds from the beginning of each epoch to its latest batch.
+    #: Seconds from the start of each epoch to its latest batch.
     reading_s: Seconds
     batches: Count
     samples: Count
@@ -123,7 +123,7 @@ class JobFigures(Body):
 
 
 class JobHeartbeat(Body):
-    """To a router: a job's heartbeat. Answered with `JobHeartbeatReply`."""
+    """To a router: heartbeat of a job. Answered with `JobHeartbeatReply`."""
 
     job: JobId
     figures: JobFigures | None = None
@@ -136,7 +136,7 @@ class JobHeartbeatReply(Body):
 
     #: Of the routing table.
     generation: Count
-    #: As of `FlowView`.
+    #: As in `FlowView`.
     limited_by: Text = ""
 
 
@@ -147,39 +147,39 @@ class JobRank(Body):
     job: Name
     rank: Count
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-    #: Whether to leave out samples that do not divide evenly; else some are read twice.
+    #: Whether to leave out samples that do not divide evenly; otherwise some are read twice.
     drop_last: bool = False
 
 
 class Join(Body):
-    """To a router: a process begins to read, as a job or as a rank of one. Answered with `Joined`."""
+    """To a router: a process starts to read, as a job or as a rank of a job. Answered with `Joined`."""
 
-    #: Its name, and the name and version of what it reads.
+    #: Its name, and the name and version of the flow.
     reader: Name
     flow: Name
-    #: A random number of the process: tells it from others that use the same name.
+    #: Random number that identifies the process among others with the same name.
     holder: Count
-    #: Decides the job's own permutation.
+    #: Seeds the permutation of the job.
     seed: Count
     #: Samples of one batch of this process.
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    #: None: it is the whole job.
+    #: None if it is the whole job.
     rank: JobRank | None = None
-    #: Whether the frame that follows holds the job's samples, int64; without it, it reads all.
+    #: Whether a frame with the samples of the job follows, int64; otherwise it reads all.
     has_indices: bool = False
     #: Share of its picks that ignore what other jobs have loaded; and its weight for the cache policy.
     independence: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    #: As of `own_process`: others of its host can tell by it that it has ended.
+    #: As returned by `own_process`: processes of its host can check by it whether it has ended.
     process: Text = ""
-    #: The random number of a process with the same name that is known to have ended; 0: of none.
+    #: `holder` of a process with the same name that is known to have ended; 0 for none.
     replaces: Count = 0
 
 
 class NameHolder(Body):
-    """The process that has a name. To a router: the name; answered with this."""
+    """The process that has a name: the answer to a call with the name."""
 
-    #: Its random number and its identity, as of `Join`; 0 if no process has the name.
+    #: As in `Join`; 0 if no process has the name.
     holder: Count
     process: Text
 
@@ -189,26 +189,26 @@ class Joined(Body):
 
     #: Of the process's `JobId` from now on.
     generation: Count
-    #: Samples of an epoch, of its part where it is a rank.
+    #: Samples of an epoch; for a rank, of its part.
     length: Count
     table: RoutingTable
 
 
 class EpochPlace(Body):
-    """Where a process is in an epoch. A frame has one bit for each sample, set where it has been drawn."""
+    """Position of a process in an epoch. A frame has one bit for each sample, set if it has been drawn."""
 
     epoch: Count
-    #: How many samples of its part have been drawn.
+    #: Number of samples of its part that have been drawn.
     position: Count
 
 
 class StartEpoch(Body):
-    """To a router: an epoch begins or goes on. A frame follows for each of `places`."""
+    """To a router: an epoch starts or continues. A frame follows for each of `places`."""
 
     job: JobId
-    #: Of the present epoch, then of the one before.
+    #: In the current epoch, then in the one before.
     places: Annotated[list[EpochPlace], msgspec.Meta(min_length=1, max_length=2)]
-    #: Whether the process has read nothing, of this epoch or another.
+    #: Whether the process has read nothing so far, in any epoch.
     fresh: bool = False
 
 
@@ -217,15 +217,13 @@ class DrawSamples(Body):
 
     job: JobId
     epoch: Count
-    #: How many samples of its part have been drawn; a repeated call gets the same samples.
+    #: Number of samples of its part that have been drawn; a repeated call returns the same samples.
     position: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 
 
-#: How long the lease of a job, and of a shard, lasts after its latest heartbeat, seconds.
+#: How long the leases of jobs and shards last after the latest heartbeat, seconds.
 JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
-
-
 #: Most processes that read one flow.
 MAX_JOBS = 1024
 
@@ -235,5 +233,5 @@ class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     #: The shards that own keys.
     shards: list[str]
-    #: As of `FlowView`, for jobs.
+    #: As in `FlowView`, for jobs.
     limited_by: str = ""

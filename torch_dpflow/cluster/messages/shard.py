@@ -1,4 +1,4 @@
-"""Bodies of the calls to a shard, the tasks that it gives its workers, and their settings."""
+"""Bodies of the calls to a shard, the tasks of its workers, and the settings of both."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES, Body, Count, SampleKeys
 from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable, aligned
 
-#: How many workers a sample may kill before it is given up.
+#: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
 
 
 class Ask(Body):
-    """To a shard: samples that the job will need (`want`), or waits for (`fetch`). Each has a ticket.
+    """To a shard: samples that a job will need (`want`) or waits for (`fetch`), each with a ticket.
 
-    A fetch is answered with `Served`, which has all of the samples or some.
+    A fetch is answered with `Served`, which has some or all of the samples.
     """
 
     job: JobId
-    #: Generation of the routing table by which the job has chosen this shard.
+    #: Generation of the routing table that named this shard.
     routing: Count
     epoch: Count
-    #: Decides the random draws. None: the job reads the output of the cacheable stage.
+    #: Seeds the random draws. None: the job reads the output of the cacheable stage.
     draw: Count | None
     tickets: SampleKeys
     keys: SampleKeys
-    #: Tickets that the job releases: it has their samples, or does not need them any more.
+    #: Tickets that the job releases: it has received their samples, or no longer needs them.
     taken: SampleKeys
-    #: How many of the samples, the last ones, will be needed later: a fetch does not wait for them.
+    #: How many of the last samples will be needed later: a fetch does not wait for them.
     ahead: Count = 0
 
     @property
@@ -45,8 +45,8 @@ class Ask(Body):
         return list(zip(self.tickets[:most], self.keys[:most]))
 
 
-#: The outcome of loading a sample: the sample, an exception of the code that loads it, the death of its workers, or
-#: that no worker can be had, which no sample is to blame for.
+#: Outcomes of loading a sample: the sample, an exception of the loading code, the death of its workers, no worker to
+#: be had (whatever the sample).
 SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
@@ -62,8 +62,8 @@ class Served(Body):
     """From a shard: samples; their frames follow, in order."""
 
     samples: Annotated[list[ServedSample], msgspec.Meta(max_length=MAX_SAMPLES)]
-    #: How many samples the shard has given to jobs since it started, these included, and how many it has loaded: in
-    #: every answer, so that a job that ends before its first heartbeat has them too.
+    #: Samples that the shard has sent to jobs (these included) and loaded since it started. In every answer, so that
+    #: also a job that ends before its first heartbeat has them.
     served: Count = 0
     decodes: Count = 0
 
@@ -71,9 +71,8 @@ class Served(Body):
 class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The settings of a shard, which may change while it runs."""
 
-    #: How many workers it has.
     workers: int
-    #: Memory of its pool, bytes.
+    #: Memory of its cache, bytes.
     memory_bytes: int
 
 
@@ -85,7 +84,7 @@ class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     spec: FlowSpec
 
 
-#: Random bytes that tell a shard's process from the others.
+#: Random bytes that identify the process of a shard.
 SHARD_ID_BYTES = 8
 #: The frame of a shard's `WorkerWelcome`: its id, its process id, its number of workers; then the content's digest.
 GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
@@ -100,12 +99,12 @@ class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     number: int
 
 
-#: The sample's key, the number that decides its random draws, and the bytes of its input's header, 0 without input.
+#: Key of the sample, number that seeds its random draws, bytes of the header of its input (0 without input).
 _NUMBERS = struct.Struct("<QQQ")
 
 
 class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
-    """The header of an input."""
+    """Header of an input."""
 
     table: PayloadTable
     #: Bytes of each of its frames.
@@ -120,15 +119,15 @@ class SampleTask:
     """One sample to be loaded, or the per-draw stage of one."""
 
     key: int
-    #: Decides, with the key, the random draws.
+    #: Seeds the random draws, with the key.
     draw: int
-    #: The output of the cacheable stage, as table and frames of a payload: run the per-draw stage on it. None: load the
+    #: The output of the cacheable stage, as table and frames of a payload, for the per-draw stage. None: load the
     #: sample.
     input: tuple[PayloadTable, list[memoryview]] | None
 
 
 def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] | None) -> Frame:
-    """The payload of a task. `input`: as of `SampleTask`; copied once."""
+    """Return a task as one frame. `input`, as in `SampleTask`, is copied once."""
     if input is None:
         return _NUMBERS.pack(key, draw, 0)
     table, given = input
@@ -144,7 +143,7 @@ def pack_task(key: int, draw: int, input: tuple[PayloadTable, Sequence[Frame]] |
 
 
 def key_to_load(payload: memoryview) -> int | None:
-    """The key of a task that loads a sample; None: it has an input, or is cut short."""
+    """Return the key of a task that loads a sample; None if the task has an input, or is cut short."""
     if len(payload) < _NUMBERS.size:
         return None
     key, _, length = _NUMBERS.unpack_from(payload)
@@ -152,7 +151,7 @@ def key_to_load(payload: memoryview) -> int | None:
 
 
 def unpack_task(payload: memoryview) -> SampleTask:
-    """The task in a payload; its input shares the payload's memory. MessageError where the payload is cut short."""
+    """Return the task in a frame, whose memory its input shares. Raises MessageError if the frame is cut short."""
     try:
         key, draw, length = _NUMBERS.unpack_from(payload)
         if not length:
@@ -168,7 +167,7 @@ def unpack_task(payload: memoryview) -> SampleTask:
 
 
 def _offsets(header: int, sizes: list[int]) -> list[int]:
-    """The offset of each frame, and the end of the last one."""
+    """Return the offset of each frame, and the end of the last one."""
     offsets = [aligned(_NUMBERS.size + header)]
     for size in sizes:
         offsets.append(aligned(offsets[-1] + size))

@@ -13,7 +13,7 @@ import msgspec
 
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.coordinator import CoordinatorArguments
-from torch_dpflow.cluster.messages.node import TELL_S, WAITING, Desire, Launch, ProcessView, Running
+from torch_dpflow.cluster.messages.node import END_NOTICE_S, WAITING, Desire, Launch, ProcessView, Running
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import METHODS, Coordinator
 from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes
@@ -139,11 +139,11 @@ def _stop_node(
     """Have the node end everything, including this process; before that, tell the nodes that have joined."""
 
     def stop() -> None:
-        until = time.monotonic() + TELL_S
+        until = time.monotonic() + END_NOTICE_S
         for joined in nodes:
             ask_in(server, joined.end)
-            while not ask_in(server, joined.all_told) and time.monotonic() < until:
-                time.sleep(TELL_S / 40)
+            while not ask_in(server, joined.all_notified) and time.monotonic() < until:
+                time.sleep(END_NOTICE_S / 40)
         with service.place.connect(service.place.node_address) as node:
             node.call("stop")
 

@@ -1,4 +1,4 @@
-"""A coordinator's calls for nodes on other hosts: they join, report what they run, and are told what to run."""
+"""The calls by which nodes of other hosts join a coordinator, report what they run, and receive what to run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch_dpflow._version import __version__
 from torch_dpflow.cluster.control.node_table import NodeTable
 from torch_dpflow.cluster.messages.node import (
     Launch,
+    NodeAssignment,
     NodeJoin,
     NodeJoined,
-    NodeOrders,
     NodeRecord,
     NodeReport,
     ProcessView,
@@ -29,11 +29,11 @@ from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here
 
-#: A node that has not reported for so long is given up, seconds. As long as the lease of a node's own processes.
+#: The lease of a node expires this long after its latest report, seconds: as long as that of a node's processes.
 NODE_LEASE_S = 10.0
-#: How many nodes may join while one coordinator lives: the next one's generations are above this one's.
-_MOST_JOINS = 1 << 12
-#: What a coordinator is called for by nodes, and about them: as of `coordinator.METHODS`.
+#: Most nodes that join under one coordinator: the generations of the next one are above.
+_MAX_JOINS = 1 << 12
+#: Methods for nodes and about them, like `coordinator.METHODS`.
 NODE_METHODS: dict[str, tuple[Any, bool]] = {
     "join_node": (NodeJoin, True),
     "report_node": (NodeReport, False),
@@ -42,12 +42,12 @@ NODE_METHODS: dict[str, tuple[Any, bool]] = {
 
 
 class JoinedNodes:
-    """The joined nodes of a cluster. The coordinator's thread drives it.
+    """The joined nodes of a cluster, driven by the coordinator's thread.
 
     Args:
         server: methods are registered with it.
-        store: where they are kept for the next coordinator.
-        place: of the cluster; without keys, or with a platform for workers, nodes are refused.
+        store: keeps them for the next coordinator.
+        place: of the cluster. Nodes are refused if it has no keys, or a platform for workers.
         incarnation: of the coordinator.
     """
 
@@ -56,56 +56,58 @@ class JoinedNodes:
     ) -> None:
         self._store, self._place = store, place
         self._clock = SuspendAwareClock()
-        self._table = NodeTable(place.cluster, generations=incarnation * _MOST_JOINS, lease_s=NODE_LEASE_S)
-        self._orders: Callable[[str], list[Launch] | None] = lambda _: None
-        self._observed: Callable[[], Sequence[ProcessView]] = list
-        self._changed: Callable[[], None] = lambda: None
-        #: Whether the cluster ends, and the nodes that have been told.
-        self._ends, self._told = False, set[str]()
+        self._table = NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
+        #: Set by `use`.
+        self._assigned: Callable[[str], list[Launch] | None]
+        self._observed: Callable[[], Sequence[ProcessView]]
+        self._changed: Callable[[], None]
+        #: Whether the cluster ends, and the nodes to which that was reported.
+        self._ends, self._notified = False, set[str]()
         self._restore()
         for name, (body, remembered) in NODE_METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
 
     def use(
         self,
-        orders: Callable[[str], list[Launch] | None],
+        assigned: Callable[[str], list[Launch] | None],
         observed: Callable[[], Sequence[ProcessView]],
         changed: Callable[[], None],
     ) -> None:
-        """To be called once, before any call comes.
+        """Connect it with a coordinator. To be called once, before the server serves.
 
-        orders: what a node is to run; None while that is not known. observed: what the cluster's own node runs.
-        changed: called where nodes come, leave and go.
+        assigned: returns what a node is to run; None while that is not known.
+        observed: returns what the cluster's own node runs.
+        changed: called when nodes join, leave or expire.
         """
-        self._orders, self._observed, self._changed = orders, observed, changed
+        self._assigned, self._observed, self._changed = assigned, observed, changed
 
     @property
     def hosts(self) -> list[str]:
-        """The nodes that take shards: those that have joined, sorted; the cluster's own, "", while there is none."""
+        """Sorted names of the joined nodes that accept shards; "", the cluster's own node, while there is none."""
         return self._table.usable or [""]
 
     @property
     def processes(self) -> list[ProcessView]:
-        """What they run."""
+        """Processes of all joined nodes."""
         return self._table.processes
 
     def poll(self) -> None:
-        """Apply leases. At least once a second, since they do not expire while this is not called."""
+        """Expire leases. To be called at least once a second."""
         lost = self._table.tick(self._clock())
         for record in lost:
-            text = "node %s at %s is given up: no report for %g s; its shards' keys go to others"
+            text = "node %s at %s has expired: no report for %g s; other shards receive its keys"
             SERVICE.warning(text, record.name, record.address, NODE_LEASE_S)
             self._store.delete(_key(record.name))
         if lost:
             self._changed()
 
     def end(self) -> None:
-        """Tell them that the cluster ends, with the answers to their next reports."""
+        """Answer the next reports with the end of the cluster."""
         self._ends = True
 
-    def all_told(self) -> bool:
-        """After `end`: whether all have been told."""
-        return {node.name for node in self._table.views(self._clock())} <= self._told
+    def all_notified(self) -> bool:
+        """Return whether all nodes have been notified since `end` was called."""
+        return {node.name for node in self._table.views(self._clock())} <= self._notified
 
     def _restore(self) -> None:
         for key in self._store.find(_key("")):
@@ -126,10 +128,10 @@ class JoinedNodes:
         return Result(NodeJoined(record.generation, self._place.token))
 
     def _check(self, join: NodeJoin) -> None:
-        """Raise UsageError unless such a node may be one of this cluster."""
+        """Raise UsageError if the node cannot be part of this cluster."""
         if not is_proved(self._keys, join.name, join.proof):
             raise UsageError(
-                f"node {join.name!r} has not the key by which this cluster's services listen: give --join the "
+                f"node {join.name!r} does not have the server key of this cluster: give --join the "
                 "connection file that `dpflow up` has written, or the file of its --keys, and not one for jobs"
             )
         if join.release != __version__:
@@ -142,8 +144,8 @@ class JoinedNodes:
             raise UsageError(f"node {join.name!r} cannot load what jobs of this cluster describe: {reason}")
         if self._place.members is not None:
             raise UsageError(
-                f"the cluster's workers run on platform {self._place.members.name!r} and call its own host: start it "
-                "without --platform to have nodes join"
+                f"the cluster's workers run on platform {self._place.members.name!r} and connect to its own host: "
+                "start it without --platform to have nodes join"
             )
         if self._ends:
             raise UsageError("the cluster ends")
@@ -160,29 +162,27 @@ class JoinedNodes:
         report: NodeReport = call.body
         is_ours = hmac.compare_digest(report.token.encode(), self._place.token.encode())
         if not is_ours:
-            return Result(NodeOrders(False))
+            return Result(NodeAssignment(False))
         if self._ends:
-            self._told.add(report.name)
-            return Result(NodeOrders(True, ends=True))
+            self._notified.add(report.name)
+            return Result(NodeAssignment(True, ends=True))
         if report.standing == "gone":
             self._remove(report)
-            return Result(NodeOrders(False))
+            return Result(NodeAssignment(False))
         was_usable = self._table.usable
         name = report.name
         if not self._table.report(name, report.generation, report.standing, report.processes, self._clock()):
-            return Result(NodeOrders(False))
+            return Result(NodeAssignment(False))
         if self._table.usable != was_usable:
-            SERVICE.info("node %s leaves; its shards end once their jobs have left them", name)
+            SERVICE.info("node %s leaves; its shards end once jobs have left them", name)
             self._changed()
-        launches = self._orders(name)
+        launches = self._assigned(name)
         if launches is None:
-            raise OverloadedError(
-                "the coordinator has just started and does not know yet what runs; call again"
-            )
-        return Result(NodeOrders(True, launches=launches, elsewhere=self._addresses()))
+            raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
+        return Result(NodeAssignment(True, launches=launches, elsewhere=self._addresses()))
 
     def _addresses(self) -> dict[str, str]:
-        """Where the processes listen that those of joined nodes call."""
+        """Return addresses of processes that processes of joined nodes connect to, by id."""
         called = (view for view in self._observed() if view.role in (COORDINATOR, "router"))
         return {view.id: view.address for view in called if view.address}
 

@@ -24,9 +24,9 @@ from torch_dpflow.cluster.messages.node import (
     NODE_NAME,
     Desire,
     Launch,
+    NodeAssignment,
     NodeJoin,
     NodeJoined,
-    NodeOrders,
     NodeReport,
     Running,
 )
@@ -54,23 +54,24 @@ from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.local_platform import end_fork_server
 
-#: How long a coordinator may take to answer one call, and a node waits for one that does not answer: before it joins,
-#: and once it has; seconds.
+#: Timeouts, seconds: of one call to the coordinator, of joining, and of a coordinator that stops answering later.
 ANSWER_S, JOIN_S, SILENCE_S = 3.0, 30.0, 60.0
 #: How long jobs may take to leave the shards of a node that leaves, seconds.
 LEAVE_S = 60.0
-#: How often a node that ends what it runs looks whether that has ended, seconds.
+#: Roles that a joined node may be assigned; all others run on the cluster's own host.
+JOINED_ROLES = ("shard", "worker")
 _POLL_S = 0.02
-#: How many processes a node may start under one generation.
-_MOST_STARTS = 1 << 20
+#: Most processes that a node starts under one generation.
+_MAX_STARTS = 1 << 20
+_NAME = re.compile(NODE_NAME, re.ASCII)
 
 
 class Joining:
-    """Joins a cluster, as often as needed.
+    """The call that joins a cluster; repeatable.
 
     Args:
         cluster: how its coordinator is reached.
-        keys: of the cluster; with those by which services listen.
+        keys: of the cluster, with the server key.
         name: of this node.
         address: of this host, for people.
     """
@@ -87,17 +88,17 @@ class Joining:
             len(os.sched_getaffinity(0)),
         )
 
-    def join(self, patience_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
-        """Join.
+    def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
+        """Join the cluster, or stop trying once `is_over` returns true.
 
-        is_over: whether to give up, whatever time there is left.
-        Raises UsageError with the cluster's reason if it refuses, or does not answer in time.
+        Raises UsageError with the cluster's reason if it refuses, or if it does not answer in time.
         """
-        deadline, backoff = time.monotonic() + patience_s, Backoff()
-        with self._cluster.connect(timeout_s=ANSWER_S) as head:
+        deadline, backoff = time.monotonic() + timeout_s, Backoff()
+        address = self._cluster.address
+        with self._cluster.connect(timeout_s=ANSWER_S) as coordinator:
             while True:
                 try:
-                    joined: NodeJoined = head.call("join_node", self._body, reply_type=NodeJoined).body
+                    joined: NodeJoined = coordinator.call("join_node", self._body, reply_type=NodeJoined).body
                     return joined
                 except RemoteCallError as error:
                     is_late = is_over() or time.monotonic() >= deadline
@@ -105,26 +106,21 @@ class Joining:
                         raise UsageError(error.text) from error
                 except DPFlowError as error:
                     if is_over() or time.monotonic() >= deadline:
-                        raise UsageError(self._unanswered(patience_s)) from error
+                        text = f"no cluster answers at {address} within {timeout_s:g} s; is it up?"
+                        raise UsageError(f"{text} {keys_hint(address)}".strip()) from error
                 time.sleep(backoff.pause_s())
 
-    def _unanswered(self, patience_s: float) -> str:
-        address = self._cluster.address
-        return (
-            f"no cluster answers at {address} within {patience_s:g} s; is it up? {keys_hint(address)}".strip()
-        )
 
+class CoordinatorLink:
+    """A thread that reports to the coordinator and has the local node run what the coordinator assigns.
 
-class HeadLink:
-    """A thread that has a node of this process run what its cluster orders, until that ends or does not answer.
-
-    A cluster that has given the node up, or was started anew, is joined again once nothing runs here any more.
+    If the cluster has expired the node, or was started anew, the link joins again once nothing runs here.
 
     Args:
-        joining: how the cluster is joined.
+        joining: joins the cluster.
         cluster: how its coordinator is reached.
         place: of the node's own processes.
-        silence_s: the node ends when no coordinator has answered for so long, seconds.
+        silence_s: the node ends once no coordinator has answered for this long, seconds.
         leave_s: as `LEAVE_S`.
     """
 
@@ -139,29 +135,29 @@ class HeadLink:
     ) -> None:
         self._joining = joining
         self._silence_s, self._leave_s = silence_s, leave_s
-        self._head = cluster.connect(timeout_s=ANSWER_S)
+        self._coordinator = cluster.connect(timeout_s=ANSWER_S)
         self._local = place.connect(place.node_address, timeout_s=10.0)
-        #: From `start` on.
+        #: Set by `start`.
         self._node: Node
         self._joined: NodeJoined
-        #: For how long no coordinator has answered, and until when that was counted, seconds.
+        #: Time without an answer of a coordinator, and when that was last added up, seconds.
         self._silent_s, self._counted_at = 0.0, time.monotonic()
         self._seen = 0
         self._applied: Desire | None = None
-        #: What its shards may keep, bytes.
-        self._told_of = 0
-        #: Whether the node is to leave, and since when it does, seconds.
+        #: Memory of the local shards about which a warning was logged, bytes.
+        self._warned_of = 0
+        #: Whether the node is to leave, and when it started to, seconds.
         self.leaves, self._leaves_since = False, 0.0
         self._closes = False
-        #: Why the node has ended, if not because it was told to.
+        #: Why the node has ended; empty if it was stopped.
         self.failure = ""
         # Without a pause: the node answers as soon as anything changes, or after half a second.
         self._thread = PeriodicCall(
-            self._turn, 0.0, "dpflow-head", what="the report to the cluster", on_error=self._on_error
+            self._turn, 0.0, "dpflow-coordinator", what="the report to the cluster", on_error=self._on_error
         )
 
     def start(self, node: Node) -> bool:
-        """Join, and start the thread; otherwise have the node end. To be called once. Returns whether it has joined."""
+        """Join and start the thread, or else stop the node. Return whether it has joined. To be called once."""
         self._node = node
         try:
             self._joined = self._joining.join(is_over=lambda: self.leaves)
@@ -170,16 +166,16 @@ class HeadLink:
                 self.failure = str(error)
             node.stop()
             return False
-        node.begin(self._joined.token, self._joined.generation * _MOST_STARTS)
+        node.begin(self._joined.token, self._joined.generation * _MAX_STARTS)
         self._thread.start()
         return True
 
     def leave(self) -> None:
-        """Have the node end once jobs have left its shards. Any thread may call, and signal handlers."""
+        """Stop the node once jobs have left its shards. Any thread may call, and signal handlers."""
         self.leaves = True
 
     def close(self) -> None:
-        """Stop the thread, and tell the cluster that the node is gone."""
+        """Stop the thread, and report to the cluster that the node is gone."""
         self._closes = True
         self._thread.stop()
         self._local.close()
@@ -188,9 +184,9 @@ class HeadLink:
                 self._thread.join()
                 self._report("gone", Running(0, []))
         except DPFlowError:
-            pass  # it gives the node up by itself
+            pass  # the node's lease expires
         finally:
-            self._head.close()
+            self._coordinator.close()
 
     # -- in the thread ---------------------------------------------------------------------------------------
 
@@ -199,55 +195,61 @@ class HeadLink:
         if self.leaves and not self._leaves_since:
             self._leaves_since = time.monotonic()
             SERVICE.info("the node leaves once jobs have left its shards")
-        orders = self._report("leaving" if self._leaves_since else "here", running)
+        assigned = self._report("leaving" if self._leaves_since else "here", running)
         self._seen = running.revision
         self._silent_s, self._counted_at = 0.0, time.monotonic()
-        if orders.ends:
+        if assigned.ends:
             SERVICE.info("the cluster ends")
             self._node.stop()
-        elif not orders.is_known:
-            self._begin_again()
+        elif not assigned.is_known:
+            self._join_again()
         else:
-            self._apply(orders)
-            self._end_when_drained(orders, running)
+            self._apply(assigned)
+            self._stop_when_drained(assigned, running)
 
-    def _report(self, standing: Literal["here", "leaving", "gone"], running: Running) -> NodeOrders:
+    def _report(self, standing: Literal["here", "leaving", "gone"], running: Running) -> NodeAssignment:
         joined = self._joined
         report = NodeReport(self._joining.name, joined.generation, joined.token, standing, running.processes)
-        orders: NodeOrders = self._head.call("report_node", report, reply_type=NodeOrders).body
-        return orders
+        assigned: NodeAssignment = self._coordinator.call(
+            "report_node", report, reply_type=NodeAssignment
+        ).body
+        return assigned
 
-    def _apply(self, orders: NodeOrders) -> None:
-        desire = Desire(orders.launches, orders.elsewhere)
+    def _apply(self, assigned: NodeAssignment) -> None:
+        desire = Desire(assigned.launches, assigned.elsewhere)
         if desire != self._applied:
-            self._tell_of_memory(_share(orders.launches))
+            self._warn_of_memory(assigned.launches)
             self._local.call("desire", desire)
             self._applied = desire
 
-    def _tell_of_memory(self, share: int) -> None:
-        """Say once of each share that this host does not have so much."""
+    def _warn_of_memory(self, launches: Sequence[Launch]) -> None:
+        """Log once for each amount that shards here may hold more than this host has."""
+        shards = [one.settings for one in launches if one.role == "shard"]
+        share = sum(msgspec.msgpack.decode(one, type=ShardSettings).memory_bytes for one in shards)
         total = Headroom().total()
-        if share > total and share != self._told_of:
+        if share > total and share != self._warned_of:
             SERVICE.warning(
-                "shards here may keep %s bytes of samples, and this node has %s: a cluster's memory is divided evenly "
-                "among its nodes; give it less (`dpflow up --memory`, memory_bytes= of jobs), or have more nodes",
+                "shards here may hold %s bytes of samples, and this node has %s: the memory of a cluster is divided "
+                "evenly among its nodes; give it less (`dpflow up --memory`, memory_bytes= of jobs), or add nodes",
                 f"{share:,}",
                 f"{total:,}",
             )
-        self._told_of = share
+        self._warned_of = share
 
-    def _end_when_drained(self, orders: NodeOrders, running: Running) -> None:
+    def _stop_when_drained(self, assigned: NodeAssignment, running: Running) -> None:
         if not self._leaves_since:
             return
         is_late = time.monotonic() - self._leaves_since >= self._leave_s
         if is_late:
             SERVICE.warning("the node ends although jobs read from its shards: they have not left in time")
-        if is_late or not (orders.launches or running.processes):
+        if is_late or not (assigned.launches or running.processes):
             self._node.stop()
 
-    def _begin_again(self) -> None:
-        """End everything, and join the cluster once more."""
-        SERVICE.warning("the cluster has given this node up, or was started anew; ending all, joining again")
+    def _join_again(self) -> None:
+        """Stop all processes, and join the cluster once more."""
+        SERVICE.warning(
+            "the cluster has expired this node, or was started anew; stopping all processes, joining again"
+        )
         self._local.call("desire", Desire([]))
         self._applied = None
         while not (self._node.is_vacant or self._closes):
@@ -257,42 +259,31 @@ class HeadLink:
                 self._joined = self._joining.join(is_over=lambda: self.leaves or self._closes)
         except UsageError as error:
             if not (self.leaves or self._closes):
-                self._end(str(error))
+                self._fail(str(error))
                 return
         if self.leaves or self._closes:
             self._node.stop()
             return
-        self._node.begin(self._joined.token, self._joined.generation * _MOST_STARTS)
+        self._node.begin(self._joined.token, self._joined.generation * _MAX_STARTS)
         SERVICE.info("joined again")
 
     def _on_error(self, error: Exception) -> None:
         if self._closes:
             return
         now = time.monotonic()
-        # A node that was suspended itself has not waited meanwhile.
+        # While this node itself was suspended, it has not waited.
         self._silent_s += min(now - self._counted_at, 2 * ANSWER_S)
         self._counted_at = now
         if self._silent_s >= self._silence_s:
-            self._end(f"the cluster has not answered for {self._silent_s:.0f} s ({error})")
-        elif self._leaves_since and time.monotonic() - self._leaves_since >= self._leave_s:
+            self._fail(f"the cluster has not answered for {self._silent_s:.0f} s ({error})")
+        elif self._leaves_since and now - self._leaves_since >= self._leave_s:
             self._node.stop()
         else:
-            SERVICE.warning("the cluster does not answer, and is asked again (%s)", error)
+            SERVICE.warning("the cluster does not answer, retrying (%s)", error)
 
-    def _end(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         self.failure = f"node {self._joining.name!r} has ended: {why}"
         self._node.stop()
-
-
-def _share(launches: Sequence[Launch]) -> int:
-    """What shards among these may keep of samples together, bytes."""
-    shards = [one.settings for one in launches if one.role == "shard"]
-    return sum(msgspec.msgpack.decode(one, type=ShardSettings).memory_bytes for one in shards)
-
-
-#: What a joined node may be told to run: all else is the cluster's own host's.
-JOINED_ROLES = ("shard", "worker")
-_NAME = re.compile(NODE_NAME, re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,13 +291,13 @@ class NodeOptions:
     """The options of a node that joins a cluster.
 
     Args:
-        join: the path of the cluster's connection file, with the key by which services listen: the one that `dpflow up`
-            has written, or that of its keys with the cluster's address.
-        name: tells it from the cluster's other nodes; None: this host's.
+        join: path of the cluster's connection file with the server key: the file that `dpflow up` has written, or that
+            of its keys with the cluster's address.
+        name: unique among the cluster's nodes; None: the name of this host.
         listen: the IP address of this host by which jobs reach it; None: the one by which it reaches the cluster.
-        preload: as of `ClusterOptions`.
+        preload: as for `ClusterOptions`.
         log: how its processes log.
-        silence_s: it ends when no coordinator has answered for so long, seconds.
+        silence_s: the node ends once no coordinator has answered for this long, seconds.
 
     Raises:
         OptionError: a file, name, address or module is not usable.
@@ -331,16 +322,16 @@ class NodeOptions:
 
     @property
     def node_name(self) -> str:
-        """What it is called."""
+        """The name of the node."""
         return socket.gethostname() if self.name is None else self.name
 
 
 class JoiningNode:
-    """A node of another host's cluster; `serve` runs it. At most one in a process.
+    """A node of the cluster of another host; `serve` runs it. At most one in a process.
 
     Raises:
-        OptionError: the connection file cannot be used, or the cluster's own host alone can reach it, or it could not
-            reach this one.
+        OptionError: the connection file cannot be used, only the cluster's own host can reach it, or the cluster could
+            not reach this host.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -354,7 +345,7 @@ class JoiningNode:
         self._directory = private_directory()
         keep_fork_server_in(self._directory.path)
         try:
-            # Before it joins: a node that imports answers nobody, and on a loaded host for longer than its lease.
+            # Before it joins: a node that imports does not answer, on a loaded host for longer than its lease.
             platform.begin()
             place = ClusterPlace(
                 directory=self._directory.path,
@@ -363,21 +354,21 @@ class JoiningNode:
                 log=options.log,
             )
             self._node = Node(place, [], platform, roles=JOINED_ROLES)
-            self._link = HeadLink(joining, self.cluster, place, silence_s=options.silence_s)
+            self._link = CoordinatorLink(joining, self.cluster, place, silence_s=options.silence_s)
         except BaseException:
             end_fork_server()
             self._directory.remove()
             raise
 
     def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Join, and run the node until it has left, or the cluster ends. Sets up this process's logging by the options.
+        """Join, and run the node until it has left or the cluster ends. Sets up the logging of this process.
 
         ready: called once, in this thread, when it has joined.
-        Raises UsageError with the cluster's reason where that refuses the node, or does not answer, or not any more.
+        Raises UsageError with the cluster's reason if the cluster refuses the node or stops answering.
         """
         write_lines(self._log, {"process": f"node {self.name}", "pid": os.getpid()})
         try:
-            # Not before `stop` may be called: who has joined and is ended by a signal is waited for by the cluster.
+            # Join only once `stop` can be called: the cluster waits for a joined node that a signal ends.
             if self._link.start(self._node):
                 ready()
             self._node.serve()
@@ -388,7 +379,7 @@ class JoiningNode:
             raise UsageError(self._link.failure)
 
     def stop(self) -> None:
-        """Leave the cluster: end once jobs have left the shards here. Called again: end at once.
+        """Leave the cluster once jobs have left the local shards; on a second call, at once.
 
         Any thread may call, and signal handlers.
         """
@@ -398,7 +389,7 @@ class JoiningNode:
 
 
 def own_address(cluster: str, listen: str | None) -> str:
-    """The address of this host at which a joined node's services listen.
+    """Return the address of this host at which the services of a joined node listen.
 
     cluster: the coordinator's address.
     Raises OptionError unless it is one of this host that the cluster and jobs on other hosts can reach.

@@ -19,7 +19,7 @@ import msgspec
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
 from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
-from torch_dpflow.cluster.messages.node import TELL_S, Launch
+from torch_dpflow.cluster.messages.node import END_NOTICE_S, Launch
 from torch_dpflow.cluster.monitoring.metrics_server import check_metrics_address
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page
 from torch_dpflow.cluster.security.announcement import Announcement, check_vacant, lock_file
@@ -232,9 +232,9 @@ class LocalCluster:
     def _end(self) -> None:
         """Have the coordinator end the cluster; where it does not, end it without."""
         with suppress(DPFlowError):
-            with find_cluster(self._path).connect(timeout_s=TELL_S) as coordinator:
+            with find_cluster(self._path).connect(timeout_s=END_NOTICE_S) as coordinator:
                 coordinator.call("stop")
-            self._has_ended.wait(2 * TELL_S)
+            self._has_ended.wait(2 * END_NOTICE_S)
         self.node.stop()
 
     def _prepare(self, options: ClusterOptions) -> Node:
