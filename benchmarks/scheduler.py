@@ -16,14 +16,14 @@ from itertools import islice
 
 from benchmarks import report
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.workers.scheduler.events import (
+from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
     Assign,
     Exchanged,
+    Scheduler,
     SchedulerInstruction,
     Submit,
 )
-from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.scheduler.views import Task, WorkerViews
 
 METRICS = (

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from torch_dpflow.workers.scheduler.events import (
+from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
     Assign,
     Deliver,
@@ -18,12 +18,12 @@ from torch_dpflow.workers.scheduler.events import (
     Lose,
     Poison,
     Revoke,
+    Scheduler,
     SchedulerEvent,
     Submit,
     TaskId,
     WorkerId,
 )
-from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: How long a finished result waits for company, at most, seconds.
 _LONGEST_HOLD_S = 1.0

@@ -33,7 +33,7 @@ from torch_dpflow.ipc.messages.headers import (
 )
 from torch_dpflow.ipc.transport import Frame, Listener
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.workers.scheduler.events import (
+from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -45,12 +45,12 @@ from torch_dpflow.workers.scheduler.events import (
     Lose,
     Poison,
     Revoke,
+    Scheduler,
     SchedulerInstruction,
     SetWindow,
     Submit,
     Tick,
 )
-from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: Most malformed messages that are logged, as a peer can send any number.
 MAX_MALFORMED_LOGGED = 10

@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 
+from tests.workers.scheduler.invariants import validate
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.workers.scheduler.events import (
+from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -17,17 +18,17 @@ from torch_dpflow.workers.scheduler.events import (
     Lose,
     Poison,
     Revoke,
+    Scheduler,
     Submit,
     Tick,
 )
-from torch_dpflow.workers.scheduler.machine import Scheduler
 
 
 def told(scheduler, *events):
     """Tell the scheduler these events; return what it answers to the last."""
     for event in events:
         instructions = scheduler.handle(event)
-        scheduler.validate()
+        validate(scheduler)
     return instructions
 
 
@@ -460,7 +461,7 @@ class TestBadInput:
             scheduler.handle(submit(2, 1))
         with pytest.raises(OptionError, match="twice"):
             scheduler.handle(submit(3, 3))
-        scheduler.validate()
+        validate(scheduler)
         assert told(scheduler, AddWorker(0, 0.0), finish(0, 1)) == [Deliver(1, 0), IdleWorkers([0])]
 
     def test_something_else_than_an_event_is_refused(self):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.workers.scheduler.events import (
+from tests.workers.scheduler.invariants import validate
+from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -22,11 +23,11 @@ from torch_dpflow.workers.scheduler.events import (
     Lose,
     Poison,
     Revoke,
+    Scheduler,
     SetWindow,
     Submit,
     Tick,
 )
-from torch_dpflow.workers.scheduler.machine import Scheduler
 
 WORKERS = st.integers(0, 3)
 
@@ -107,7 +108,7 @@ class Interleavings(RuleBasedStateMachine):
         known_before = self.open_tasks()
         for instruction in self.scheduler.handle(kind(*fields, self.now)):
             self.obey(instruction, known_before)
-        self.scheduler.validate()
+        validate(self.scheduler)
 
     def obey(self, instruction, known_before):
         match instruction:

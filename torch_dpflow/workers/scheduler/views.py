@@ -1,13 +1,16 @@
-"""Tasks, the backlog that they wait in, and the scheduler's views of the workers' local queues, by load."""
+"""Tasks, the backlog that they wait in, the scheduler's views of the workers' queues, and the usual time of a task."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from typing import TypeAlias
 
 from torch_dpflow._core.lazy_heap import LazyHeap
-from torch_dpflow.workers.scheduler.events import TaskId, WorkerId
 
+#: Identifies one load. A worker may still send a result for an old id, so callers count upwards and never reuse one.
+TaskId: TypeAlias = int
+#: A replacement has the id of the worker that it replaces.
+WorkerId: TypeAlias = int
 #: A backlog is compacted when its gaps exceed half of its length and this number.
 _MAX_GAPS = 64
 
@@ -55,13 +58,6 @@ class Backlog:
 
     def __len__(self) -> int:
         return self._length
-
-    def __iter__(self) -> Iterator[Task]:
-        """Yield the tasks, oldest first; O(n log n), for validation."""
-        yield from sorted(self._returned, key=lambda task: task.order)
-        for task in self._fresh:
-            if task.backlog is self:
-                yield task
 
     def append(self, task: Task) -> None:
         """Add a task that is newer than all others."""
@@ -275,24 +271,29 @@ class WorkerViews:
         """Return the busy views whose workers have run one task since `latest` or before."""
         return [view for view in self.views.values() if view.running is not None and view.since <= latest]
 
-    def validate(self) -> None:
-        """Check every invariant; O(everything). Raises AssertionError."""
-        assert sum(map(len, self.levels)) == len(self.views)
-        assert all(self.levels[index] == {} for index in range(self._lowest))
-        assert not self.freed
-        for worker, view in self.views.items():
-            assert worker == view.worker
-            assert self.levels[view.level][worker] is view
-            closed = view.load() > 0 and self._is_closed(view)
-            load, own = view.load(), view.window
-            open_level = load if load < own else self.window + (load > own)
-            assert 1 <= own <= self.window
-            assert view.level == (self.window + 1 if closed else open_level)
-            assert len(view.held) <= self.window
-            assert view.running is not None or not view.held
-            assert view.starved or view.level, "an idle worker has not been reported"
-            assert not (view.starved and view.held)
-            assert not view.reserved or not self.has_room(view), "a pinned task waits beside room"
-            assert all(view in task.holders for task in view.held.values())
-            assert all(task.pinned_to in (None, worker) for task in view.held.values())
-        assert not self.levels[0] or self.steal_candidate() is None, "a worker is idle that could steal"
+
+#: Weight of the latest task in the moving average.
+_WEIGHT = 0.1
+#: A worker counts as stuck at a task that takes so many times the average.
+_STUCK_FACTOR = 4.0
+
+
+class Pace:
+    """A moving average of the time of a task.
+
+    Args:
+        min_s: a worker that has run a task for less never counts as stuck, seconds.
+    """
+
+    def __init__(self, min_s: float) -> None:
+        self._min_s = min_s
+        self._usual_s = 0.0
+
+    @property
+    def stuck_after_s(self) -> float:
+        """The time at one task after which a worker counts as stuck, seconds."""
+        return max(self._min_s, _STUCK_FACTOR * self._usual_s)
+
+    def took(self, seconds: float) -> None:
+        """Add the time of one task. At most `stuck_after_s` of it counts, or one stuck task would raise that limit."""
+        self._usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self._usual_s)
