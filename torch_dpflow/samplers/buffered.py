@@ -153,7 +153,7 @@ class Cells:
             self.sizes.append(0)
         length, samples = self.sizes[place], self._samples[place]
         if length == len(samples):
-            # One that was empty when it was restored has no room at all.
+            # The array of a cell that was empty when it was restored has length 0.
             samples = np.concatenate([samples, np.empty(max(8, length), samples.dtype)])
             self._samples[place] = samples
         samples[length] = sample

@@ -1,4 +1,4 @@
-"""Which samples the caches hold together, in load order, and which are evicted."""
+"""Directory of the samples that the caches hold together, in load order, and of the next to evict."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ class Directory:
         return absent
 
     def finished(self, samples: CompactArray) -> None:
-        """Of these distinct samples, which were just read, note the residents that no job needs any more."""
+        """Record which of these distinct samples, just read, are resident and needed by no job."""
         done = samples[(self.needed[samples] == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)
@@ -117,9 +117,9 @@ class Directory:
         if end > len(self._samples):
             self._compact()
             end = self._length + len(samples)
-            room = max(end, self._length + self.capacity) + len(samples)
+            length = max(end, self._length + self.capacity) + len(samples)
             self._samples, self._numbers = (
-                np.concatenate([old[: self._length], np.empty(room - self._length, old.dtype)])
+                np.concatenate([old[: self._length], np.empty(length - self._length, old.dtype)])
                 for old in (self._samples, self._numbers)
             )
         self._samples[self._length : end] = samples

@@ -89,7 +89,7 @@ def speed_likeness(speeds: Sequence[float | None]) -> float:
 class DynaGCSGroup(BufferedGroup):
     """Algorithm 3.11, interpreted so that a round ends with the batch.
 
-    It samples only from nodes of which every job has room in its buffer, and only until the drawing job's buffer
+    It samples only from nodes whose jobs all have space in their buffers, and only until the drawing job's buffer
     holds its batch. In the literal interpretation (`benchmarks/simulation/dynagcs_letter.py`) buffers grow, jobs that
     are served in turns diverge, and many samples are loaded for few jobs.
 

@@ -65,24 +65,24 @@ class Member:
         self.drew += n
 
     def samples(self) -> CompactArray:
-        """Its set as an array, in the order given."""
+        """Return its set as an array, in the order given."""
         return np.arange(self.length) if self.indices is None else self.indices
 
     def order(self, epoch: int) -> CompactArray:
-        """The private permutation of its set in an epoch: that of torch's RandomSampler for its seed."""
+        """Return the private permutation of its set in an epoch: that of torch's RandomSampler for its seed."""
         return self._taken(permutation(self.length, self.seed, epoch))
 
     def own_order(self, epoch: int) -> CompactArray:
-        """A private permutation that no other job has, not even one of the same seed."""
+        """Return a private permutation that no other job has, not even one of the same seed."""
         return self._taken(self.own_rng(epoch).permutation(self.length).astype(compact(self.length)))
 
     def own_rng(self, *what: int) -> np.random.Generator:
-        """The job's own generator, seeded with its seed, its identity and `what` it draws for."""
+        """Make a generator seeded with the job's seed, its identity and `what` it draws for."""
         key = hashlib.blake2b(repr((self.seed, self._identity(), *what)).encode(), digest_size=16).digest()
         return np.random.default_rng(int.from_bytes(key, "little"))
 
     def reads_as(self, other: "Member") -> bool:
-        """Whether both have the same samples, given in the same order."""
+        """Return whether both have the same samples, given in the same order."""
         if self.indices is None or other.indices is None:
             return self.indices is other.indices
         return np.array_equal(self.indices, other.indices)
@@ -97,7 +97,7 @@ class Member:
 
 
 STATE_VERSION = 1
-#: Most samples: more than any memory has room for their numbers.
+#: More samples than any memory holds the numbers of.
 MAX_SIZE = 2**40
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
@@ -225,7 +225,7 @@ class SamplingGroup(ABC):
     # -- drawing ---------------------------------------------------------------------------------------------
 
     def draw(self, job: str, n: int, now: float | None = None) -> Draw:
-        """The job's next `n` samples; fewer, finally none, at the end of its epoch.
+        """Draw the job's next `n` samples; fewer, finally none, at the end of its epoch.
 
         Args:
             now: seconds on any steady clock, from which the job's speed is measured.
@@ -248,11 +248,11 @@ class SamplingGroup(ABC):
         return drawn
 
     def next(self, job: str, n: int, now: float | None = None) -> IndexArray:
-        """The indices of `draw` alone."""
+        """Draw, and return the indices alone."""
         return self.draw(job, n, now).indices
 
     def remaining(self, job: str) -> int:
-        """Number of samples left in the job's epoch; 0 before its first.
+        """Return the number of samples left in the job's epoch; 0 before its first.
 
         Raises:
             UsageError: the job is no member.
@@ -261,7 +261,7 @@ class SamplingGroup(ABC):
         return 0 if member.epoch is None else member.length - member.position
 
     def lookahead(self, job: str) -> Lookahead:
-        """What is known of the job's future reads, for cache policies. Draws nothing.
+        """Return what is known of the job's future reads, for cache policies. Draws nothing.
 
         Raises:
             UsageError: the job is no member, or its first epoch was not started.
@@ -281,7 +281,7 @@ class SamplingGroup(ABC):
         self._member(job).speed = check_speed(speed)
 
     def resize(self, capacity: int) -> IndexArray:
-        """Set how many samples the caches hold together; returns those that the directory evicts for it.
+        """Set how many samples the caches hold together; returns the samples that this evicts.
 
         Raises:
             OptionError: it is below 1.
@@ -292,7 +292,7 @@ class SamplingGroup(ABC):
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue exactly from here, as plain data and copies of arrays. No side effect."""
+        """Return the state to continue exactly from here, as plain data and copies of arrays. No side effect."""
         return {
             "version": STATE_VERSION,
             "strategy": self.strategy,
@@ -321,12 +321,12 @@ class SamplingGroup(ABC):
         self._members, self.seed = restored, state["seed"]
 
     def validate(self) -> None:
-        """Check what must always hold, for tests; an AssertionError is a fault of the group itself."""
+        """Check invariants, for tests; an AssertionError is a fault of the group itself."""
         for member in self._members.values():
             assert 0 <= member.position <= member.length, member
         self._validate()
 
-    # -- what a strategy does --------------------------------------------------------------------------------
+    # -- methods of a strategy -------------------------------------------------------------------------------
 
     #: Whether draws say which samples have to be loaded and which are evicted.
     keeps_directory: ClassVar[bool] = False

@@ -18,7 +18,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class RankShares:
-    """How an epoch of `length` samples is made even for `replicas` ranks: DistributedSampler's rule.
+    """Shares of an epoch of `length` samples for `replicas` ranks, by DistributedSampler's rule.
 
     With `drop_last` the tail is dropped; otherwise the order is repeated from its start until it is even.
     """
@@ -29,16 +29,16 @@ class RankShares:
 
     @property
     def per_rank(self) -> int:
-        """Samples that each rank gets."""
+        """Number of samples of each rank."""
         return self.length // self.replicas if self.drop_last else -(-self.length // self.replicas)
 
     @property
     def total(self) -> int:
-        """Samples that all ranks get together."""
+        """Number of samples of all ranks together."""
         return self.per_rank * self.replicas
 
     def of(self, order: CompactArray, rank: int) -> CompactArray:
-        """One rank's part of an order: every `replicas`-th sample, as in DistributedSampler."""
+        """Return one rank's part of an order: every `replicas`-th sample, as in DistributedSampler."""
         even = np.resize(order, self.total) if self.total > len(order) else order[: self.total]
         part: CompactArray = even[rank :: self.replicas]
         return part
@@ -73,7 +73,7 @@ class GlobalBatches:
         self.head = head
 
     def draw(self, now: float | None = None) -> IndexArray:
-        """The next global batch, which divides evenly among the ranks; empty at the end of the epoch."""
+        """Draw the next global batch, which divides evenly among the ranks; empty at the end of the epoch."""
         size = min(self._batch_size * self._shares.replicas, self._shares.total - self.position)
         if not size:
             return _NOTHING
@@ -87,7 +87,7 @@ class GlobalBatches:
 
 
 def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
-    """A rank's part of a global batch: consecutive samples, so that rank 0 has the first ones."""
+    """Return a rank's part of a global batch: consecutive samples, rank 0's first."""
     part = len(batch) // replicas
     return batch[rank * part : (rank + 1) * part]
 
@@ -115,7 +115,7 @@ class Pass(ABC):
 
     @abstractmethod
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """What is needed besides the position to continue after `consumed` samples; None: nothing."""
+        """Return the state, besides the position, to continue after `consumed` samples; None: no other state."""
 
     @abstractmethod
     def lookahead(self) -> Lookahead:
@@ -136,10 +136,9 @@ class PrivatePass(Pass):
                 yield index
 
     def shared_state(self, consumed: int) -> None:
-        """Nothing: the order can be drawn again."""
+        """Return None: the order can be drawn again."""
 
     def lookahead(self) -> Lookahead:
-        """All of it."""
         return Lookahead.of_order(self._part, epoch=self.epoch, position=self.position)
 
 

@@ -82,10 +82,14 @@ class DynaGCSSampler(Sampler[int]):
         strategy: str = "shared-log",
         independence: float = 0.0,
     ) -> None:
-        self._indices = given_indices(data_source)
-        self._length = length_of(data_source) if self._indices is None else len(self._indices)
-        self.num_replicas, self.rank, self._is_distributed = own_rank(num_replicas, rank)
-        self._shares = RankShares(self._length, self.num_replicas, check_flag("drop_last", drop_last))
+        #: The samples that it chooses from; None: all positions of a data set of `size`.
+        self.indices = given_indices(data_source)
+        #: Samples that all ranks choose from.
+        self.size = length_of(data_source) if self.indices is None else len(self.indices)
+        #: `is_distributed`: it has ranks, so that only `set_epoch` begins another epoch.
+        self.num_replicas, self.rank, self.is_distributed = own_rank(num_replicas, rank)
+        self.drop_last = check_flag("drop_last", drop_last)
+        self._shares = RankShares(self.size, self.num_replicas, self.drop_last)
         self.shuffle = check_flag("shuffle", shuffle)
         self.seed = check_int("seed", seed, minimum=0, maximum=MAX_SEED)
         if batch_size is not None:
@@ -93,7 +97,8 @@ class DynaGCSSampler(Sampler[int]):
         self.batch_size = batch_size
         self.independence = check_number("independence", independence, minimum=0, maximum=1)
         self.strategy = check_strategy(strategy)
-        self._epoch = 0
+        #: The running epoch; before the first iteration, and after `set_epoch`, the next one.
+        self.epoch = 0
         #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
         self._latest: Pass | None = None
         #: Position and shared state that were loaded, until the next iteration.
@@ -101,37 +106,8 @@ class DynaGCSSampler(Sampler[int]):
         #: The pass that draws from the group; its iterator may still be in use after `_latest` is reset.
         self._running: SharedPass | None = None
         self.group = group
-        self._job: str | None = None if group is None else self._join(group)
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether the uneven tail is left out."""
-        return self._shares.drop_last
-
-    @property
-    def epoch(self) -> int:
-        """The running epoch; before the first iteration, and after `set_epoch`, the next one."""
-        return self._epoch
-
-    @property
-    def indices(self) -> IndexArray | None:
-        """The samples that it chooses from; None: all positions of a data set of `size`."""
-        return self._indices
-
-    @property
-    def size(self) -> int:
-        """Samples that all ranks choose from."""
-        return self._length
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it has ranks, so that only `set_epoch` begins another epoch."""
-        return self._is_distributed
-
-    @property
-    def job(self) -> str | None:
-        """The name of this job in its group."""
-        return self._job
+        #: The name of this job in its group; None without one, and after `leave`.
+        self.job: str | None = None if group is None else self._join(group)
 
     def __len__(self) -> int:
         """Samples that this rank reads in an epoch."""
@@ -143,9 +119,9 @@ class DynaGCSSampler(Sampler[int]):
         Raises:
             UsageError: the sampler has left its group.
         """
-        if self.group is not None and self._job is None:
+        if self.group is not None and self.job is None:
             raise UsageError(_LEFT)
-        if self.group is not None or self._is_distributed:
+        if self.group is not None or self.is_distributed:
             return iter(self._next_pass())
         return self._from_first_draw()
 
@@ -156,15 +132,15 @@ class DynaGCSSampler(Sampler[int]):
             OptionError: `epoch` is negative or too large.
         """
         epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
-        if epoch != self._epoch:
+        if epoch != self.epoch:
             self._resume = None
-        self._epoch, self._latest = epoch, None
+        self.epoch, self._latest = epoch, None
 
     def leave(self) -> None:
         """Leave the group. May be called twice."""
-        if self.group is not None and self._job is not None:
-            self.group.leave(self._job)
-            self._job = None
+        if self.group is not None and self.job is not None:
+            self.group.leave(self.job)
+            self.job = None
             self._end_running(_LEFT)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
@@ -178,7 +154,7 @@ class DynaGCSSampler(Sampler[int]):
             OptionError: `consumed` is below 0, or more than were yielded.
         """
         position, shared = self._position(consumed)
-        return self._identity() | {"epoch": self._epoch, "position": position, "shared": shared}
+        return self._identity() | {"epoch": self.epoch, "position": position, "shared": shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position of a sampler with the same arguments: the next iteration yields the rest of its epoch.
@@ -190,7 +166,7 @@ class DynaGCSSampler(Sampler[int]):
             StateError: the state is of other data, or other arguments; or it is damaged.
         """
         epoch, position = self._checked(state)
-        self._epoch, self._latest = epoch, None
+        self.epoch, self._latest = epoch, None
         self._resume = position, state["shared"]
 
     def lookahead(self) -> Lookahead | None:
@@ -200,18 +176,18 @@ class DynaGCSSampler(Sampler[int]):
         group, the group's lookahead; for one of several ranks, only how much is left. None
         after `leave`, and in a worker, whose copy of the sampler draws nothing.
         """
-        if get_worker_info() is not None or (self.group is not None and self._job is None):
+        if get_worker_info() is not None or (self.group is not None and self.job is None):
             return None
         if self.group is not None:
             return self._upcoming_in_group() if self._latest is None else self._latest.lookahead()
         ahead = (self._latest or self._begin(*self._upcoming())).lookahead()
-        return ahead if self._is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
+        return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _next_pass(self) -> Pass:
-        self._epoch, position, shared = self._upcoming()
-        self._latest, self._resume = self._begin(self._epoch, position, shared), None
+        self.epoch, position, shared = self._upcoming()
+        self._latest, self._resume = self._begin(self.epoch, position, shared), None
         return self._latest
 
     def _from_first_draw(self) -> Iterator[int]:
@@ -221,27 +197,27 @@ class DynaGCSSampler(Sampler[int]):
     def _upcoming(self) -> tuple[int, int, dict[str, Any] | None]:
         """Epoch, position and shared state with which the next iteration begins."""
         if self._latest is not None and not self._latest.begun:
-            return self._epoch, self._latest.position, self._latest.shared_state(self._latest.position)
+            return self.epoch, self._latest.position, self._latest.shared_state(self._latest.position)
         position, shared = self._resume or (0, None)
         finished = self._latest is not None or (self._resume is not None and position >= len(self))
         if not finished:
-            return self._epoch, position, shared
+            return self.epoch, position, shared
         # RandomSampler has another order in each iteration, DistributedSampler only after set_epoch().
-        return (self._epoch if self._is_distributed else self._epoch + 1), 0, None
+        return (self.epoch if self.is_distributed else self.epoch + 1), 0, None
 
     def _upcoming_in_group(self) -> Lookahead:
         epoch, position, _ = self._upcoming()
-        members = self._indices if self.num_replicas == 1 else None
+        members = self.indices if self.num_replicas == 1 else None
         return Lookahead(epoch=epoch, length=len(self), position=position, members=members)
 
     def _begin(self, epoch: int, position: int, shared: dict[str, Any] | None) -> Pass:
-        if self.group is None or self._job is None:
+        if self.group is None or self.job is None:
             return PrivatePass(epoch, position, self._part(epoch))
         self._end_running(_SUPERSEDED)
         self._running = SharedPass(
             epoch,
             group=self.group,
-            job=self._job,
+            job=self.job,
             shares=self._shares,
             rank=self.rank,
             batch_size=self.batch_size or _DRAWN_AT_ONCE,
@@ -252,10 +228,10 @@ class DynaGCSSampler(Sampler[int]):
 
     def _part(self, epoch: int) -> CompactArray:
         """This rank's part of an epoch of its own."""
-        order: CompactArray = np.arange(self._length)
+        order: CompactArray = np.arange(self.size)
         if self.shuffle:
-            order = permutation(self._length, self.seed, epoch)
-        return self._shares.of(order if self._indices is None else self._indices[order], self.rank)
+            order = permutation(self.size, self.seed, epoch)
+        return self._shares.of(order if self.indices is None else self.indices[order], self.rank)
 
     def _end_running(self, why: str) -> None:
         if self._running is not None:
@@ -298,7 +274,7 @@ class DynaGCSSampler(Sampler[int]):
         """What a state must agree with to fit this sampler."""
         return {
             "version": STATE_VERSION,
-            "length": self._length,
+            "length": self.size,
             "num_replicas": self.num_replicas,
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
@@ -307,7 +283,7 @@ class DynaGCSSampler(Sampler[int]):
         }
 
     def _join(self, group: SamplingGroup) -> str:
-        check_group(group, self.strategy, None if self._indices is not None else self._length)
+        check_group(group, self.strategy, None if self.indices is not None else self.size)
         if not self.shuffle:
             raise OptionError(
                 "shuffle=False in a group: a group shares by choosing the order; leave out one of the two"
@@ -315,7 +291,7 @@ class DynaGCSSampler(Sampler[int]):
         job = next(name for k in range(len(group.jobs) + 1) if (name := f"job-{k}") not in group.jobs)
         group.join(
             job,
-            self._indices,
+            self.indices,
             seed=self.seed,
             batch_size=self.batch_size or _DRAWN_AT_ONCE,
             independence=self.independence,

@@ -24,29 +24,26 @@ class Partition:
         self._readers: dict[bytes, int] = {}
 
     def register(self, members: BoolArray | None) -> bool:
-        """Count one more reader of a set, given as a mask of shape (size,); None: all samples.
-
-        Returns whether the classes changed.
-        """
+        """Count one more reader of a set, a mask of shape (size,) or None for all; returns whether classes changed."""
         if members is None or members.all():
             return False
         key = np.packbits(members).tobytes()
         self._readers[key] = self._readers.get(key, 0) + 1
         if self._readers[key] > 1:
             return False
-        # Sets without readers are removed only now: they split classes further than necessary, which does no
-        # harm, while each change of classes costs every running job a pass over its epoch.
+        # Sets without readers are removed only now: they split classes further than necessary, which is harmless,
+        # while each change of classes costs every running job a pass over its epoch.
         self._readers = {k: readers for k, readers in self._readers.items() if readers}
         self._rebuild()
         return True
 
     def unregister(self, members: BoolArray | None) -> None:
-        """Count one reader of a set less. The classes change with the next new set only."""
+        """Count one reader less. The classes change with the next new set only."""
         if members is not None and not members.all():
             self._readers[np.packbits(members).tobytes()] -= 1
 
     def of(self, samples: CompactArray) -> CompactArray | None:
-        """The class of each sample; None while there is one class."""
+        """Return the class of each sample; None while there is one class."""
         return None if self.labels is None else self.labels[samples]
 
     def _rebuild(self) -> None:
@@ -77,9 +74,9 @@ class Partition:
 
 #: States of a sample in `SharedEpoch.need`.
 _READ, _NEEDED, _LISTED = 0, 1, 2
-#: Residents that are compared for each one due. More would find more that few jobs need, but take longer.
+#: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
 _CHOICE = 4
-#: Up to so many times as many are searched for a class that is short among the latest residents.
+#: The search for a class that is short among the latest residents covers up to so many times as many.
 _DEPTH = 4
 
 
@@ -112,12 +109,12 @@ class SharedEpoch:
             counts = np.bincount(labels, minlength=partition.count)
         #: Of each class, the place in the pile of its next candidate to lead, and its end.
         self._ends: IndexArray = np.cumsum(counts)
-        self._heads: IndexArray = self._ends - counts
+        self._next_leads: IndexArray = self._ends - counts
         #: Of each class, how many samples are not read yet.
         self._unread: IndexArray = counts
 
     def unread(self) -> CompactArray:
-        """The unread samples, in the order in which the job would read them if it only led from here on."""
+        """Return the unread samples, in the order in which the job would read them if it only led from here on."""
         rest: CompactArray = self._pile[self.need[self._pile] != _READ]
         if self._sequence is None:
             return rest
@@ -126,11 +123,11 @@ class SharedEpoch:
         return order
 
     def relabel(self, partition: Partition) -> None:
-        """Change to other classes; the unread samples keep the order that the old classes gave them."""
+        """Change to other classes; the unread samples keep their order."""
         self._split(self.unread(), partition)
 
-    def due(self, n: int) -> IndexArray:
-        """How many of the next n samples are of each class."""
+    def quota(self, n: int) -> IndexArray:
+        """Return how many of the next n samples are of each class."""
         if self._sequence is None:
             return np.array([n])
         return np.bincount(self._sequence[self._drawn : self._drawn + n], minlength=len(self._ends))
@@ -149,7 +146,7 @@ class SharedEpoch:
     # -- follow ----------------------------------------------------------------------------------------------
 
     def offer(self, samples: CompactArray) -> None:
-        """These samples were loaded by others: those that this job needs are candidates to follow."""
+        """Add the needed ones of these samples, which other jobs loaded, to the candidates to follow."""
         fresh = samples[self.need[samples] == _NEEDED]
         if not len(fresh):
             return
@@ -162,17 +159,16 @@ class SharedEpoch:
         self._backlog[self._backlog_length : end] = fresh
         self._backlog_length = end
 
-    def follow(self, due: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
-        """Take residents to follow, up to `due` of each class, and mark them as read.
+    def follow(self, quota: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
+        """Take residents to follow, up to `quota` of each class, and mark them as read.
 
-        Those that the fewest jobs need come first, so that they can be evicted soon (in the scenario speed1 that raises
-        the hit rate from 56.4 to 58.4, of at most 59.2); among equals the latest load, because nearby jobs are reading
-        that.
+        Samples that the fewest jobs need come first, so that they can be evicted soon: in the scenario speed1 that
+        raises the hit rate from 56.4 to 58.4, of at most 59.2. Among equals the latest load, which nearby jobs read.
         """
-        if not due.any():
+        if not quota.any():
             return self._backlog[:0]
-        start, candidates = self._latest(due, directory, partition)
-        chosen = _select(candidates, due, directory.needed[candidates], partition.of(candidates))
+        start, candidates = self._latest(quota, directory, partition)
+        chosen = _select(candidates, quota, directory.needed[candidates], partition.of(candidates))
         left = np.ones(len(candidates), np.bool_)
         left[chosen] = False
         kept = candidates[left]
@@ -180,33 +176,33 @@ class SharedEpoch:
         self._backlog[start : self._backlog_length] = kept
         picks = candidates[chosen]
         self.need[picks] = _READ
-        self._unread -= _counts(partition.of(picks), len(picks), len(due))
+        self._unread -= _counts(partition.of(picks), len(picks), len(quota))
         return picks
 
     def followable(self, directory: Directory) -> CompactArray:
-        """All residents that could be followed now, the latest load first."""
+        """Return all residents that could be followed now, the latest load first."""
         backlog = self._backlog[: self._backlog_length][::-1]
         current: CompactArray = backlog[(self.need[backlog] == _LISTED) & directory.resident(backlog)]
         return current
 
     def _latest(
-        self, due: IndexArray, directory: Directory, partition: Partition
+        self, quota: IndexArray, directory: Directory, partition: Partition
     ) -> tuple[int, CompactArray]:
-        """Enough of the backlog's latest residents to choose from, in load order, and their start in the backlog."""
-        span = _CHOICE * int(due.sum())
+        """Return enough of the latest residents to choose from, in load order, and their start in the backlog."""
+        span = _CHOICE * int(quota.sum())
         start, found = self._backlog_length, 0
-        short = due.copy()
+        short = quota.copy()
         pieces: list[CompactArray] = []
         while start and (found < span or (found < _DEPTH * span and (short > 0).any())):
             end, start = start, max(0, start - span)
             piece = self._current(self._backlog[start:end], directory)
             pieces.append(piece)
             found += len(piece)
-            short -= _counts(partition.of(piece), len(piece), len(due))
+            short -= _counts(partition.of(piece), len(piece), len(quota))
         return start, np.concatenate(pieces[::-1]) if pieces else self._backlog[:0]
 
     def _current(self, listed: CompactArray, directory: Directory) -> CompactArray:
-        """Those of a piece of the backlog that are still needed and resident; removes the others."""
+        """Return the samples of a piece of the backlog that are still needed and resident; remove the others."""
         listed = listed[self.need[listed] == _LISTED]
         held = directory.resident(listed)
         if held.all():
@@ -216,35 +212,35 @@ class SharedEpoch:
 
     # -- lead ------------------------------------------------------------------------------------------------
 
-    def lead(self, due: IndexArray) -> CompactArray:
-        """Take the next needed samples of the job's own permutation, exactly `due` of each class."""
-        due = due.copy()
+    def lead(self, quota: IndexArray) -> CompactArray:
+        """Take the next needed samples of the job's own permutation, exactly `quota` of each class."""
+        quota = quota.copy()
         picks = [self._pile[:0]]
-        short = np.flatnonzero(due)
+        short = np.flatnonzero(quota)
         while len(short):
-            picks.append(self._lead_from(short, due))
-            short = short[due[short] > 0]
+            picks.append(self._lead_from(short, quota))
+            short = short[quota[short] > 0]
         return np.concatenate(picks)
 
-    def _lead_from(self, classes: IndexArray, due: IndexArray) -> CompactArray:
-        """One stretch of the pile for each of these classes; lowers `due` by what it yields."""
-        starts = self._heads[classes]
+    def _lead_from(self, classes: IndexArray, quota: IndexArray) -> CompactArray:
+        """Take one stretch of the pile for each of these classes; lowers `quota` by its samples."""
+        starts = self._next_leads[classes]
         ahead = self._ends[classes] - starts
-        # If the read samples are spread evenly, so many contain what is due; and some more.
-        expected = due[classes] * ahead // self._unread[classes]
+        # If the read samples are spread evenly, so many places contain the quota; and some more.
+        expected = quota[classes] * ahead // self._unread[classes]
         lengths = np.minimum(ahead, expected + expected // 8 + 16)
         places = _ranges(starts, lengths)
         owners = np.repeat(np.arange(len(classes)), lengths)
         needed = np.flatnonzero(self.need[self._pile[places]])
         owners = owners[needed]
         ranks = np.arange(len(needed)) - np.searchsorted(owners, np.arange(len(classes)))[owners]
-        taken = ranks < due[classes][owners]
+        taken = ranks < quota[classes][owners]
         places, owners = places[needed[taken]], owners[taken]
         counts = np.bincount(owners, minlength=len(classes))
-        full = counts == due[classes]
-        self._heads[classes] = starts + lengths
-        self._heads[classes[full]] = places[np.cumsum(counts)[full] - 1] + 1
-        due[classes] -= counts
+        full = counts == quota[classes]
+        self._next_leads[classes] = starts + lengths
+        self._next_leads[classes[full]] = places[np.cumsum(counts)[full] - 1] + 1
+        quota[classes] -= counts
         self._unread[classes] -= counts
         picks = self._pile[places]
         self.need[picks] = _READ
@@ -258,15 +254,17 @@ class SharedEpoch:
         before = np.concatenate([[0], np.cumsum(needed)])
         starts = np.concatenate([[0], self._ends[:-1]])
         assert np.array_equal(before[self._ends] - before[starts], self._unread)
-        assert np.array_equal(before[self._heads], before[starts]), "a sample that is needed was passed over"
+        assert np.array_equal(before[self._next_leads], before[starts]), (
+            "a sample that is needed was passed over"
+        )
         if self._sequence is not None:
-            assert np.array_equal(self.due(len(self._sequence)), self._unread)
+            assert np.array_equal(self.quota(len(self._sequence)), self._unread)
         listed = self._backlog[: self._backlog_length]
         listed = np.sort(listed[self.need[listed] == _LISTED])
         assert np.array_equal(listed, np.flatnonzero(self.need == _LISTED))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies from which `restored` makes an equal epoch."""
+        """Return copies from which `restored` makes an equal epoch."""
         return {
             "need": self.need.copy(),
             "backlog": self._backlog[: self._backlog_length].copy(),
@@ -274,46 +272,46 @@ class SharedEpoch:
             "sequence": None if self._sequence is None else self._sequence.copy(),
             "pile": self._pile.copy(),
             "ends": self._ends.copy(),
-            "heads": self._heads.copy(),
+            "heads": self._next_leads.copy(),
             "unread": self._unread.copy(),
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> "SharedEpoch":
-        """An epoch equal to the one whose state this is."""
+        """Make an epoch from its state."""
         epoch = cls.__new__(cls)
         epoch.need, epoch._pile = state["need"].copy(), state["pile"].copy()
         epoch._backlog, epoch._backlog_length = state["backlog"].copy(), len(state["backlog"])
         epoch._sequence = None if state["sequence"] is None else state["sequence"].copy()
         epoch._drawn = state["drawn"]
-        epoch._ends, epoch._heads, epoch._unread = (state[k].copy() for k in ("ends", "heads", "unread"))
+        epoch._ends, epoch._next_leads, epoch._unread = (state[k].copy() for k in ("ends", "heads", "unread"))
         return epoch
 
 
 def _select(
-    candidates: CompactArray, due: IndexArray, needed: NDArray[np.uint16], labels: CompactArray | None
+    candidates: CompactArray, quota: IndexArray, needed: NDArray[np.uint16], labels: CompactArray | None
 ) -> IndexArray:
-    """Places of up to `due` candidates of each class: least needed first, then the latest."""
+    """Return the places of up to `quota` candidates of each class: least needed first, then the latest."""
     latest_first = np.arange(len(candidates) - 1, -1, -1)
     if labels is None:
-        if len(candidates) <= due[0]:
+        if len(candidates) <= quota[0]:
             return latest_first
-        return latest_first[np.argsort(needed[::-1], kind="stable")[: due[0]]]
+        return latest_first[np.argsort(needed[::-1], kind="stable")[: quota[0]]]
     needs = int(needed.max(initial=0)) + 1
     # Radix sort, which is for two bytes at most, is several times as fast as any other here.
-    keys = (labels.astype(np.int64) * needs + needed).astype(np.min_scalar_type(len(due) * needs))
+    keys = (labels.astype(np.int64) * needs + needed).astype(np.min_scalar_type(len(quota) * needs))
     order = latest_first[np.argsort(keys[::-1], kind="stable")]
     classes = labels[order]
-    ranks = np.arange(len(order)) - np.searchsorted(classes, np.arange(len(due)))[classes]
-    return order[ranks < due[classes]]
+    ranks = np.arange(len(order)) - np.searchsorted(classes, np.arange(len(quota)))[classes]
+    return order[ranks < quota[classes]]
 
 
 def _counts(labels: CompactArray | None, total: int, classes: int) -> IndexArray:
-    """How many samples, of `total` with these labels, are in each class."""
+    """Return how many samples, of `total` with these labels, are in each class."""
     return np.array([total]) if labels is None else np.bincount(labels, minlength=classes)
 
 
 def _ranges(starts: IndexArray, lengths: IndexArray) -> IndexArray:
-    """The ranges start … start+length-1, one after another."""
+    """Concatenate the ranges start … start+length-1."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])

@@ -15,30 +15,28 @@ _PROTECTED_ROUNDS = 4
 
 
 class SharedLogGroup(SamplingGroup):
-    """The default strategy: it groups by intersection and adapts to start and speed, as the thesis's DynaGCS
-    (3.4.4) aims to, and is uniform where that is not.
+    """The default strategy: groups by intersection, adapts to start and speed as DynaGCS does, and is uniform.
 
-    The thesis's intersection tree draws first what partly overlapping sets share, so its positions are far from
-    uniform. The shared log also shares more: 58.4 against 48.7 in the scenario speed1 at 5% of cache (the bound is
-    59.2; benchmarks/SIMULATION.md).
+    The thesis's intersection tree (3.4.4) draws shared samples of partly overlapping sets first, so its positions are
+    far from uniform. The shared log also shares more: hit rate 58.4 against 48.7 in the scenario speed1 at 5% of cache
+    (the bound is 59.2; benchmarks/SIMULATION.md).
 
-    Guarantee: if arrivals, sets and request times are independent of the samples' identities, each epoch of each
-    job is uniform over all orders of its set. Picks depend on classes, residence, need and load order alone, so
-    they do not change when the samples of a class are renamed; and the class of a position depends on the job's
-    private permutation alone.
+    Guarantee: if arrivals, sets and request times are independent of the samples' identities, each epoch of each job is
+    uniform over all orders of its set. Picks depend on classes, residence, need and load order alone, so renaming the
+    samples of a class changes nothing; and the class of a position depends on the job's private permutation alone.
 
-    Consequences of sharing: the order of a job depends on the times of other jobs' draws, so only the same calls
-    repeat a run (or ``independence=1``); the jobs' orders are correlated with each other, so
-    members of an ensemble whose variance matters should not share a group; and with a
-    periodic stagger so are one job's epochs, the less the higher `independence` is.
+    Consequences of sharing:
 
-    A draw's `led` and `evicted` come from the directory of what the caches hold. A job that is alone in the group
-    from the beginning of its epoch leads throughout: its order is then torch's for its seed. Beside others its
-    private permutation depends on its seed and its identity (its name or, if that is random, its set), so jobs
-    may have equal seeds.
+    - A job's order depends on the times of other jobs' draws. Only the same calls, or ``independence=1``, repeat a run.
+    - The jobs' orders are correlated, so an ensemble whose variance matters should not share a group. With a periodic
+      stagger one job's epochs are correlated too, the less the higher `independence` is.
 
-    Cost: O(n) for a draw of n, for any number of classes; O(size) for the start of an epoch and for a new
-    set. About 20 bytes for each sample of each job's set.
+    A draw's `led` and `evicted` come from the directory of the caches' content. A job that is alone in the group from
+    the start of its epoch leads throughout: its order is torch's for its seed. Otherwise its private permutation
+    depends on its seed and its identity (its name or, if that is random, its set), so jobs may have equal seeds.
+
+    Cost: O(n) for a draw of n; O(size) for the start of an epoch and for a new set. About 20 bytes for each sample of
+    each job's set.
     """
 
     strategy = "shared-log"
@@ -74,10 +72,10 @@ class SharedLogGroup(SamplingGroup):
 
     def _draw(self, member: Member, n: int) -> Draw:
         epoch = self._epochs[member.name]
-        due = epoch.due(n)
-        followed = epoch.follow(due - self._ignoring(member, due), self._directory, self._partition)
+        quota = epoch.quota(n)
+        followed = epoch.follow(quota - self._ignoring(member, quota), self._directory, self._partition)
         labels = self._partition.of(followed)
-        missing = due - (len(followed) if labels is None else np.bincount(labels, minlength=len(due)))
+        missing = quota - (len(followed) if labels is None else np.bincount(labels, minlength=len(quota)))
         led = epoch.lead(missing)
         picks = np.concatenate([followed, led])
         loaded = self._directory.load(led)
@@ -119,21 +117,21 @@ class SharedLogGroup(SamplingGroup):
             speed=member.speed,
         )
 
-    def _ignoring(self, member: Member, due: IndexArray) -> IndexArray:
-        """How many of the picks due in each class ignore the samples that others have loaded."""
+    def _ignoring(self, member: Member, quota: IndexArray) -> IndexArray:
+        """Draw how many picks of each class ignore the samples that other jobs have loaded."""
         if member.independence == 0:
-            return np.zeros_like(due)
-        return self._rngs[member.name].binomial(due, member.independence)
+            return np.zeros_like(quota)
+        return self._rngs[member.name].binomial(quota, member.independence)
 
     def _order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
         """The rest of the job's private permutation after `done`.
 
-        A resumed job that has read just the head of its permutation continues it. Otherwise the rest is
-        shuffled again: in the order of the permutation, the samples that it skipped to follow others would come first.
+        A resumed job that has read the first samples of its permutation continues it. Otherwise the rest is shuffled
+        again: in the order of the permutation, the samples that it skipped to follow others would come first.
         """
-        # Another job may have the same seed, or the sum of seed and epoch: orders that agree place by place
-        # put the same samples of partly overlapping sets side by side. Equal sets do no harm, and a job with a random
-        # name must repeat its order beside an earlier one that has been read and not yet been closed.
+        # Another job may have the same seed, or the sum of seed and epoch: orders that agree place by place put the
+        # same samples of partly overlapping sets side by side. Equal sets are harmless, and a job with a random name
+        # must repeat its order beside an earlier one that was read and is not closed yet.
         alone = all(
             other is member or (not member.named and member.reads_as(other))
             for other in self._members.values()

@@ -41,7 +41,7 @@ def test_options_of_platforms_are_refused_without_one(
     ("options", "error", "told"),
     [
         ({"code": 3}, OptionTypeError, "code=3: give 'auto', None, or a list of paths"),
-        ({"code": [3]}, OptionTypeError, r"code=\[3\]: 3 is no path"),
+        ({"code": [3]}, OptionTypeError, r"code=\[3\]: 3 is not a path"),
         ({"code": {"src": 1}}, OptionTypeError, "give 'auto', None, or a list of paths"),
         ({"code": "src"}, OptionError, "give 'auto', None, or a list of paths"),
         ({"code": ["src/nowhere"]}, OptionError, "there is no 'src/nowhere' in /"),

@@ -197,7 +197,7 @@ def test_paths_are_added_where_they_can_be_imported_or_found(
     [
         (["nowhere/at_all"], OptionError, r"code=\['nowhere/at_all'\]: there is no 'nowhere/at_all' in /"),
         ("everything", OptionError, "give 'auto', None, or a list of paths"),
-        ([1], OptionTypeError, "1 is no path"),
+        ([1], OptionTypeError, "1 is not a path"),
     ],
 )
 def test_code_that_cannot_be_meant(code: Any, error: type[Exception], message: str) -> None:
