@@ -224,7 +224,9 @@ def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader
     while not iterator._has_idle_worker:  # the second one: there is one batch
         with pytest.raises(LoaderTimeoutError):
             next(iterator)
-    assert not iterator._limit.may_grow(len(iterator._in_flight) + 1, iterator._largest, iterator._most)
+    assert not iterator._limit.may_grow(
+        len(iterator._in_flight) + 1, iterator._largest, iterator._max_in_flight
+    )
     dataset.gate.set()
     assert len(list(iterator)) == 1
 

@@ -192,7 +192,7 @@ def job_of(
     for number, job in list(jobs.items()):
         if not job.is_read:
             if job.seed == seed:
-                job.collate_with(_assembling(loader))
+                job.collate_with(_collate_fn_of(loader))
                 return job
             job.close()
             del jobs[number]
@@ -249,7 +249,7 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
     reading = JobReading(
         batch_size=loader.batch_size or 1,
         drop_last=loader.drop_last,
-        collate_fn=_assembling(loader),
+        collate_fn=_collate_fn_of(loader),
         seed=seed,
         indices=None if order is None else order.indices,
         replica=replica,
@@ -276,7 +276,7 @@ def _part_of(dataset: Any) -> bytes:
     return b"" if places is None else hashlib.sha256(places.tobytes()).digest()
 
 
-def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
+def _collate_fn_of(loader: Any) -> Callable[[list[Any]], Any]:
     collate: Callable[[Any], Any] = loader.collate_fn
     if loader._auto_collation:
         return collate

@@ -164,9 +164,9 @@ class WorkerIterator(BaseDataLoaderIter):
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         #: Most batches in flight.
-        self._most = int(self._usual * self._options.prefetch_growth) if grows else self._usual
+        self._max_in_flight = int(self._usual * self._options.prefetch_growth) if grows else self._usual
         # Before new workers copy the dataset.
-        self._announcement = EpochAnnouncement(loader, progress.plan, self._most)
+        self._announcement = EpochAnnouncement(loader, progress.plan, self._max_in_flight)
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
@@ -328,7 +328,7 @@ class WorkerIterator(BaseDataLoaderIter):
         """Wait for an event, and handle it."""
         assert self._shard is not None
         if self._has_idle_worker and self._limit.may_grow(
-            len(self._in_flight) + 1, self._largest, self._most
+            len(self._in_flight) + 1, self._largest, self._max_in_flight
         ):
             # A worker is idle because the due batch is late: load more batches meanwhile.
             self._plan_one()

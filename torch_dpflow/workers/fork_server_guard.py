@@ -19,14 +19,14 @@ from typing import Any
 REQUEST_S = 5.0
 
 
-def receive(connection: socket, most: int) -> list[int]:
+def receive(connection: socket, limit: int) -> list[int]:
     """Return the descriptors of a request. Raises the error that the fork server's loop treats as a lost connection."""
     connection.settimeout(REQUEST_S)
     try:
-        found: list[int] = reduction.recvfds(connection, most)
+        found: list[int] = reduction.recvfds(connection, limit)
     except (OSError, EOFError, RuntimeError, AssertionError) as error:
         raise ConnectionAbortedError(errno.ECONNABORTED, "no request for a process") from error
-    if 2 <= len(found) < most:
+    if 2 <= len(found) < limit:
         return found
     for descriptor in found:
         os.close(descriptor)

@@ -151,9 +151,9 @@ def _number(file: Path, otherwise: int) -> int:
 
 def _left_in(folder: Path, files: _Files) -> int | None:
     """Return the bytes that a group may still allocate; None if unknown."""
-    most, used = (_number(folder / name, -1) for name in (files.limit, files.usage))
-    if most < 0 or used < 0:
+    limit, used = (_number(folder / name, -1) for name in (files.limit, files.usage))
+    if limit < 0 or used < 0:
         return None
     pairs = (line.split() for line in _text(folder / "memory.stat").splitlines())
     statistics = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
-    return most - used + sum(int(statistics.get(name, 0)) for name in files.droppable)
+    return limit - used + sum(int(statistics.get(name, 0)) for name in files.droppable)
