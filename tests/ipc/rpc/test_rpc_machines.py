@@ -11,7 +11,7 @@ from torch_dpflow.ipc.messages.headers import EMPTY_BODY
 from torch_dpflow.ipc.rpc.call_service import Session, SessionTable
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Call, CallTable
-from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
+from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict, _Remembered
 
 # --- open calls ---
 
@@ -55,6 +55,22 @@ def test_calls_that_wait_for_long_are_found() -> None:
 
 
 # --- remembered replies ---
+
+
+def check_memory(memory: ReplyMemory[int]) -> None:
+    """Check every invariant. Raises AssertionError."""
+    remembered = {
+        (name, call): entry.nbytes
+        for name, record in memory._clients.items()
+        for call, entry in record.calls.items()
+        if isinstance(entry, _Remembered)
+    }
+    assert set(remembered) == set(memory._by_age)
+    assert sum(remembered.values()) == memory.nbytes
+    assert memory.nbytes <= memory._capacity or len(remembered) == 1
+    for record in memory._clients.values():
+        assert len(record.calls) <= memory._max_open
+        assert all(call >= record.completed_below for call in record.calls)
 
 
 class RepeatedCalls(RuleBasedStateMachine):
@@ -130,7 +146,7 @@ class RepeatedCalls(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.memory.validate()
+        check_memory(self.memory)
 
 
 TestRepeatedCalls = RepeatedCalls.TestCase

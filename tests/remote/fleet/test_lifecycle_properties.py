@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.fleet.lifecycle import DRAIN_S, LEAVE_S, STOP_S, Fleet
-from torch_dpflow.remote.fleet.start_limits import RAISE_S
+from torch_dpflow.remote.fleet.start_limits import RAISE_S, StartLimits
 from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,
     DrainWorker,
@@ -43,6 +45,33 @@ PASSING: list[PlatformError] = [
     UnavailableError("503"),
 ]
 ANY = st.integers(0, 1 << 16)
+
+
+def check_fleet(fleet: Fleet, now: float) -> None:
+    """Check every invariant after a tick at `now`; O(workers), for tests. Raises AssertionError."""
+    workers = fleet.workers
+    places = Counter(one.number for one in workers if one.state.holds_place)
+    assert len(places) <= fleet._target
+    assert all(count <= 2 for count in places.values())
+    busy = [one.number for one in workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)]
+    assert len(busy) == len(set(busy)), "two workers work in one place"
+    assert not [
+        one for one in workers if one.state is WorkerState.ON_DECK and one.ready and one.number not in busy
+    ]
+    for one in workers:
+        assert one.name == f"{fleet._prefix}{one.number}-{one.incarnation}"
+        assert one.incarnation <= fleet._incarnation
+        leased = one.state in (WorkerState.ON_DECK, WorkerState.WORKING)
+        assert one.arrived if leased else now < one.due < math.inf
+        assert one.state is WorkerState.STOPPING or now < one.ends + fleet._grace_s
+    check_limits(fleet._limits, now, [one.begun for one in workers])
+
+
+def check_limits(limits: StartLimits, now: float, starts: list[float]) -> None:
+    """Check every invariant, given when workers were started; for tests. Raises AssertionError."""
+    latest = [begun for begun in starts if begun > now - limits._rate.period_s]
+    assert len(latest) <= max(1, limits._limits.starts_per_s * limits._rate.period_s)
+    assert limits.ceiling(now) <= limits._most
 
 
 @dataclass
@@ -98,7 +127,7 @@ class FleetMachine(RuleBasedStateMachine):
         return instructions
 
     def obey(self, instructions: list[FleetInstruction]) -> None:
-        self.fleet.validate(self.now)
+        check_fleet(self.fleet, self.now)
         alive = {worker.name for worker in self.fleet.workers}
         fresh = [one for one in instructions if isinstance(one, StartWorker)]
         for one in instructions:

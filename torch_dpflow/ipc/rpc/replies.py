@@ -111,21 +111,6 @@ class ReplyMemory(Generic[T]):
         for entry in () if record is None else record.calls.values():
             self.nbytes -= entry.nbytes if isinstance(entry, _Remembered) else 0
 
-    def validate(self) -> None:
-        """Check every invariant. Raises AssertionError."""
-        remembered = {
-            (name, call): entry.nbytes
-            for name, record in self._clients.items()
-            for call, entry in record.calls.items()
-            if isinstance(entry, _Remembered)
-        }
-        assert set(remembered) == set(self._by_age)
-        assert sum(remembered.values()) == self.nbytes
-        assert self.nbytes <= self._capacity or len(remembered) == 1
-        for record in self._clients.values():
-            assert len(record.calls) <= self._max_open
-            assert all(call >= record.completed_below for call in record.calls)
-
     def _drop_completed(
         self, client: bytes, record: _Client[T], completed_below: int, answered: Iterable[int]
     ) -> None:

@@ -413,24 +413,3 @@ class Fleet:
         if not self.failure:
             self.failure = text
             self._out.append(Fail(text))
-
-    def validate(self, now: float) -> None:
-        """Check every invariant after a tick at `now`; O(workers), for tests. Raises AssertionError."""
-        workers = self.workers
-        places = Counter(one.number for one in workers if one.state.holds_place)
-        assert len(places) <= self._target
-        assert all(count <= 2 for count in places.values())
-        busy = [one.number for one in workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)]
-        assert len(busy) == len(set(busy)), "two workers work in one place"
-        assert not [
-            one
-            for one in workers
-            if one.state is WorkerState.ON_DECK and one.ready and one.number not in busy
-        ]
-        for one in workers:
-            assert one.name == f"{self._prefix}{one.number}-{one.incarnation}"
-            assert one.incarnation <= self._incarnation
-            leased = one.state in (WorkerState.ON_DECK, WorkerState.WORKING)
-            assert one.arrived if leased else now < one.due < math.inf
-            assert one.state is WorkerState.STOPPING or now < one.ends + self._grace_s
-        self._limits.validate(now, [one.begun for one in workers])

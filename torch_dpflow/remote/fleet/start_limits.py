@@ -183,9 +183,3 @@ class StartLimits:
 
     def _pause(self, now: float, pause_s: float) -> None:
         self._resume_at = max(self._resume_at, now + pause_s)
-
-    def validate(self, now: float, starts: list[float]) -> None:
-        """Check every invariant, given when workers were started; for tests. Raises AssertionError."""
-        latest = [begun for begun in starts if begun > now - self._rate.period_s]
-        assert len(latest) <= max(1, self._limits.starts_per_s * self._rate.period_s)
-        assert self.ceiling(now) <= self._most
