@@ -68,8 +68,8 @@ class Prompt(Fleet):
         super().drained(name, now)
         return self.tick(now)
 
-    def bye(self, name: str, now: float) -> list[FleetInstruction]:
-        super().bye(name, now)
+    def goodbye(self, name: str, now: float) -> list[FleetInstruction]:
+        super().goodbye(name, now)
         return self.tick(now)
 
     def silent(self, name: str, now: float) -> list[FleetInstruction]:
@@ -357,7 +357,7 @@ def test_why_a_worker_is_unfit_is_reported_without_its_traceback() -> None:
 def test_workers_that_died_are_replaced_in_their_places() -> None:
     machine = working(3)
     assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]
-    told = machine.bye(named(0, 1), 6.0)
+    told = machine.goodbye(named(0, 1), 6.0)
     assert told == [CheckWorker(named(0, 1)), StartWorker(named(0, 5), 0, 5, None)], (
         "one may be too many meanwhile"
     )
@@ -384,7 +384,7 @@ def test_workers_count_from_their_call_to_their_end_as_whoever_ran_them_has_meas
     assert machine.worker_s(12.0, {named(0, 1): 11.5}) == 3 * 2 - 0.5, "who is silent may be gone"
     machine.handle(Ended(named(0, 1), End(code=0, ran_s=2.5)), 14.0)
     assert machine.worker_s(14.0) == 2.5 + 2 * 4
-    machine.bye(named(1, 2), 15.0)
+    machine.goodbye(named(1, 2), 15.0)
     Fleet.silent(machine, named(2, 3), 25.0, 16.0)
     assert machine.worker_s(30.0) == 2.5 + 5 + 6
     machine.handle(Ended(named(3, 4), End(ran_s=7.0)), 31.0)

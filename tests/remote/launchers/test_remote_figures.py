@@ -42,21 +42,21 @@ def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
     """A link may take a minute for a batch, and have the next one to carry by then."""
     one = worker(0.05)
     now = one.worked
-    assert not one.lacks(one.received, 7, now)
-    assert not any(one.lacks(one.received + 1, 7, now + late) for late in range(60))
-    assert one.lacks(one.received + 1, 8, now + 60)
+    assert not one.has_lost_message(one.received, 7, now)
+    assert not any(one.has_lost_message(one.received + 1, 7, now + late) for late in range(60))
+    assert one.has_lost_message(one.received + 1, 8, now + 60)
 
 
 def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> None:
     one = worker(0.05)
     now = one.worked
-    assert not one.lacks(one.received, 0, now + 100)  # all is here
-    assert not one.lacks(one.received + 1, 1, now + 101)
+    assert not one.has_lost_message(one.received, 0, now + 100)  # all is here
+    assert not one.has_lost_message(one.received + 1, 1, now + 101)
     one.note_work(now + 105)  # and goes on
-    assert not one.lacks(one.received + 1, 1, now + 112)
-    assert one.lacks(one.received + 1, 1, now + 105 + LOST_S)
-    assert not one.lacks(one.received, 1, now + 116)
-    assert not one.lacks(one.received + 1, 1, now + 200)
+    assert not one.has_lost_message(one.received + 1, 1, now + 112)
+    assert one.has_lost_message(one.received + 1, 1, now + 105 + LOST_S)
+    assert not one.has_lost_message(one.received, 1, now + 116)
+    assert not one.has_lost_message(one.received + 1, 1, now + 200)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))

@@ -302,7 +302,7 @@ class WorkerGoodbye(_Header, tag=45):
     """Remote worker to shard, its last message: it ends now."""
 
     #: Why, as a traceback; empty if it was requested.
-    words: Text
+    report: Text
     #: Messages that it has sent on the other connection.
     sent: Count
 

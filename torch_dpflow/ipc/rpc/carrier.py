@@ -150,7 +150,7 @@ class Carrier:
         if packing is None:
             return frames
         shared = iter(self._from_block(packing))
-        room = self._max_bytes
+        capacity = self._max_bytes
         unpacked: list[memoryview] = []
         arrived = iter(frames)
         try:
@@ -160,8 +160,8 @@ class Carrier:
                 elif size == 0:
                     unpacked.append(next(arrived))
                 else:
-                    unpacked.append(decompress(next(arrived), size, limit=room))
-                    room -= size
+                    unpacked.append(decompress(next(arrived), size, limit=capacity))
+                    capacity -= size
         except StopIteration:
             raise MessageError(f"{len(frames)} frames came, fewer than announced: {packing.frames}") from None
         if next(arrived, None) is not None:

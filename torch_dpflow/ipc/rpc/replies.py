@@ -100,7 +100,7 @@ class ReplyMemory(Generic[T]):
         record.calls[call] = _Remembered(reply, nbytes)
         self._by_age[client, call] = None
         self.nbytes += nbytes
-        self._make_room()
+        self._evict()
         return True
 
     def drop(self, client: bytes) -> None:
@@ -128,7 +128,7 @@ class ReplyMemory(Generic[T]):
         entry = record.calls[call]
         return (Verdict.REPEAT, entry.reply) if isinstance(entry, _Remembered) else (entry, None)
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while self.nbytes > self._capacity and len(self._by_age) > 1:
             (client, call), _ = self._by_age.popitem(last=False)
             calls = self._clients[client].calls

@@ -163,7 +163,7 @@ class RpcServer:
         try:
             header = decode(frames[0])
             if isinstance(header, messages.Handshake):
-                self._on_hello(client, session, header, now)
+                self._on_handshake(client, session, header, now)
             elif session is None:
                 self._stats.strangers += 1
                 self._listener.send(client, [encode(messages.NoSession())])
@@ -183,7 +183,7 @@ class RpcServer:
                 raise
             TRANSPORT.error("a message at %s was dropped: %s", self.address, error)
 
-    def _on_hello(
+    def _on_handshake(
         self, client: bytes, session: Session | None, header: messages.Handshake, now: float
     ) -> None:
         carrier = Carrier(

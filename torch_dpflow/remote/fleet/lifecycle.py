@@ -168,16 +168,16 @@ class Fleet:
         """Handle a draining worker that has no task left and was told to leave."""
         self._gone_quiet(name, now, WorkerState.DRAINING)
 
-    def bye(self, name: str, now: float) -> None:
+    def goodbye(self, name: str, now: float) -> None:
         """Handle a worker's goodbye."""
         self._give_up(name, now, now)
 
-    def silent(self, name: str, now: float, heard: float | None = None) -> None:
+    def silent(self, name: str, now: float, last_seen: float | None = None) -> None:
         """Handle a worker whose lease at the shard has expired: its tasks are given to others.
 
         heard: when it was last heard; None: now.
         """
-        self._give_up(name, now, now if heard is None else heard)
+        self._give_up(name, now, now if last_seen is None else last_seen)
 
     def tick(self, now: float) -> list[FleetInstruction]:
         """Return what is to be done, in order. To be called after events, and at least once a second."""
@@ -194,13 +194,13 @@ class Fleet:
         """All that are not gone, in the order in which they were started."""
         return [*self._workers.values()]
 
-    def worker_s(self, now: float, heard: Mapping[str, float] | None = None) -> float:
+    def worker_s(self, now: float, last_seen: Mapping[str, float] | None = None) -> float:
         """Return how long workers have run, all of them together, seconds.
 
         As functions are billed: from a worker's connection until it was last heard, or as its platform reports, so that
         nothing has to be taken back. heard: when each was last heard; the others now.
         """
-        return self._gone_s + sum(one.ran_s((heard or {}).get(one.name, now)) for one in self.workers)
+        return self._gone_s + sum(one.ran_s((last_seen or {}).get(one.name, now)) for one in self.workers)
 
     def end(self, now: float) -> None:
         """End the fleet: workers that are left count no longer."""

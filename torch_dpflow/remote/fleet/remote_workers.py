@@ -135,7 +135,7 @@ class RemoteWorkers:
         self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
         self._look_at = self._ask_at = 0.0
-        self._has_news, self._losses = True, 0
+        self._has_events, self._losses = True, 0
         self._leaving = False
         self.time = WorkerTime()  # as of the latest look
 
@@ -154,13 +154,13 @@ class RemoteWorkers:
         """Set how many there should be."""
         self._count = self._shortage.workers = workers
         self._fleet.target(workers)
-        self._has_news = True
+        self._has_events = True
 
     def rest(self) -> None:
         """Stop all until `resume`."""
         self._fleet.target(0)
         self._shortage.end()
-        self._has_news = True
+        self._has_events = True
 
     def resume(self) -> None:
         """Start them anew, after `rest` or when no worker could be started."""
@@ -202,7 +202,7 @@ class RemoteWorkers:
     def kill(self, number: int, why: str) -> None:
         """End a worker's process, and give its place to another, soon."""
         self._condemned[number] = why
-        self._has_news = True
+        self._has_events = True
         self.listener.wake()
 
     @property
@@ -247,9 +247,9 @@ class RemoteWorkers:
             elif kind == LINE:
                 self._on_line(worker, nonce, peer, frames)
             elif nonce == worker.nonce and isinstance(decode(frames[0]), WorkerHandshake):
-                worker.hello, worker.received = frames, worker.received + 1
+                worker.handshake, worker.received = frames, worker.received + 1
                 self._fleet.ready(worker.name)
-                self._has_news = True
+                self._has_events = True
         except MessageError as error:
             TRANSPORT.warning("message of a worker dropped: %s", error)
             self._send(peer, WorkerRefused((other_release(version_of(frames[0])) or str(error))[:MAX_TEXT]))
@@ -259,36 +259,36 @@ class RemoteWorkers:
         if worker.nonce and nonce != worker.nonce:
             self._send(peer, WorkerRefused(f"another process is {worker.name} already"))
             return
-        worker.heard = self._clock()
+        worker.last_seen = self._clock()
         match header:
             case RemoteHandshake():
-                self._on_hello(worker, nonce, header)
+                self._on_handshake(worker, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
                 self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
             case WorkerHeartbeat(sent=sent, round_trip_s=round_trip_s, away_s=away_s):
                 self.time.away_s += worker.note_away(away_s)
-                if worker.lacks(sent, self.listener.losses, worker.heard):
+                if worker.has_lost_message(sent, self.listener.losses, worker.last_seen):
                     self.kill(worker.number, "messages of it were lost with a connection")
                 self._fit_window(worker, round_trip_s)
                 self._send(peer, WorkerHeartbeat(worker.sent))
             case MissingModules(modules=modules):
                 self._fleet.unfit(worker.name, self._content.missing(modules), self._clock())
-                self._has_news = True
+                self._has_events = True
             case WorkerGoodbye():
                 # Its results come by the other connection, and may arrive later.
-                worker.bye, self._has_news = header, True
+                worker.goodbye, self._has_events = header, True
                 self._platform.suspect(worker.name)
                 if self._leaving:
                     self._forget(worker)
             case _:
                 raise MessageError(f"a worker may not send a {type(header).__name__} here")
 
-    def _on_hello(self, worker: RemoteWorker, nonce: bytes, hello: RemoteHandshake) -> None:
-        worker.nonce, worker.where = nonce, hello.where
+    def _on_handshake(self, worker: RemoteWorker, nonce: bytes, handshake: RemoteHandshake) -> None:
+        worker.nonce, worker.where = nonce, handshake.where
         self._worker_listener.keep(worker)
         if not worker.has_called:
-            worker.has_called = self._has_news = True
-            unfit = other_release(hello.version) or self._content.unfit(hello.versions)
+            worker.has_called = self._has_events = True
+            unfit = other_release(handshake.version) or self._content.unfit(handshake.versions)
             self._fleet.arrived(worker.name, unfit, self._clock())
             if unfit:
                 return
@@ -306,16 +306,16 @@ class RemoteWorkers:
 
     def _part(self, worker: RemoteWorker, end: str, now: float) -> None:
         """Handle a worker that has left or ended, once all its messages are here."""
-        words = "" if worker.bye is None else worker.bye.words
-        if words and not worker.is_working:
-            self._fleet.unfit(worker.name, words, now)
+        report = "" if worker.goodbye is None else worker.goodbye.report
+        if report and not worker.is_working:
+            self._fleet.unfit(worker.name, report, now)
         else:
-            self._fleet.bye(worker.name, now)
-        if worker.is_sent_away and not words and (worker.bye is not None or not worker.is_working):
+            self._fleet.goodbye(worker.name, now)
+        if worker.is_sent_away and not report and (worker.goodbye is not None or not worker.is_working):
             self._lose(worker, "", may_blame=False)
         else:
-            how = f"has left{f': {words}' if words else ''}" if worker.bye is not None else end
-            self._lose(worker, f"{worker.name} {how}", may_blame=worker.bye is None or bool(words))
+            how = f"has left{f': {report}' if report else ''}" if worker.goodbye is not None else end
+            self._lose(worker, f"{worker.name} {how}", may_blame=worker.goodbye is None or bool(report))
 
     # -- what follows ------------------------------------------------------------------------------------
 
@@ -328,9 +328,9 @@ class RemoteWorkers:
             self._losses, self._ask_at = self.listener.losses, now + ASK_S
             for name in self._workers:
                 self._platform.suspect(name)
-        if not (outcomes or self._has_news or now >= self._look_at) or self._leaving:
+        if not (outcomes or self._has_events or now >= self._look_at) or self._leaving:
             return
-        self._has_news, self._look_at = False, now + LOOK_S
+        self._has_events, self._look_at = False, now + LOOK_S
         if any(isinstance(outcome, Ended) for outcome in outcomes):
             self.shell.drain()
         for outcome in outcomes:
@@ -340,22 +340,24 @@ class RemoteWorkers:
             self._fleet.handle(outcome, now)
         for worker in list(self._workers.values()):
             why = self._condemned.pop(worker.number, "") if worker.is_working else ""
-            silent_s = now - worker.heard if worker.nonce else 0.0
-            if worker.bye is not None and (worker.received >= worker.bye.sent or silent_s >= SUSPECT_S):
+            silent_s = now - worker.last_seen if worker.nonce else 0.0
+            if worker.goodbye is not None and (
+                worker.received >= worker.goodbye.sent or silent_s >= SUSPECT_S
+            ):
                 self._part(worker, "", now)
                 why = ""
             elif silent_s >= LEASE_S:
                 why = why or f"no heartbeat for {LEASE_S:g} s"
-            elif silent_s >= SUSPECT_S and worker.suspected_at < worker.heard:
+            elif silent_s >= SUSPECT_S and worker.suspected_at < worker.last_seen:
                 worker.suspected_at = now
                 self._platform.suspect(worker.name)
             if why:
-                self._fleet.silent(worker.name, now, worker.heard)
+                self._fleet.silent(worker.name, now, worker.last_seen)
                 self._platform.stop(worker.name, why)
                 self._refuse(worker, why)
                 self._lose(worker, f"{worker.name} was abandoned: {why}")
-        heard = {name: one.heard for name, one in self._workers.items() if one.nonce}
-        self.time.seconds = self._fleet.worker_s(now, heard)
+        last_seen = {name: one.last_seen for name, one in self._workers.items() if one.nonce}
+        self.time.seconds = self._fleet.worker_s(now, last_seen)
         for instruction in self._fleet.tick(now):
             self._obey(instruction, now)
         called = sum(bool(worker.nonce) for worker in self._workers.values())
@@ -398,10 +400,10 @@ class RemoteWorkers:
         self._least = 0
         admitted, self._admitted = [self._workers.get(name) for name in self._admitted], []
         for worker in admitted:
-            if worker is not None and worker.hello is not None:
-                hello, worker.hello, worker.is_working = worker.hello, None, True
+            if worker is not None and worker.handshake is not None:
+                handshake, worker.handshake, worker.is_working = worker.handshake, None, True
                 self._working[worker.peer(WORK)] = worker
-                self.shell.admit(worker.peer(WORK), hello)
+                self.shell.admit(worker.peer(WORK), handshake)
 
     def _start(self, start: StartWorker, now: float) -> None:
         number = self._first + start.number

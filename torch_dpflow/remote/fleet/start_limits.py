@@ -109,7 +109,7 @@ class StartLimits:
         self._has_accepted = True
         self._forget_refusals()
         if not self._accepts_too_many:
-            self._note_room(begun)
+            self._note_capacity(begun)
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
         """Record a refused start beside so many other workers; return what limits the fleet."""
@@ -126,8 +126,8 @@ class StartLimits:
                     self._denials += 1
                     pause_s = RENEW_S if self._denials < MAX_DENIALS else DENIED_S
                     self._pause(now, pause_s + self._refusals.pause_s())
-            case ThrottledError(retry_after_s=asked_s):
-                self._pause(now, max(asked_s, self._refusals.pause_s()))
+            case ThrottledError(retry_after_s=requested_s):
+                self._pause(now, max(requested_s, self._refusals.pause_s()))
             case UnavailableError():
                 self._pause(now, min(AWAY_PAUSE_S, self._refusals.pause_s()))
             case _:
@@ -152,7 +152,7 @@ class StartLimits:
         """Record that a worker has connected whose start was requested at this time."""
         self._delays.append(now - begun)
         self._false_starts.reset()
-        self._note_room(begun)
+        self._note_capacity(begun)
 
     def note_false_start(self, now: float) -> None:
         """Record that a worker ended before it connected, or could not be used."""
@@ -172,7 +172,7 @@ class StartLimits:
         self._ceiling, self._shown_at = min(max(1, ceiling), self._most), now
         self._accepts_too_many = accepts
 
-    def _note_room(self, begun: float) -> None:
+    def _note_capacity(self, begun: float) -> None:
         """Forget the ceiling if a start that was requested at this time went beyond it."""
         if begun > self._shown_at:
             self._ceiling, self._accepts_too_many = self._most, False

@@ -173,8 +173,8 @@ class WorkerListener:
         self._keys.drop(worker.user)
 
 
-def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
-    *others, last = addresses_of(to_bind(asked))
+def _listen(requested: str, options: TransportOptions) -> ZeroMQListener:
+    *others, last = addresses_of(to_bind(requested))
     for address in others:
         with suppress(TransportError):
             return ZeroMQListener(address, options)
@@ -184,5 +184,5 @@ def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
         if getattr(error.__cause__, "errno", 0) != errno.EADDRINUSE:
             raise
         raise PortsInUseError(
-            f"no port of {asked} is free ({len(others) + 1} in all), and each process that workers connect to takes one"
+            f"no port of {requested} is free ({len(others) + 1} in all); give a wider range"
         ) from error

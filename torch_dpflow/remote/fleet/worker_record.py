@@ -50,19 +50,19 @@ class RemoteWorker:
     name: str
     number: int
     incarnation: int
-    heard: float
+    last_seen: float
     kind: WorkerKind = BATCH_WORKERS
     #: As of `RemoteHandshake`.
     where: str = ""
     #: Drawn by its process, so that two with one launch spec are distinguished.
     nonce: bytes = b""
     #: Its `WorkerHandshake`, until it is admitted.
-    hello: list[memoryview] | None = None
+    handshake: list[memoryview] | None = None
     is_working: bool = False
     #: Whether it was told to leave: then its end is no failure.
     is_sent_away: bool = False
     #: Its last message.
-    bye: WorkerGoodbye | None = None
+    goodbye: WorkerGoodbye | None = None
     received: int = 0
     sent: int = 0
     #: How long it has been idle while its results were under way, as it reports, seconds.
@@ -88,14 +88,14 @@ class RemoteWorker:
         if self.worked:
             passed_s = now - self.worked
             self.usual_s = self.usual_s + _WEIGHT * (passed_s - self.usual_s) if self.usual_s else passed_s
-        self.heard = self.worked = now
+        self.last_seen = self.worked = now
 
     def note_away(self, away_s: float) -> float:
         """Record how long it has waited for its link; return how much of that is new and working time, seconds."""
         more_s, self.away_s = away_s - self.away_s, away_s
         return max(0.0, more_s) if self.is_working else 0.0
 
-    def lacks(self, sent: int, losses: int, now: float) -> bool:
+    def has_lost_message(self, sent: int, losses: int, now: float) -> bool:
         """Return whether one of the `sent` messages is lost.
 
         losses: how many connections have ended here. If none has, a late message is under way, for as long as a slow
@@ -130,7 +130,7 @@ class RemoteWorker:
 class Shell(Protocol):
     """The shard that has these workers."""
 
-    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
+    def admit(self, peer: bytes, handshake: list[memoryview]) -> None:
         """Accept this connection as a worker; its handshake."""
 
     def deliver(self, peer: bytes, frames: list[memoryview]) -> None:

@@ -61,9 +61,9 @@ class FleetWorker:
     since: float | None = None
     until: float | None = None
 
-    def ran_s(self, heard: float) -> float:
+    def ran_s(self, last_seen: float) -> float:
         """Return how long it has run, seconds: from its connection until it left, or was last heard."""
-        until = heard if self.until is None else self.until
+        until = last_seen if self.until is None else self.until
         return 0.0 if self.since is None else max(0.0, until - self.since)
 
 

@@ -300,10 +300,10 @@ def _await_done(client: AwsClient, settings: Lambda) -> None:
     deadline = time.monotonic() + DONE_S
     while True:
         with client.calling(f"function {settings.function!r} cannot be read") as lambda_:
-            told = lambda_.get_function_configuration(FunctionName=settings.function)
-        states = {told.get("State", "Active"), told.get("LastUpdateStatus", "Successful")}
+            result = lambda_.get_function_configuration(FunctionName=settings.function)
+        states = {result.get("State", "Active"), result.get("LastUpdateStatus", "Successful")}
         if "Failed" in states:
-            why = told.get("StateReason") or told.get("LastUpdateStatusReason", "")
+            why = result.get("StateReason") or result.get("LastUpdateStatusReason", "")
             raise RejectedError(f"{_place(client, settings)} cannot run: {why}")
         if not states & {"Pending", "InProgress"}:
             return

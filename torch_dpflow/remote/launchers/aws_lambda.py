@@ -199,9 +199,9 @@ class LambdaLauncher:
     def check(self) -> Sequence[Finding]:
         function = self._settings.function
         with self._client.calling(f"function {function!r} cannot be used") as client:
-            told = client.get_function_configuration(FunctionName=function)
+            result = client.get_function_configuration(FunctionName=function)
             client.invoke(FunctionName=function, InvocationType="DryRun")  # whether this is allowed
-        return [*_findings_of(told, self._settings, self._client.region), self._room()]
+        return [*_findings_of(result, self._settings, self._client.region), self._capacity_finding()]
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         call = _HeldCall(self, name, json.dumps({"launch_spec": launch_spec.decode()}))
@@ -245,37 +245,39 @@ class LambdaLauncher:
             # A file, since botocore logs the request: the launch spec has a key.
             body = io.BytesIO(payload.encode())
             answer = client.invoke(FunctionName=self._settings.function, Payload=body)
-            told = answer["Payload"].read()
-        return _end_of(told, is_failure="FunctionError" in answer)
+            result = answer["Payload"].read()
+        return _end_of(result, is_failure="FunctionError" in answer)
 
-    def note(self, call: _HeldCall, told: End | PlatformError) -> None:
+    def note(self, call: _HeldCall, result: End | PlatformError) -> None:
         """Record the result of a call."""
         with self._lock:
             self._open.discard(call)
             if self._held.get(call.worker) is call:
                 del self._held[call.worker]
-                if isinstance(told, End):
+                if isinstance(result, End):
                     # Lambda may run one twice. If this is the answer of the second one, which its shard has rejected,
                     # the first one works and its end is unknown here.
-                    if not (told.code == 0 and f"another process is {call.worker} already" in told.report):
-                        self._ends[call.worker] = told
+                    if not (
+                        result.code == 0 and f"another process is {call.worker} already" in result.report
+                    ):
+                        self._ends[call.worker] = result
                 elif not call.is_started:
-                    call.refusal = told
-                elif not isinstance(told, AnswerLostError):  # else it may run, unknown here
-                    self._ends[call.worker] = End(report=str(told), place=_PLACE)
+                    call.refusal = result
+                elif not isinstance(result, AnswerLostError):  # else it may run, unknown here
+                    self._ends[call.worker] = End(report=str(result), place=_PLACE)
 
-    def _room(self) -> Finding:
+    def _capacity_finding(self) -> Finding:
         most, what = self._settings.max_workers, "the account"
         try:
             with self._client.calling("the account's quota is not known") as client:
-                room = client.get_account_settings()["AccountLimit"]["UnreservedConcurrentExecutions"]
+                capacity = client.get_account_settings()["AccountLimit"]["UnreservedConcurrentExecutions"]
                 own = client.get_function_concurrency(FunctionName=self._settings.function)
         except PlatformError as error:
             return Finding(True, str(error))
         if (reserved := own.get("ReservedConcurrentExecutions")) is not None:
-            room, what = reserved, "the function's reserved concurrency"
-        advice = "" if room >= most else f": fewer than max_workers={most}; have it raised, or give fewer"
-        return Finding(room >= most, f"{what} has room for {room} workers at once{advice}")
+            capacity, what = reserved, "the function's reserved concurrency"
+        advice = "" if capacity >= most else f": fewer than max_workers={most}; have it raised, or give fewer"
+        return Finding(capacity >= most, f"{what} has room for {capacity} workers at once{advice}")
 
 
 class _HeldCall(threading.Thread):
@@ -294,12 +296,12 @@ class _HeldCall(threading.Thread):
     def run(self) -> None:
         """Hold the call (threading's name)."""
         try:
-            told: End | PlatformError = self._launcher.invoke(self.worker, self._payload)
+            result: End | PlatformError = self._launcher.invoke(self.worker, self._payload)
         except PlatformError as error:
-            told = error
+            result = error
         except Exception as error:
-            told = AnswerLostError(f"{self.worker} cannot be started: {type(error).__name__}: {error}")
-        self._launcher.note(self, told)
+            result = AnswerLostError(f"{self.worker} cannot be started: {type(error).__name__}: {error}")
+        self._launcher.note(self, result)
         self.answered.set()
 
 
@@ -309,12 +311,12 @@ def _client(settings: Lambda) -> AwsClient:
     )
 
 
-def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:
+def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:
     """Report the function's state, and whether its timeout lets workers live as long as they should."""
-    timeout_s, state = float(told.get("Timeout", 0)), str(told.get("State", "Active"))
-    text = f"function {settings.function!r} in {region} is {state}, with {told.get('MemorySize')} MiB"
+    timeout_s, state = float(result.get("Timeout", 0)), str(result.get("State", "Active"))
+    text = f"function {settings.function!r} in {region} is {state}, with {result.get('MemorySize')} MiB"
     if state not in ("Active", "Inactive"):  # the latter is woken by the next invocation
-        return [Finding(False, f"{text}: {told.get('StateReason', '')}")]
+        return [Finding(False, f"{text}: {result.get('StateReason', '')}")]
     needs_s = settings.lifetime_s + MARGIN_S
     if timeout_s < needs_s:
         advice = f"give it {needs_s:g} s, as `dpflow deploy lambda` does, or a shorter lifetime"
@@ -328,18 +330,18 @@ def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list
 def _end_of(body: bytes, *, is_failure: bool) -> End:
     """Parse how a worker has ended from the answer to its invocation."""
     try:
-        told = load_json(body)
+        result = load_json(body)
         if is_failure:  # of the runtime: the handler answers whatever its worker comes to
-            report = f"{told.get('errorType', 'error')}: {told.get('errorMessage', '')}"
+            report = f"{result.get('errorType', 'error')}: {result.get('errorMessage', '')}"
             return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)
-        report = str(told["report"])[-MAX_REPORT_CHARS:]
-        code, signal = (None if told[key] is None else int(told[key]) for key in ("code", "signal"))
-        ran_s = told.get("ran_s")
+        report = str(result["report"])[-MAX_REPORT_CHARS:]
+        code, signal = (None if result[key] is None else int(result[key]) for key in ("code", "signal"))
+        ran_s = result.get("ran_s")
         return End(
             code=code,
             signal=signal,
             report=report,
-            place=str(told["place"])[:120],
+            place=str(result["place"])[:120],
             ran_s=max(0.0, float(ran_s)) if isinstance(ran_s, int | float) else None,
         )
     except (ValueError, TypeError, LookupError, AttributeError):

@@ -245,8 +245,8 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
         name = f"dpf-{wanted.cluster}-node-{number}-{secrets.token_hex(4)}"
         request = wanted.request(name, number)
         id = "" if dry_run else _tried(lambda request=request: groups.create(request))  # type: ignore[misc]
-        told = f"dpf-{wanted.cluster}-node-{number}" if dry_run else f"{name} ({id})"
-        yield f"{told} {would}created: {wanted.image}, {wanted.cpu:g} vCPU, {wanted.memory_gib:g} GiB"
+        result = f"dpf-{wanted.cluster}-node-{number}" if dry_run else f"{name} ({id})"
+        yield f"{result} {would}created: {wanted.image}, {wanted.cpu:g} vCPU, {wanted.memory_gib:g} GiB"
     yield from _removed(groups, [one for one in there if one not in kept.values()], dry_run=dry_run)
 
 

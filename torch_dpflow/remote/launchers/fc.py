@@ -260,7 +260,7 @@ class WorkerAnswer(msgspec.Struct):
 
     code: int | None
     signal: int | None
-    words: str
+    report: str
     ran_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
@@ -274,11 +274,11 @@ def _fate_of(task: Any) -> Fate:
         for text in (task.return_payload, task.task_error_message):
             with suppress(msgspec.DecodeError, RecursionError):
                 check_json((text or "").encode())
-                told = msgspec.json.decode(text or "", type=WorkerAnswer)
-                words = told.words[-MAX_REPORT_CHARS:]
-                ran_s = told.ran_s if billed_s is None else billed_s
+                result = msgspec.json.decode(text or "", type=WorkerAnswer)
+                report = result.report[-MAX_REPORT_CHARS:]
+                ran_s = result.ran_s if billed_s is None else billed_s
                 return Fate(
-                    end=End(code=told.code, signal=told.signal, report=words, place=place, ran_s=ran_s)
+                    end=End(code=result.code, signal=result.signal, report=report, place=place, ran_s=ran_s)
                 )
     code = 0 if task.status == "Succeeded" else None
     report = f"{task.status}: {task.task_error_message or _WHY.get(task.status, 'no reason given')}"

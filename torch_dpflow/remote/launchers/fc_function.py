@@ -112,11 +112,11 @@ class FunctionControl(AlibabaClient):
         else:
             changed = models.UpdateFunctionRequest(body=models.UpdateFunctionInput().from_map(dict(settings)))
             self._call(self._about("changed"), "update_function", changed, {})
-        told = models.PutAsyncInvokeConfigInput().from_map(dict(asynchronous))
+        result = models.PutAsyncInvokeConfigInput().from_map(dict(asynchronous))
         self._call(
             self._about("changed"),
             "put_async_invoke_config",
-            models.PutAsyncInvokeConfigRequest(body=told),
+            models.PutAsyncInvokeConfigRequest(body=result),
             {},
         )
 

@@ -180,7 +180,7 @@ class KubernetesLauncher:
         )
         self._pods = Pods(settings.namespace, settings.context)
         #: The logged reason why pods wait for a node.
-        self._said = ""
+        self._logged_reason = ""
 
     def check(self) -> Sequence[Finding]:
         there = [pod for pod in self._pods.list(SELECTOR) if fate_of(pod).end is None]
@@ -221,7 +221,7 @@ class KubernetesLauncher:
             if fate.end is not None:
                 with suppress(PlatformError):  # a pod that has ended stays until it is removed
                     self._pods.delete(name, grace_s=FORCED_S)
-        self._say([pods[name] for name in fates])
+        self._log_waiting([pods[name] for name in fates])
         return fates
 
     def stop(self, name: str, ref: Ref | None) -> None:
@@ -239,7 +239,7 @@ class KubernetesLauncher:
     def close(self) -> None:
         self._pods.close()
 
-    def _say(self, pods: Sequence[Mapping[str, Any]]) -> None:
+    def _log_waiting(self, pods: Sequence[Mapping[str, Any]]) -> None:
         """Log once why pods find no node: they wait, for as long as one may take to be added."""
         whys = {
             str(condition.get("message", ""))
@@ -247,9 +247,9 @@ class KubernetesLauncher:
             for condition in pod.get("status", {}).get("conditions", [])
             if condition.get("reason") == "Unschedulable"
         }
-        if whys and self._said != (why := min(whys)):
+        if whys and self._logged_reason != (why := min(whys)):
             SERVICE.warning("workers wait for a node of Kubernetes: %s", why[:MAX_REPORT_CHARS])
-        self._said = min(whys, default="")
+        self._logged_reason = min(whys, default="")
 
     def _body(self, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
         settings = self._settings

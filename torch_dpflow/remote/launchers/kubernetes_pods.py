@@ -71,7 +71,7 @@ class Pods:
     """
 
     def __init__(self, namespace: str, context: str) -> None:
-        self._asked, self._context = namespace, context
+        self._namespace, self._context = namespace, context
         self._lock = threading.Lock()
         self._client: _CoreClient | None = None
         #: Whether the server has accepted these credentials: a later rejection then means an expired token.
@@ -161,7 +161,7 @@ class Pods:
     def _current(self) -> _CoreClient:
         with self._lock:
             if self._client is None:
-                self._client = _connect(self._asked, self._context)
+                self._client = _connect(self._namespace, self._context)
             return self._client
 
     @contextmanager
@@ -222,7 +222,7 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
         # The client reports urllib3's errors of certificates as an answer of status 0.
         kind = UnavailableError if status == 0 or names & _NOT_SENT else AnswerLostError
         return kind(f"{what}: {type(error).__name__}: {str(error)[:300]}")
-    message = str(_told(error).get("message") or getattr(error, "reason", ""))[:600]
+    message = str(_status_of(error).get("message") or getattr(error, "reason", ""))[:600]
     text = f"{what}: {status} {message}"
     if status == 403 and "exceeded quota" in message:
         return QuotaError(text)
@@ -233,7 +233,7 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
             f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token"
         )
     # Everything else forbidden was forbidden by an admission check.
-    if status == 403 and (_HAS_NO_RIGHT.search(message) or not _told(error)):
+    if status == 403 and (_HAS_NO_RIGHT.search(message) or not _status_of(error)):
         return DeniedError(
             f"{text}; give that right, by a role in this namespace, to the user of the kubeconfig or this pod's "
             "service account; `dpflow manifest kubernetes` has such a role"
@@ -247,13 +247,13 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
 
 def _is_there(error: Any) -> bool:
     """Return whether this error means that the object exists already."""
-    return getattr(error, "status", None) == 409 and _told(error).get("reason") == "AlreadyExists"
+    return getattr(error, "status", None) == 409 and _status_of(error).get("reason") == "AlreadyExists"
 
 
-def _told(error: Any) -> Mapping[str, Any]:
+def _status_of(error: Any) -> Mapping[str, Any]:
     """Return Kubernetes' own Status of a failure, if there is one."""
     try:
-        told = load_json(error.body)
+        result = load_json(error.body)
     except (ValueError, TypeError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return result if isinstance(result, dict) else {}

@@ -107,9 +107,9 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
     if status.get("phase") in ("Succeeded", "Failed"):
         ended = state.get("terminated") or {}
         code = ended.get("exitCode")
-        told = [*(status.get(key) for key in _WHY), *(ended.get(key) for key in _WHY if code)]
+        result = [*(status.get(key) for key in _WHY), *(ended.get(key) for key in _WHY if code)]
         signal = code - 128 if code is not None and code > 128 else None
-        report = "\n".join(filter(None, told))[-MAX_REPORT_CHARS:]
+        report = "\n".join(filter(None, result))[-MAX_REPORT_CHARS:]
         return Fate(end=End(code=None if signal else code, signal=signal, report=report, place=place))
     waiting = state.get("waiting") or {}
     if waiting.get("reason") in STUCK:

@@ -210,17 +210,17 @@ class RayLauncher:
         has = ", ".join(amount(kind, total.get(kind, 0.0)) for kind in self._needs)
         fitting, lacking = self._capacity.fitting(), self._capacity.lacking()
         each = ", ".join(amount(kind, need) for kind, need in self._needs.items())
-        room = f"room for {fitting} workers in all, of {each} each"
+        capacity = f"room for {fitting} workers in all, of {each} each"
         if fitting and lacking:
             free = self._ray.available_resources().get(lacking, 0.0)
-            room += f", and for none now, with {amount(lacking, free)} free"
+            capacity += f", and for none now, with {amount(lacking, free)} free"
         return [
             Finding(
                 True, f"Ray {self._ray.__version__} at {self._ray.get_runtime_context().gcs_address} answers"
             ),
             Finding(
                 fitting > 0 and not lacking,
-                f"{nodes} {'node has' if nodes == 1 else 'nodes have'} {has}: {room}",
+                f"{nodes} {'node has' if nodes == 1 else 'nodes have'} {has}: {capacity}",
             ),
         ]
 
@@ -330,7 +330,7 @@ class RayLauncher:
     def _end_of(self, name: str, run: Any) -> End:
         """Return how a worker has ended whose `run` has, and drop its actor."""
         try:
-            pid, code, words = self._ray.get(run)
+            pid, code, report = self._ray.get(run)
         except Exception as error:
             end = End(report=str(error).strip()[-MAX_REPORT_CHARS:], place="its actor")
         else:
@@ -338,7 +338,7 @@ class RayLauncher:
             end = End(
                 code=None if is_signal else code,
                 signal=-code if is_signal else None,
-                report=words,
+                report=report,
                 place=f"pid {pid}",
             )
         with suppress(PlatformError):

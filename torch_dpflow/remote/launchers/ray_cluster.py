@@ -327,8 +327,8 @@ def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
     ) as child:
         assert child.stdin is not None
         assert child.stderr is not None
-        words = bytearray()
-        reader = threading.Thread(target=_forward, args=(child.stderr, words), daemon=True)
+        output = bytearray()
+        reader = threading.Thread(target=_forward, args=(child.stderr, output), daemon=True)
         reader.start()
         child.stdin.write(
             launch_spec
@@ -336,14 +336,14 @@ def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
         child.stdin.close()
         code = child.wait()
         reader.join(OUTPUT_S)  # which what the worker has started may hold open
-        return child.pid, code, bytes(words).decode(errors="replace").strip()
+        return child.pid, code, bytes(output).decode(errors="replace").strip()
 
 
-def _forward(source: IO[bytes], words: bytearray) -> None:
+def _forward(source: IO[bytes], output: bytearray) -> None:
     """Copy `source` to this process's standard error, which Ray shows, and keep its end."""
     while chunk := os.read(source.fileno(), 65536):
-        words += chunk
-        del words[:-MAX_REPORT_CHARS]
+        output += chunk
+        del output[:-MAX_REPORT_CHARS]
         sys.stderr.write(chunk.decode(errors="replace"))
         sys.stderr.flush()
 

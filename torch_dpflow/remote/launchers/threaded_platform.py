@@ -42,7 +42,7 @@ MAX_PAUSE_S = 10.0
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Requested:
     """A worker that was requested and has not ended."""
 
     name: str
@@ -95,7 +95,7 @@ class ThreadedPlatform:
         self._rate = RateLimit(launcher.limits.starts_per_s)
         #: Guards all that follows; notified when any of it changes.
         self._changed = threading.Condition()
-        self._workers: dict[str, _Asked] = {}
+        self._workers: dict[str, _Requested] = {}
         #: Names to be started, in order; to be stopped, and when; suspected, and until when.
         self._queue: dict[str, None] = {}
         self._to_stop: dict[str, float] = {}
@@ -104,7 +104,7 @@ class ThreadedPlatform:
         self._looking = False
         self._look_pause_s = FIRST_LOOK_S
         #: Starts under way that are not overdue, and all calls.
-        self._starting: dict[str, _Asked] = {}
+        self._starting: dict[str, _Requested] = {}
         self._threads: set[AwaitedThread] = set()
         self._hung = 0
         self._events: list[Outcome] = []
@@ -127,18 +127,18 @@ class ThreadedPlatform:
                 raise OptionError(f"{name} cannot be started: its platform is closed")
             if name in self._workers:
                 raise OptionError(f"{name} cannot be started again: give each worker a name of its own")
-            self._workers[name] = _Asked(name, launch_spec)
+            self._workers[name] = _Requested(name, launch_spec)
             self._queue[name] = None
             self._changed.notify_all()
 
     def stop(self, name: str, why: str = "") -> None:
         with self._changed:
-            worker = self._workers.setdefault(name, _Asked(name, b"", there=True, reported=True))
+            worker = self._workers.setdefault(name, _Requested(name, b"", there=True, reported=True))
             self._want_stop(worker, why)
 
     def adopt(self, name: str, ref: Ref | None) -> None:
         with self._changed:
-            self._workers.setdefault(name, _Asked(name, b"", ref=ref, there=True))
+            self._workers.setdefault(name, _Requested(name, b"", ref=ref, there=True))
             self._changed.notify_all()
 
     def suspect(self, name: str) -> None:
@@ -270,7 +270,7 @@ class ThreadedPlatform:
 
     # -- the calls, each in a thread of its own; what they find is entered under the lock ------------------
 
-    def _start(self, worker: _Asked) -> None:
+    def _start(self, worker: _Requested) -> None:
         launch_spec, worker.launch_spec = worker.launch_spec, b""
         ref: Ref | None = None
         refused: PlatformError | None = None
@@ -300,7 +300,7 @@ class ThreadedPlatform:
                 "%s was started after its platform was closed: %s", worker.name, failure or "stopped"
             )
 
-    def _accepted(self, worker: _Asked, ref: Ref) -> None:
+    def _accepted(self, worker: _Requested, ref: Ref) -> None:
         if worker.reported and worker.why is None:
             return  # it has ended before its start was answered
         worker.ref, worker.there, worker.stopped = ref, True, False
@@ -311,12 +311,12 @@ class ThreadedPlatform:
         elif worker.name in self._workers:
             self._want_stop(worker, worker.why)
 
-    def _lost(self, worker: _Asked, text: str) -> None:
+    def _lost(self, worker: _Requested, text: str) -> None:
         worker.there = True
         if worker.why is None:
             self._report(Answerless(worker.name, text))
 
-    def _stop(self, worker: _Asked) -> None:
+    def _stop(self, worker: _Requested) -> None:
         failure = self._failure_of(lambda: self._launcher.stop(worker.name, worker.ref))
         with self._changed:
             if self._workers.get(worker.name) is not worker:
@@ -342,20 +342,20 @@ class ThreadedPlatform:
     def _look_call(self, now: float) -> Callable[[], None]:
         sweeps = now >= self._sweep_at
         names = self._workers if sweeps else self._suspects
-        asked = {name: worker for name in names if (worker := self._workers[name]).there}
+        requested = {name: worker for name in names if (worker := self._workers[name]).there}
         self._looking = True
         if sweeps:
             self._sweep_at = now + self._sweep_s
-        return partial(self._look, asked, {name for name, worker in asked.items() if worker.stopped})
+        return partial(self._look, requested, {name for name, worker in requested.items() if worker.stopped})
 
-    def _look(self, asked: Mapping[str, _Asked], stopped: Collection[str]) -> None:
+    def _look(self, requested: Mapping[str, _Requested], stopped: Collection[str]) -> None:
         fates: Mapping[str, Fate] = {}
 
         def look() -> None:
             nonlocal fates
-            fates = self._launcher.look({name: worker.ref for name, worker in asked.items()})
+            fates = self._launcher.look({name: worker.ref for name, worker in requested.items()})
 
-        failure = self._failure_of(look) if asked else ""
+        failure = self._failure_of(look) if requested else ""
         with self._changed:
             self._looking = False
             self._look_at = time.monotonic() + self._look_pause_s
@@ -363,13 +363,13 @@ class ThreadedPlatform:
             if failure:
                 SERVICE.debug("workers cannot be looked at: %s", failure)
                 return
-            for name, worker in asked.items():
+            for name, worker in requested.items():
                 if self._workers.get(name) is worker:
                     # A missing worker has ended only if it was stopped before, and has not been started since.
                     is_gone = name in stopped and worker.stopped
                     self._note(worker, fates.get(name, Fate(end=End() if is_gone else None)))
 
-    def _note(self, worker: _Asked, fate: Fate) -> None:
+    def _note(self, worker: _Requested, fate: Fate) -> None:
         if fate.end is not None:
             self._ended(worker, fate.end)
         elif fate.until_s is not None and not worker.warned:
@@ -378,7 +378,7 @@ class ThreadedPlatform:
 
     # -- under the lock ----------------------------------------------------------------------------------
 
-    def _want_stop(self, worker: _Asked, why: str) -> None:
+    def _want_stop(self, worker: _Requested, why: str) -> None:
         worker.why = worker.why or why
         if worker.name in self._queue:
             self._ended(worker, End())
@@ -395,17 +395,17 @@ class ThreadedPlatform:
         self._suspects[name] = max(self._suspects.get(name, 0.0), now + for_s)
         self._changed.notify_all()
 
-    def _ended(self, worker: _Asked, end: End) -> None:
+    def _ended(self, worker: _Requested, end: End) -> None:
         self._forget(worker)
         self._report_last(worker, Ended(worker.name, replace(end, killed_for=worker.why or "")))
 
-    def _forget(self, worker: _Asked) -> None:
+    def _forget(self, worker: _Requested) -> None:
         self._workers.pop(worker.name, None)
         self._queue.pop(worker.name, None)
         self._to_stop.pop(worker.name, None)
         self._suspects.pop(worker.name, None)
 
-    def _report_last(self, worker: _Asked, outcome: Outcome) -> None:
+    def _report_last(self, worker: _Requested, outcome: Outcome) -> None:
         if not worker.reported:
             worker.reported = True
             self._report(outcome)

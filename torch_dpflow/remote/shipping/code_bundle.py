@@ -79,7 +79,7 @@ class _Collected:
         self._sizes: Counter[str] = Counter()
         self._entries = 0
         #: Names that were requested, and whether a top-level one is a namespace.
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._namespaces: dict[str, bool] = {}
 
     def need(self, name: str) -> None:
@@ -91,8 +91,8 @@ class _Collected:
             if top not in self._namespaces:
                 self._namespaces[top] = is_namespace(top)
             key = name if self._namespaces[top] else top
-            if key not in self._asked:
-                self._asked.add(key)
+            if key not in self._requested:
+                self._requested.add(key)
                 module = own_module(name)
                 wanted.extend(() if module is None else self._add_module(module))
 

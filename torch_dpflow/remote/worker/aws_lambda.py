@@ -49,11 +49,11 @@ def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str
             fork.kill()
         timeout_s = left_s if fork.timeout_s is None else min(left_s, fork.timeout_s)
         select.select(fork.descriptors, (), (), max(0.0, timeout_s) if not why else fork.timeout_s)
-    return _told(end, why, init_s, context.aws_request_id)
+    return _answer(end, why, init_s, context.aws_request_id)
 
 
-def _told(end: End, why: str, init_s: float, request: str) -> dict[str, Any]:
+def _answer(end: End, why: str, init_s: float, request: str) -> dict[str, Any]:
     report = f"{end.report}\n{why}".strip()
     ran_s = init_s + (end.ran_s or 0.0)
-    told = asdict(replace(end, report=report, place=f"{end.place} of invocation {request}", ran_s=ran_s))
-    return {key: told[key] for key in ("code", "signal", "report", "place", "ran_s")}
+    result = asdict(replace(end, report=report, place=f"{end.place} of invocation {request}", ran_s=ran_s))
+    return {key: result[key] for key in ("code", "signal", "report", "place", "ran_s")}

@@ -61,7 +61,7 @@ class _Download:
         self.digest = digest
         self.data = bytearray(nbytes)
         self.missing = set(range(0, nbytes, PIECE_BYTES))
-        self.asked: dict[int, float] = {}
+        self.requested: dict[int, float] = {}
 
     def take(self, piece: Piece, frame: memoryview) -> None:
         if piece.digest != self.digest or piece.offset not in self.missing:
@@ -71,13 +71,13 @@ class _Download:
             raise MessageError(f"a piece of {frame.nbytes} bytes; {expected} belong there")
         self.data[piece.offset : piece.offset + expected] = frame
         self.missing.discard(piece.offset)
-        self.asked.pop(piece.offset, None)
+        self.requested.pop(piece.offset, None)
 
     def due(self, now: float) -> list[int]:
         """Return the offsets of the pieces to request now."""
-        late = [offset for offset, at in self.asked.items() if now - at >= AGAIN_S]
-        fresh = sorted(self.missing - self.asked.keys())[: max(0, CREDIT - len(self.asked))]
-        self.asked.update(dict.fromkeys([*late, *fresh], now))
+        late = [offset for offset, at in self.requested.items() if now - at >= AGAIN_S]
+        fresh = sorted(self.missing - self.requested.keys())[: max(0, CREDIT - len(self.requested))]
+        self.requested.update(dict.fromkeys([*late, *fresh], now))
         return [*late, *fresh]
 
 
@@ -110,12 +110,12 @@ class ControlConnection(threading.Thread):
         )
         #: Whether the main thread waits for that, and so raises an error.
         self._is_awaited = True
-        self._begun = self._heard = self._said = self._asked = time.monotonic()
+        self._begun = self._last_seen = self._sent_at = self._requested = time.monotonic()
         self._welcome: RemoteWelcome | None = None
         self._downloads: list[_Download] = []
-        self._words: str | None = None
+        self._report: str | None = None
         #: Modules that are missing here, to be reported.
-        self._lacks: list[str] = []
+        self._missing_modules: list[str] = []
         #: Removed if the process ends at once.
         self.directory: PrivateDirectory | None = None
         #: Of the latest heartbeats: the shortest counts, since threads of two processes may be late.
@@ -147,7 +147,7 @@ class ControlConnection(threading.Thread):
     def refused_for(self, modules: Sequence[str]) -> NoReturn:
         """Report missing modules. Raises UnwantedWorkerError with the shard's answer."""
         self._is_awaited = True
-        self._lacks = [module[:128] for module in modules[:MAX_NAMES]]
+        self._missing_modules = [module[:128] for module in modules[:MAX_NAMES]]
         assert self._connection is not None
         self._connection.wake()
         self.contents()
@@ -159,9 +159,9 @@ class ControlConnection(threading.Thread):
         self._work = CountedConnection(inner, LinkTime.of(self.address))
         return self._work
 
-    def bye(self, words: str) -> None:
+    def goodbye(self, report: str) -> None:
         """Report that this worker ends, and why."""
-        self._words = words
+        self._report = report
         if self._connection is not None and self.is_alive():
             self._connection.wake()
             self.join(2 * GOODBYE_S)
@@ -209,23 +209,23 @@ class ControlConnection(threading.Thread):
     def _stay(self) -> None:
         connection = self._connection
         assert connection is not None
-        while self._words is None:
+        while self._report is None:
             now = time.monotonic()
-            if now - self._heard >= self._launch_spec.silence_s:
+            if now - self._last_seen >= self._launch_spec.silence_s:
                 self._leave_at_once(f"no message of the shard for {self._launch_spec.silence_s:g} s")
             if self._launch_spec.lifetime_s is not None and now - self._begun >= self._launch_spec.lifetime_s:
                 self._leave_at_once("its lifetime has ended")
-            if self._lacks:
-                self._send(connection, encode(MissingModules(self._lacks)))
-                self._lacks = []
+            if self._missing_modules:
+                self._send(connection, encode(MissingModules(self._missing_modules)))
+                self._missing_modules = []
             for download in self._downloads:
                 for offset in download.due(now):
                     self._send(connection, encode(FetchPiece(download.digest, offset)))
-            if now - self._said >= HEARTBEAT_S:
-                self._asked = now
+            if now - self._sent_at >= HEARTBEAT_S:
+                self._requested = now
                 self._send(connection, encode(self._heartbeat()))
-            self._receive(connection, max(0.0, self._said + HEARTBEAT_S - now))
-        self._send(connection, encode(WorkerGoodbye(self._words[-MAX_TEXT:], self._sent)))
+            self._receive(connection, max(0.0, self._sent_at + HEARTBEAT_S - now))
+        self._send(connection, encode(WorkerGoodbye(self._report[-MAX_TEXT:], self._sent)))
 
     def _heartbeat(self) -> WorkerHeartbeat:
         away_s = 0.0 if self._work is None else self._work.away_s()
@@ -236,14 +236,14 @@ class ControlConnection(threading.Thread):
         return 0 if self._work is None else self._work.sent
 
     def _send(self, connection: Connection, frame: Frame) -> None:
-        self._said = time.monotonic()
+        self._sent_at = time.monotonic()
         connection.send([frame])
 
     def _receive(self, connection: Connection, timeout_s: float) -> None:
         """Handle the messages that arrive within a time."""
         frames = connection.receive(timeout_s)
         while frames is not None:
-            self._heard = time.monotonic()
+            self._last_seen = time.monotonic()
             header: Any = decode(frames[0])
             match header:
                 case RemoteWelcome() if self._welcome is None:
@@ -274,7 +274,7 @@ class ControlConnection(threading.Thread):
     def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
         if not self._round_trips_s[-1]:
             self._round_trips_s.clear()
-        self._round_trips_s.append(time.monotonic() - self._asked)
+        self._round_trips_s.append(time.monotonic() - self._requested)
         work = self._work
         if work is None or not work.waits or heartbeat.sent <= work.received:
             self._short_since = None

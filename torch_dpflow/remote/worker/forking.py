@@ -62,7 +62,7 @@ class Fork:
             _become(run, launch_spec, dict(env or {}), theirs, [*close, ours], parent)
         os.close(theirs)
         self._errors: int | None = ours
-        self._words = bytearray()
+        self._report = bytearray()
         self._end: End | None = None
         self._pidfd: int | None = None
         with suppress(OSError):  # an old kernel, or a sandbox that forbids the call
@@ -99,7 +99,7 @@ class Fork:
         self._end = End(
             code=done.si_status if exited else None,
             signal=None if exited else done.si_status,
-            report=bytes(self._words).decode(errors="replace").strip(),
+            report=bytes(self._report).decode(errors="replace").strip(),
             place=f"pid {self.pid}",
             ran_s=time.monotonic() - self._begun,
         )
@@ -124,8 +124,8 @@ class Fork:
                 if not chunk:
                     os.close(self._errors)
                     self._errors = None
-                self._words += chunk
-                del self._words[:-MAX_REPORT_CHARS]
+                self._report += chunk
+                del self._report[:-MAX_REPORT_CHARS]
                 sys.stderr.write(chunk.decode(errors="replace"))
                 sys.stderr.flush()
 

@@ -29,26 +29,26 @@ def run(launch_spec: bytes) -> int:
     Raises:
         MessageError: it is not a launch spec.
     """
-    told = decode_launch_spec(launch_spec)
-    if told.role == "node":
-        raise MessageError(f"the launch spec is for a {told.role}; this release can be a worker")
-    control = ControlConnection(told, versions_here())
+    result = decode_launch_spec(launch_spec)
+    if result.role == "node":
+        raise MessageError(f"the launch spec is for a {result.role}; this release can be a worker")
+    control = ControlConnection(result, versions_here())
     control.start()
     try:
-        _work(told, control)
+        _work(result, control)
     except UnwantedWorkerError as error:
         if str(error):
-            print(f"{told.name} is not wanted: {error}", file=sys.stderr)
+            print(f"{result.name} is not wanted: {error}", file=sys.stderr)
         return 0
     except BaseException as error:
-        words = "".join(traceback.format_exception(error))
-        print(words, file=sys.stderr)
-        control.bye(words)
+        report = "".join(traceback.format_exception(error))
+        print(report, file=sys.stderr)
+        control.goodbye(report)
         return 1
     finally:
         if control.directory is not None:
             control.directory.remove()
-    control.bye("")
+    control.goodbye("")
     return 0
 
 
