@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from benchmarks.simulation.contestants import make_group, make_policy
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.cluster.control.job_lookahead import KnownEpoch
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
-from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
+from torch_dpflow.cluster.control.lookaheads import KnownEpoch, LookaheadParts, ShardLookaheads
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.passes import RankShares

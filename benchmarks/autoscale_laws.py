@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
-from torch_dpflow.cluster.control.flow_counts import FlowCounts
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts
 from torch_dpflow.cluster.control.scaling_model import Law
 
 #: no law may have more

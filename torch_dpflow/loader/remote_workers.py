@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
-from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
 from torch_dpflow.ipc.memory.headroom import machine_total
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener

@@ -16,7 +16,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.cluster.client.collate import collate_payloads, collate_samples
 from torch_dpflow.cluster.messages.shard import SAMPLE
-from torch_dpflow.cluster.shard.detached_payload import detach
+from torch_dpflow.cluster.shard.worker_messages import detach
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable

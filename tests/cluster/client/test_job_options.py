@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.description import FlowDefinition
 from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, source_of
-from torch_dpflow.cluster.client.options import JobOptions
+from torch_dpflow.cluster.client.options import FlowDefinition, JobOptions
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.connection_file import find_cluster

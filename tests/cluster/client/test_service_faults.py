@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.client.failing_service import SIZE, FailingService
-from torch_dpflow.cluster.client.description import JobDescription
 from torch_dpflow.cluster.client.flow_registration import register
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
+from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.client.outage_log import MOST_FAULTS, OutageLog
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster

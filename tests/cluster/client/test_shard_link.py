@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.cluster.client.route_map import RouteMap
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks, Wanted
+from torch_dpflow.cluster.control.routing import RouteMap
 from torch_dpflow.cluster.messages.router import JobId, Route, RoutingTable
 from torch_dpflow.cluster.messages.shard import Ask, Served
 from torch_dpflow.cluster.security.connection_file import Cluster

@@ -15,9 +15,10 @@ from torch_dpflow.cluster.control.autoscale import (
     SATURATED_S,
     Autoscaler,
     Bounds,
+    FlowCounts,
+    JobCounts,
     Target,
 )
-from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
 
 MOST = 64
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dpflow.cluster.control.allotment import parts_of
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.placement import launches_of, parts_of
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, Part
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.client.route_map import RouteMap
-from torch_dpflow.cluster.control.routing import Routing
+from torch_dpflow.cluster.control.routing import RouteMap, Routing
 from torch_dpflow.cluster.messages.router import RangeAssignment, Route, RoutingTable
 from torch_dpflow.errors import OptionError
 

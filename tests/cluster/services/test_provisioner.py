@@ -17,8 +17,8 @@ from tests.cluster.services.kept_processes import MEMBERS, service_of
 from tests.new_process import Interpreter, interpreter
 from tests.shared_cluster import PATIENCE_S, wait
 from tests.worker_cases import has_ended
-from torch_dpflow.cluster.shard import kept_platform
-from torch_dpflow.cluster.shard.kept_platform import KeptPlatform
+from torch_dpflow.cluster.shard import provisioned_workers
+from torch_dpflow.cluster.shard.provisioned_workers import KeptPlatform
 from torch_dpflow.errors import OptionError, RejectedError, RemoteCallError, ThrottledError, UnavailableError
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, Refused, prefix_of
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
@@ -60,7 +60,7 @@ class Keeping:
 
 @pytest.fixture
 def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeping]:
-    monkeypatch.setattr(kept_platform, "RELEASE_S", 0.3)
+    monkeypatch.setattr(provisioned_workers, "RELEASE_S", 0.3)
     with ExitStack() as stack:
         yield Keeping(tmp_path, stack)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.cluster.shard.detached_payload import DetachedPayload
+from torch_dpflow.cluster.shard.worker_messages import DetachedPayload
 from torch_dpflow.cluster.shard.workers import ShardWorkers
 from torch_dpflow.ipc.transport import Listener, listen
 

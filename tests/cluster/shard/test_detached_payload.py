@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_dpflow.cluster.messages.shard import SAMPLE
-from torch_dpflow.cluster.shard.detached_payload import detach, text_payload
+from torch_dpflow.cluster.shard.worker_messages import detach, text_payload
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader

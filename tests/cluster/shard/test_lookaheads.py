@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.job_lookahead import KnownEpoch, joint_order
+from torch_dpflow.cluster.control.lookaheads import KnownEpoch, LookaheadParts, ShardLookaheads, joint_order
 from torch_dpflow.cluster.messages.router import JobLookahead
-from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.lookahead import Lookahead
 
 FLOW, SIZE = "flow:v1", 24

@@ -12,13 +12,13 @@ import pytest
 
 from tests.new_process import in_fork
 from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE, pack_task
-from torch_dpflow.cluster.shard.detached_payload import text_payload
 from torch_dpflow.cluster.shard.sample_source import (
     KeylessTransform,
     SampleAssignment,
     SampleSource,
     TwoStageDataset,
 )
+from torch_dpflow.cluster.shard.worker_messages import text_payload
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.flows.stage import SampleTransform, Stage
 from torch_dpflow.remote.shipping.content_pack import pack, unpack

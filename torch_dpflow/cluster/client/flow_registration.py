@@ -13,9 +13,8 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.checks import working
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.policy import parse_capacity
-from torch_dpflow.cluster.client.description import FlowDefinition
 from torch_dpflow.cluster.client.fingerprint import fingerprint
-from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, JobOptions
+from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, FlowDefinition, JobOptions
 from torch_dpflow.cluster.client.outage_log import SILENCE_S, OutageLog
 from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec

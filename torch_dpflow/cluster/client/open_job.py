@@ -7,7 +7,6 @@ from functools import partial
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.channels_last import collate_channels_last
-from torch_dpflow.cluster.client.description import Failover, FlowDefinition, JobDescription, JobReading
 from torch_dpflow.cluster.client.flow_registration import (
     LONGEST_PAUSE_S,
     PAUSE_S,
@@ -17,7 +16,15 @@ from torch_dpflow.cluster.client.flow_registration import (
     register,
     source_of,
 )
-from torch_dpflow.cluster.client.options import JobOptions, Replica, draw_name
+from torch_dpflow.cluster.client.options import (
+    Failover,
+    FlowDefinition,
+    JobDescription,
+    JobOptions,
+    JobReading,
+    Replica,
+    draw_name,
+)
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.client.shared_job import SharedJob
 from torch_dpflow.cluster.messages.router import JobRank

@@ -15,11 +15,11 @@ import numpy as np
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.processes import has_ended, own_process
-from torch_dpflow.cluster.client.description import Failover, JobDescription
-from torch_dpflow.cluster.client.epoch_cursor import Marks, mark
+from torch_dpflow._core.threads import StopSignal
+from torch_dpflow.cluster.client.delivery import Marks, mark
+from torch_dpflow.cluster.client.options import Failover, JobDescription
 from torch_dpflow.cluster.client.outage_log import OutageLog
-from torch_dpflow.cluster.client.route_map import RouteMap
-from torch_dpflow.cluster.client.stop_signal import StopSignal
+from torch_dpflow.cluster.control.routing import RouteMap
 from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.messages.router import (

@@ -14,16 +14,13 @@ from types import TracebackType
 from typing import Any, cast
 
 from torch_dpflow._core.checks import check_int
-from torch_dpflow._core.threads import PeriodicCall
+from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import collate_function
-from torch_dpflow.cluster.client.description import Failover, JobDescription
-from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
+from torch_dpflow.cluster.client.delivery import LATER, EpochCursor, PlanFeed
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
-from torch_dpflow.cluster.client.options import JobOptions
-from torch_dpflow.cluster.client.plan_feed import LATER, PlanFeed
+from torch_dpflow.cluster.client.options import Failover, JobDescription, JobOptions
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.client.shard_link import EpochDraw, ShardLinks
-from torch_dpflow.cluster.client.stop_signal import StopSignal
 from torch_dpflow.cluster.messages.coordinator import Cost
 from torch_dpflow.cluster.messages.router import JobFigures
 from torch_dpflow.cluster.messages.shard import POISON_LIMIT

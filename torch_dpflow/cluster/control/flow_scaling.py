@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.cluster.control.allotment import max_min
-from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
-from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
+from torch_dpflow.cluster.control.placement import max_min
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, WorkerSeconds
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView

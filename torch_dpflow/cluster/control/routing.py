@@ -1,18 +1,21 @@
-"""Which shard owns which keys: a pure state machine (thesis 4.3.3: routing generations).
+"""Ownership of keys by shards: a pure state machine (thesis 4.3.3: routing generations).
 
 The keys 0 to size-1 are divided among the shards in ranges of equal length. Every change of the shards begins a new
-generation; a call that names an older one is refused, and its caller fetches the new table. So shards may be added and
-removed while jobs read: one that is no longer expected owns nothing from the next generation on, and runs until its
-jobs have left.
+generation. A shard refuses a call that names an older one, and the caller fetches the new table. Shards can therefore
+be added and removed while jobs read: a shard that is no longer expected owns nothing from the next generation on, and
+runs until its jobs have left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from torch_dpflow.cluster.messages.router import RangeAssignment, Route, RoutingTable
 from torch_dpflow.errors import OptionError
+from torch_dpflow.samplers.indices import IndexArray
 
 
 @dataclass(slots=True)
@@ -123,3 +126,22 @@ class Routing:
     def _bounds(self) -> list[int]:
         shards = max(1, len(self._owners))
         return [place * self._size // shards for place in range(shards + 1)]
+
+
+class RouteMap:
+    """A job's copy of a routing table.
+
+    Raises OptionError for a table that has no routes, or gaps in them.
+    """
+
+    def __init__(self, table: RoutingTable) -> None:
+        self.generation = table.generation
+        self.addresses = [route.address for route in table.routes]
+        ends = [route.end for route in table.routes]
+        if not ends or [0, *ends[:-1]] != [route.first for route in table.routes]:
+            raise OptionError(f"a routing table without routes, or with gaps: {table.routes}")
+        self._ends = np.array(ends)
+
+    def places_of(self, keys: Sequence[int]) -> IndexArray:
+        """The number of the route that owns each key, shape (n,)."""
+        return np.searchsorted(self._ends, np.asarray(keys, np.int64), side="right")

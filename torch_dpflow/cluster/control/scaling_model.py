@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-from torch_dpflow.cluster.control.flow_counts import FlowCounts, JobCounts
+from torch_dpflow.cluster.control.autoscale import FlowCounts, JobCounts
 from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,

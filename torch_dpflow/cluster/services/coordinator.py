@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.cluster.control.allotment import parts_of, spread
 from torch_dpflow.cluster.control.flow_registry import (
     Flow,
     FlowInstruction,
@@ -25,7 +24,7 @@ from torch_dpflow.cluster.control.flow_registry import (
     StopFlow,
 )
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
-from torch_dpflow.cluster.control.placement import launches_of
+from torch_dpflow.cluster.control.placement import launches_of, parts_of, spread
 from torch_dpflow.cluster.messages.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,

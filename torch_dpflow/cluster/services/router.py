@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from torch_dpflow._core.threads import SuspendAwareClock
-from torch_dpflow.cluster.control.job_lookahead import KnownEpoch, joint_order, speed_step
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
+from torch_dpflow.cluster.control.lookaheads import KnownEpoch, joint_order, speed_step
 from torch_dpflow.cluster.control.name_leases import NameLeases
 from torch_dpflow.cluster.control.routing import Routing
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
+from torch_dpflow.cluster.control.lookaheads import LookaheadParts
 from torch_dpflow.cluster.messages.node import Ending, ProcessView
 from torch_dpflow.cluster.messages.router import (
     JobLookahead,
@@ -24,8 +25,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
 from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec, ask_in, locate, serve
-from torch_dpflow.cluster.shard.lookaheads import LookaheadParts
-from torch_dpflow.cluster.shard.member_fleet import MemberFleet
+from torch_dpflow.cluster.shard.provisioned_workers import MemberFleet
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient

@@ -1,7 +1,8 @@
-"""The body of a shared flow's workers: loads the samples that its shard assigns, until its node ends it."""
+"""Worker of a shared flow: loads the samples that its shard assigns, until its node or its shard ends it."""
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
+from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.shard import FAILED, GREETING, WorkerArguments
 from torch_dpflow.cluster.services.contents import open_content
@@ -31,6 +33,7 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
+from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Connection, connect
 from torch_dpflow.log import SERVICE
@@ -233,4 +236,32 @@ def run(service: ServiceSpec) -> None:
         connection, arguments.number, service.incarnation, content, lambda: heartbeats.report({UP: True})
     )
     use_sched_batch()  # not before: the socket's and the outbox's threads have to answer quickly
+    worker.work()
+
+
+class MemberSampleWorker(SampleWorker):
+    """Sample worker that greets once: its control connection notices a lost greeting or a silent shard."""
+
+    hello_s = None
+    idle_s = None
+
+
+def load_samples(
+    packed: bytes, number: int, incarnation: int, connection: Connection, *, is_near: bool, directory: str
+) -> None:
+    """Load single samples until the shard ends the worker.
+
+    packed: a `SampleAssignment`. is_near: as of `work`. directory: removed where it ends with its shard.
+    """
+    set_worker_signal_handlers()
+    outbox = ResultOutbox(connection, compress=None if is_near else compress)
+    worker = MemberSampleWorker(
+        connection,
+        number,
+        incarnation,
+        lambda digest, on_progress: io.BytesIO(packed),
+        outbox=outbox,
+        directory=directory,
+    )
+    use_sched_batch()  # not before: the threads of sockets have to answer quickly
     worker.work()

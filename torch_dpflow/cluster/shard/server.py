@@ -16,6 +16,7 @@ from torch_dpflow.caches import make_policy
 from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel, Load, RequestId, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
+from torch_dpflow.cluster.control.lookaheads import LookaheadParts, ShardLookaheads
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import (
     JOB_LEASE_S,
@@ -26,9 +27,7 @@ from torch_dpflow.cluster.messages.router import (
     RangeAssignment,
 )
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
-from torch_dpflow.cluster.shard.demultiplexer import WorkerDemultiplexer
-from torch_dpflow.cluster.shard.detached_payload import DetachedPayload
-from torch_dpflow.cluster.shard.lookaheads import LookaheadParts, ShardLookaheads
+from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, WorkerDemultiplexer
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError, StaleJobError, StaleRoutingError

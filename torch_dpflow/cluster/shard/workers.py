@@ -20,7 +20,7 @@ from torch_dpflow.cluster.messages.shard import (
     WORKERLESS,
     pack_task,
 )
-from torch_dpflow.cluster.shard.detached_payload import DetachedPayload, detach, text_payload
+from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, detach, text_payload
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.ipc.memory.arena import RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaPeers, ArenaReader

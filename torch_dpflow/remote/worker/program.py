@@ -16,7 +16,7 @@ from torch_dpflow.remote.shipping.compatibility import missing_modules, required
 from torch_dpflow.remote.worker.control_connection import ControlConnection, UnwantedWorkerError
 
 #: The module that loads single samples: named and not imported, since flows lie above the workers of any loader.
-SAMPLES = "torch_dpflow.cluster.shard.remote_samples"
+SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
 
 
 def run(launch_spec: bytes) -> int:

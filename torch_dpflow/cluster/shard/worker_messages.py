@@ -1,7 +1,8 @@
-"""A payload copied out of its worker's shared memory, which the worker may then use again."""
+"""Messages and payloads of a shard's workers: separated from those of jobs, and detached from the workers' memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,7 +11,70 @@ from torch_dpflow.cluster.messages.shard import SAMPLE, ServedSample
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.payload_table import BufferSpan, PayloadTable
-from torch_dpflow.ipc.transport import Frame
+from torch_dpflow.ipc.transport import Frame, Listener
+
+#: Most messages of workers that are handled before the server handles another one.
+_BURST = 64
+
+
+class WorkerDemultiplexer:
+    """A listener that handles the messages of workers itself and returns all others.
+
+    A worker's identity ends with the node's token. What a worker reports as loaded is believed, so only a process that
+    the node has started counts as one; everybody else is a client of the RPC server.
+
+    Args:
+        listener: the socket; closed with the demultiplexer.
+        token: of the node.
+        on_worker_message: called with each message of a worker, in the thread that receives.
+    """
+
+    losses = 0
+    #: Receives what members of a platform have sent to their own listener; whether there may be more. None: there is no
+    #: such listener.
+    serve_members: Callable[[], bool] | None = None
+
+    def __init__(
+        self, listener: Listener, token: str, on_worker_message: Callable[[bytes, list[memoryview]], None]
+    ) -> None:
+        self._listener = listener
+        self._suffix = f"/{token}".encode()
+        self._on_worker_message = on_worker_message
+        self.address = listener.address
+        self.dropped = 0
+
+    def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
+        """The next message that is not a worker's; None also after messages of workers."""
+        if self.serve_members is not None and self.serve_members():
+            timeout_s = 0
+        for _ in range(_BURST):
+            message = self._listener.receive(timeout_s)
+            self.dropped = self._listener.dropped
+            if message is None or not message[0].endswith(self._suffix):
+                return message
+            self._on_worker_message(*message)
+            timeout_s = 0
+        return None
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        """As the listener's."""
+        return self._listener.send(peer, frames)
+
+    def watch(self, descriptor: int) -> None:
+        """As the listener's."""
+        self._listener.watch(descriptor)
+
+    def unwatch(self, descriptor: int) -> None:
+        """As the listener's."""
+        self._listener.unwatch(descriptor)
+
+    def wake(self) -> None:
+        """As the listener's."""
+        self._listener.wake()
+
+    def close(self) -> None:
+        """As the listener's."""
+        self._listener.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
-"""The lookaheads of a shard's jobs: which to request from the router, and what the cache's policy gets of an answer.
+"""Lookaheads of jobs: what a router knows of a job's future reads, and what a shard makes of it (thesis 3.4.3, 3.4.4).
 
-A pure state machine; there is no socket, thread or clock inside.
-
-The router has each job's future from its sampling group, or from the job itself, cut to the shard's keys. It does not
-know which of the samples that it has given out were requested here; this module does. A lookahead for the policy
-(thesis 3.4.3) therefore starts at what was requested here.
+Pure: there is no socket, thread or clock inside. The router has each job's future from its sampling group, or from the
+job itself, and cuts it to the shard's keys. It does not know which of the samples that it drew were requested from the
+shard; `ShardLookaheads` does. The lookahead for the cache's policy therefore starts at what was requested there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +17,80 @@ import numpy.typing as npt
 
 from torch_dpflow.cluster.messages.router import JobLookahead, LookaheadRequest
 from torch_dpflow.lookahead import Keys, Lookahead, Weights
-from torch_dpflow.samplers.indices import compact
+from torch_dpflow.samplers.indices import IndexArray, compact
+
+#: A change of a job's measured speed by less than this factor is no news.
+SPEED_STEP = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEpoch:
+    """An epoch of a job as its router knows it.
+
+    Args:
+        ahead: of the job's sampling group, or of the job's own sampler.
+        drawn: the samples that were drawn since the epoch was begun with this router, in order.
+        done: those that the job had before, ascending.
+    """
+
+    ahead: Lookahead
+    drawn: Keys
+    done: Keys
+
+    def cut(self, first: int, end: int, size: int) -> tuple[JobLookahead, list[Any]]:
+        """The answer to a shard that owns the keys from `first` to before `end`, and its arrays.
+
+        size: samples of the flow.
+        """
+        ahead, dtype = self.ahead, compact(size)
+        certain = _within(np.concatenate([self.drawn, ahead.certain]), first, end)
+        members = None if ahead.members is None else _within(ahead.members, first, end)
+        if members is not None and len(members) == end - first:
+            members = None
+        length = end - first if members is None else len(members)
+        if not ahead.complete and len(self.done):
+            members = np.setdiff1d(np.arange(first, end) if members is None else members, self.done)
+        is_likely = (ahead.likely >= first) & (ahead.likely < end)
+        speed = 0.0
+        if ahead.speed is not None and ahead.length:
+            speed = ahead.speed * length / ahead.length
+        answer = JobLookahead(
+            ahead.epoch,
+            0,
+            ahead.complete,
+            length,
+            members is not None,
+            ahead.following is not None,
+            speed,
+        )
+        empty = np.empty(0, dtype)
+        arrays: list[npt.NDArray[Any]] = [
+            certain.astype(dtype),
+            ahead.likely[is_likely].astype(dtype),
+            ahead.weights[is_likely].astype(np.float64) if len(ahead.weights) else np.empty(0, np.float64),
+            empty if members is None else members.astype(dtype),
+            empty if ahead.following is None else _within(ahead.following, first, end).astype(dtype),
+        ]
+        return answer, arrays
+
+
+def speed_step(speed: float | None) -> int | None:
+    """The same number for speeds that differ by less than `SPEED_STEP`; None for one that is not measured."""
+    return None if speed is None else round(math.log(speed, SPEED_STEP))
+
+
+def joint_order(parts: dict[int, IndexArray], replicas: int) -> IndexArray:
+    """The order of a job whose ranks have announced theirs, as if they read in turn; of those that have, by rank."""
+    if replicas == 1:
+        return parts[0]
+    places = np.concatenate([np.arange(len(part)) * replicas + rank for rank, part in parts.items()])
+    joint: IndexArray = np.concatenate(list(parts.values()))[np.argsort(places)]
+    return joint
+
+
+def _within(keys: Keys, first: int, end: int) -> Keys:
+    return keys[(keys >= first) & (keys < end)]
+
 
 #: Requests in an epoch for a job whose order is known to its end, which only its speed changes; for any other job.
 _REQUESTS_FIXED, _REQUESTS = 8, 32

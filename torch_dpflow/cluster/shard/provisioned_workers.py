@@ -1,0 +1,403 @@
+"""Workers of a shard on the cluster's platform, which only the provisioner can access: it has the library and the keys.
+
+A shard has the names of all its workers before the provisioner has them, and reports them to each new provisioner. The
+death of a provisioner therefore costs no worker: unanswered requests are repeated, and workers live on.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+from torch_dpflow._core.threads import PeriodicCall
+from torch_dpflow.cluster.messages.provisioner import (
+    MAX_REQUESTS,
+    Asking,
+    Attach,
+    Attached,
+    KeptMember,
+    News,
+    Release,
+    Request,
+    Requests,
+    StartRequest,
+    StopRequest,
+    SuspectRequest,
+    outcome_of,
+)
+from torch_dpflow.cluster.services.contents import open_content
+from torch_dpflow.cluster.services.service import COORDINATOR, MemberPlace, ServiceSpec
+from torch_dpflow.cluster.shard.server import SampleShard
+from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
+from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
+from torch_dpflow.remote.fleet.worker_listener import PortsInUseError
+from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS, RemoteContent
+from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Ref, Refused
+from torch_dpflow.remote.shipping.content_pack import split_content
+
+#: How long the provisioner's platform may take to be opened, and the provisioner to hear that a shard ends, seconds.
+OPEN_S, RELEASE_S = 120.0, 2.0
+
+
+class KeptSource:
+    """Where the members of a cluster's shard come from: see `PlatformSource`."""
+
+    def __init__(self, service: ServiceSpec, place: MemberPlace) -> None:
+        self._service = service
+        self.name = place.name
+        self._listen_at = ""
+
+    def open(self) -> KeptPlatform:
+        """Connect to the provisioner. Raises RemoteCallError with what the platform says, DeadlineError."""
+        platform = KeptPlatform(self._service)
+        self._listen_at = platform.listen_at
+        return platform
+
+    def listen_at(self) -> str:
+        """As the provisioner says, whose host is this one."""
+        return self._listen_at
+
+    def check_listen(self, address: str) -> None:
+        """Nothing: the provisioner has."""
+
+
+class KeptPlatform:
+    """The `RemotePlatform` of one shard.
+
+    Raises:
+        RemoteCallError: the platform cannot be opened, or refuses.
+        DeadlineError: the provisioner does not answer.
+    """
+
+    def __init__(self, service: ServiceSpec) -> None:
+        self._id, self._incarnation = service.id, service.incarnation
+        self._client = service.place.connect(service.place.provisioner_address)
+        #: Guards what follows.
+        self._lock = threading.Lock()
+        #: What is to be asked for, by the kind of request and the member, in order; until the provisioner has it.
+        self._requests: dict[tuple[type, str], Request] = {}
+        #: Orders whose start has not been answered, and how the platform knows the others that are not gone.
+        self._orders: dict[str, bytes] = {}
+        self._refs: dict[str, Ref | None] = {}
+        self._outcomes: list[Outcome] = []
+        #: How much news the provisioner has told. For the thread that asks.
+        self._seen = 0
+        self._closed = False
+        try:
+            attached = self._attach()
+        except BaseException:
+            self._client.close()
+            raise
+        self.limits, self.listen_at = attached.limits, attached.listen_at
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sender = PeriodicCall(self._send, math.inf, "dpflow-requests", on_error=self._log)
+        self._reader = PeriodicCall(self._read, 0.0, "dpflow-news", on_error=self._log)
+        self._sender.start()
+        self._reader.start()
+
+    # -- for the shard's thread ------------------------------------------------------------------------------
+
+    def start(self, name: str, launch_spec: bytes) -> None:
+        if len(launch_spec) > self.limits.max_launch_spec_bytes:
+            raise OptionError(
+                f"the launch spec of {name} has {len(launch_spec)} bytes; at most "
+                f"{self.limits.max_launch_spec_bytes} are allowed"
+            )
+        with self._lock:
+            self._orders[name] = launch_spec
+        self._ask(StartRequest(name, launch_spec))
+
+    def stop(self, name: str, why: str = "") -> None:
+        self._ask(StopRequest(name, why[:MAX_TEXT]))
+
+    def suspect(self, name: str) -> None:
+        self._ask(SuspectRequest(name))
+
+    def take(self) -> Sequence[Outcome]:
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, []
+            if outcomes and not self._closed:
+                os.eventfd_read(self.wakeup_fd)
+            return outcomes
+
+    def close(self, *, grace_s: float = 0.0) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._sender.stop()
+        self._reader.stop()
+        with suppress(DPFlowError):  # it finds out by itself
+            self._client.call("release", Release(self._id, self._incarnation, grace_s), timeout_s=RELEASE_S)
+        self._client.close()
+        with self._lock:
+            os.close(self.wakeup_fd)
+
+    def _ask(self, request: Request) -> None:
+        with self._lock:
+            self._requests[type(request), request.name] = request
+        self._sender.wake()
+
+    # -- its threads -----------------------------------------------------------------------------------------
+
+    def _attach(self) -> Attached:
+        with self._lock:
+            members = [KeptMember(name, ref) for name, ref in self._refs.items()]
+        body = Attach(self._id, self._incarnation, members)
+        attached: Attached = self._client.call("attach", body, reply_type=Attached, timeout_s=OPEN_S).body
+        self._seen = attached.seen
+        return attached
+
+    def _send(self) -> None:
+        with self._lock:
+            asked = [*self._requests.items()][:MAX_REQUESTS]
+        if not asked:
+            return
+        body = Requests(self._id, self._incarnation, [request for _, request in asked])
+        if not self._client.call("request", body, reply_type=bool).body:
+            return  # a new provisioner: the other thread attaches, and then these are asked again
+        with self._lock:
+            for key, request in asked:
+                if self._requests.get(key) is request:
+                    del self._requests[key]
+        self._sender.wake()
+
+    def _read(self) -> None:
+        news: News = self._client.call(
+            "news", Asking(self._id, self._incarnation, self._seen), reply_type=News
+        ).body
+        if not news.known:
+            self._attach_again()
+            return
+        self._seen = news.seen
+        self._tell([outcome_of(told) for told in news.told])
+
+    def _attach_again(self) -> None:
+        """To a new provisioner, and ask it for all starts that the one before has not answered."""
+        try:
+            self._attach()
+        except RemoteCallError as error:  # what the platform says; members live on
+            self._tell([Refused(name, UnavailableError(str(error))) for name in [*self._orders]])
+            raise
+        with self._lock:
+            requests, self._requests = self._requests, {}
+            for name, launch_spec in self._orders.items():
+                self._requests[StartRequest, name] = StartRequest(name, launch_spec)
+            self._requests |= requests
+        self._sender.wake()
+
+    def _tell(self, outcomes: list[Outcome]) -> None:
+        with self._lock:
+            for outcome in outcomes:
+                self._note(outcome)
+            if outcomes and not self._closed:
+                if not self._outcomes:
+                    os.eventfd_write(self.wakeup_fd, 1)
+                self._outcomes += outcomes
+
+    def _log(self, error: Exception) -> None:
+        if not self._closed:
+            SERVICE.warning("calling the provisioner has failed and is repeated (%s)", error)
+
+    def _note(self, outcome: Outcome) -> None:
+        name = outcome.name
+        match outcome:
+            case Accepted(ref=ref):
+                self._orders.pop(name, None)
+                self._refs[name] = ref
+            case Answerless():
+                self._orders.pop(name, None)
+                self._refs.setdefault(name, None)
+            case Refused() | Ended():
+                self._orders.pop(name, None)
+                self._refs.pop(name, None)
+                self._requests.pop((StartRequest, name), None)
+
+
+#: Most messages of members that are handled before one of a job is.
+_BURST = 64
+#: How long the last messages to members may take to leave, seconds.
+LINGER_S = 1.0
+#: For how long a port at which members may call is awaited, longer than a shard that is to end waits for its jobs; how
+#: often it is tried, seconds.
+PORT_S, PORT_RETRY_S = 30.0, 1.0
+
+
+class MemberFleet:
+    """Has a platform run the workers of a shard, and gives these what the shard's own listener would.
+
+    All methods are for the server's thread. Another thread fetches the content and waits for the provisioner's
+    platform, which takes seconds.
+    """
+
+    def __init__(self, service: ServiceSpec, members: MemberPlace, content: str) -> None:
+        self._service = service
+        self._members = members
+        self._digest = content
+        self._shard: SampleShard
+        self._remote: RemoteWorkers | None = None
+        self._file: IO[bytes] | None = None
+        self._ended = False
+
+    def attach(self, shard: SampleShard) -> None:
+        """Serve this shard, whose thread this is. To be called once."""
+        self._shard = shard
+        shard.workers.use_fleet(self)
+        self._open()
+
+    def close(self) -> None:
+        """End all members."""
+        self._ended = True
+        if self._remote is not None:
+            self._remote.dismiss(all_=True)
+            self._remote.listener.close(linger_s=LINGER_S)
+            self._remote.close()
+
+    def end(self, worker: int, incarnation: int) -> None:
+        """Have a worker ended: see `ShardWorkers`."""
+        if self._remote is not None:
+            self._remote.kill(worker, "its shard has given it up; the log of the cluster says why")
+
+    def status(self) -> dict[str, Any]:
+        """Figures for people."""
+        if self._remote is None:
+            return {"members": [], "member_s": 0.0, "away_s": 0.0}
+        samples = self._shard.workers.samples_of
+        views = self._remote.views()
+        for view in views:
+            view.samples = samples(view.number) if view.state == "working" else 0
+        return {
+            "members": views,
+            "member_s": self._remote.time.seconds,
+            "away_s": self._remote.time.away_s,
+            "limited_by": self._remote.limited_by,
+        }
+
+    # -- for the shard's workers (`WorkerFleet`) -------------------------------------------------------------
+
+    def resize(self, workers: int) -> None:
+        if self._remote is not None:
+            self._remote.resize(workers)
+
+    def rest(self) -> None:
+        if self._remote is not None:
+            self._remote.rest()
+
+    def resume(self) -> None:
+        if self._remote is None:
+            self._open()
+        else:
+            self._remote.resize(self._shard.workers.expected)
+            self._remote.resume()
+
+    @property
+    def shortage(self) -> tuple[str, str]:
+        return ("", "") if self._remote is None else (self._remote.limited_by, self._remote.shortage)
+
+    # -- for the remote workers (`Shell`) --------------------------------------------------------------------
+
+    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
+        self._shard.workers.on_message(peer, hello)
+
+    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
+        self._shard.workers.on_message(peer, frames)
+
+    def drain(self) -> None:
+        remote = self._remote
+        while remote is not None and (message := remote.listener.receive(0)) is not None:
+            remote.on_message(*message)
+
+    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
+        if had_tasks:
+            self._shard.workers.lost(worker, how, may_blame=may_blame)
+        elif how:
+            SERVICE.warning("%s, before it could work", how, extra={"worker": worker})
+
+    def set_window(self, worker: int, window: int) -> None:
+        self._shard.workers.set_window(worker, window)
+
+    def fail(self, error: Exception) -> None:
+        self._shard.workers.fail(str(error))
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    def _serve(self) -> bool:
+        """Handle what members have sent; whether there may be more.
+
+        After it has returned False nothing is left that their listener's descriptors would not tell.
+        """
+        remote = self._remote
+        assert remote is not None
+        handled, before = 0, -1
+        while before < handled < _BURST:
+            before = handled
+            remote.look()
+            self._shard.workers.flush()
+            # Last: to send takes the news that something has come away from the descriptors.
+            while handled < _BURST and (message := remote.listener.receive(0)) is not None:
+                remote.on_message(*message)
+                handled += 1
+        return handled >= _BURST
+
+    def _open(self) -> None:
+        threading.Thread(target=self._connect, name="dpflow-platform", daemon=True).start()
+
+    def _connect(self) -> None:
+        try:
+            remote = self._connected()
+        except Exception as error:
+            text = f"no worker can be had of platform {self._members.name!r} for {self._service.id}: {error}"
+            if isinstance(error, PortsInUseError):
+                text += (
+                    "; end what listens there, have fewer shards by `dpflow flow scale`, or start `dpflow up` with "
+                    "more ports in --worker-listen"
+                )
+            if not isinstance(error, DPFlowError):
+                SERVICE.exception("the platform could not be opened")
+            self._shard.server.post(lambda: self._shard.workers.fail(text))
+        else:
+            self._shard.server.post(lambda: self._begin(remote))
+
+    def _connected(self) -> RemoteWorkers:
+        until = time.monotonic() + PORT_S
+        while True:
+            try:
+                return RemoteWorkers(
+                    KeptSource(self._service, self._members),
+                    self._content(),
+                    0,
+                    listen_at=self._members.listen_at,
+                    kind=SAMPLE_WORKERS,
+                    cluster=self._service.place.cluster,
+                )
+            except PortsInUseError as error:  # by a shard that ends once its jobs have left it
+                if self._ended or time.monotonic() >= until:
+                    raise
+                SERVICE.warning("%s; trying again", error)
+            time.sleep(PORT_RETRY_S)
+
+    def _content(self) -> RemoteContent:
+        if self._file is None:
+            self._file = open_content(
+                self._service.place, self._digest, lambda: None, coordinator=COORDINATOR
+            )
+        mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        return RemoteContent(*split_content(memoryview(mapped)))
+
+    def _begin(self, remote: RemoteWorkers) -> None:
+        remote.shell = self
+        self._remote = remote
+        if self._ended:
+            self.close()
+            return
+        self._shard.serve_members(self._serve, remote.listener, remote.descriptors)
+        remote.resize(self._shard.workers.expected)
+        remote.start_all()
