@@ -20,7 +20,6 @@ from torch_dpflow.epoch.plan import (
     length_or_none,
     replay,
     sampler_generators,
-    stateful_part,
 )
 from torch_dpflow.epoch.rng import (
     RngState,
@@ -316,11 +315,6 @@ class EpochProgress:
             StreamState(rng=stream.rng, dataset=stream.dataset if stream.ended or is_map else None)
             for stream in self.streams
         ]
-
-
-def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
-    """Return the plan of an epoch with these index batches."""
-    return Plan(batches, sampler=stateful_part(index_sampler, sampler))
 
 
 def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | None) -> None:

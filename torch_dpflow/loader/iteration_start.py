@@ -23,6 +23,7 @@ from torch_dpflow.epoch.plan import (
     return_sampler,
     sampler_generators,
     settled_length,
+    stateful_part,
 )
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,
@@ -30,7 +31,6 @@ from torch_dpflow.epoch.progress import (
     EpochStart,
     GeneratorStates,
     LoaderShape,
-    new_plan,
 )
 from torch_dpflow.epoch.rng import fingerprints, preserved_rng_except, restore_generator, unchanged_generators
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
@@ -170,7 +170,7 @@ def _progress(
         generators=generators,
         began=runtime.began,
     )
-    plan = new_plan(batches, loader._index_sampler, loader.sampler)
+    plan = Plan(batches, sampler=stateful_part(loader._index_sampler, loader.sampler))
     held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
     shape = LoaderShape(loader)
     return EpochProgress(shape, start, plan, generator=loader.generator, held=held, streams=streams)

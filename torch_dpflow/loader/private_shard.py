@@ -38,7 +38,7 @@ from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.workers.batches import Begun, EpochSpec
 from torch_dpflow.workers.engine import Shard
 from torch_dpflow.workers.platform import Handle
-from torch_dpflow.workers.scheduler.machine import Scheduler
+from torch_dpflow.workers.scheduler.machine import Counters, Scheduler
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.remote_workers import MixedWorkers
@@ -111,13 +111,6 @@ class ShardFailed(msgspec.Struct, frozen=True):
 
 
 Event = Arrived | Poisoned | Started | WorkerIdle | Died | RemoteWorkerLost | ShardFailed
-
-
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the shard's scheduler since its start."""
-
-    duplicates: int
-    steals: int
 
 
 class PrivateShard:
@@ -257,10 +250,9 @@ class PrivateShard:
         """Whether this process made the shard; a forked child has inherited the object, not its workers."""
         return self._owner == os.getpid()
 
-    def totals(self) -> Totals:
-        """Return the counts since the start."""
-        counters = self._scheduler.counters
-        return Totals(duplicates=counters.duplicates, steals=counters.steals)
+    def totals(self) -> Counters:
+        """Return the scheduler's counts since the start."""
+        return msgspec.structs.replace(self._scheduler.counters)
 
     def elsewhere(self) -> tuple[int, str]:
         """Return how many remote workers work, and why there are no more."""

@@ -31,7 +31,6 @@ from torch_dpflow.loader.private_shard import (
     RemoteWorkerLost,
     ShardFailed,
     Started,
-    Totals,
     WorkerIdle,
 )
 from torch_dpflow.loader.worker_processes import (
@@ -46,6 +45,7 @@ from torch_dpflow.workers.batch_worker import POSITION_BITS, POSITION_MASK
 from torch_dpflow.workers.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.workers.local_platform import LocalHandle
 from torch_dpflow.workers.platform import Handle
+from torch_dpflow.workers.scheduler.machine import Counters
 
 
 class WorkerIterator(BaseDataLoaderIter):
@@ -69,7 +69,7 @@ class WorkerIterator(BaseDataLoaderIter):
         self._generation = 0
         self._restarts = Restarts(self._options.restart_limit, loader.num_workers, self._runtime.meter)
         self._ended_workers: list[Any] = []
-        self._counted = Totals(duplicates=0, steals=0)
+        self._counted = Counters()
         self._shard: PrivateShard | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)

@@ -108,11 +108,14 @@ class WorkerProcesses:
         self._numbers = {f"worker-{worker}": worker for worker in range(workers)}
         self._handles: dict[int, Handle] = {}
         self._incarnations = [0] * workers
-        #: The workers of this host, as of all kinds of workers.
-        self.local = self
 
     def __len__(self) -> int:
         return len(self._incarnations)
+
+    @property
+    def local(self) -> WorkerProcesses:
+        """The workers of this host: all of them."""
+        return self  # no attribute, which would be a reference cycle
 
     @property
     def handles(self) -> list[Handle]:
