@@ -25,7 +25,7 @@ class Difference:
         before, self._before = self._before, counts
         return FlowCounts(
             jobs=counts.jobs,
-            asked=counts.asked - before.asked,
+            requested=counts.requested - before.requested,
             loads=counts.loads - before.loads,
             busy_s=counts.busy_s - before.busy_s,
             worker_s=counts.worker_s - before.worker_s,
@@ -46,10 +46,10 @@ def tf_data(first: int) -> Law:
     def law(counts: FlowCounts, now: float) -> int:
         nonlocal target
         passed = latest.of(counts)
-        if passed.loads > 0 and passed.asked > 0:
+        if passed.loads > 0 and passed.requested > 0:
             # consumers report the time between their requests without what they waited for the answer
-            consumed = passed.asked / max(1e-3, 1.0 - min(1.0, passed.late_s))
-            target = max(1, math.ceil(min(consumed, 4 * passed.asked) / (passed.loads / passed.busy_s)))
+            consumed = passed.requested / max(1e-3, 1.0 - min(1.0, passed.late_s))
+            target = max(1, math.ceil(min(consumed, 4 * passed.requested) / (passed.loads / passed.busy_s)))
         return min(target, MOST)
 
     return law
@@ -66,17 +66,17 @@ def cachew(first: int) -> Law:
         if now % 10.0:
             return target
         passed = latest.of(counts)
-        if not passed.asked or counts.working != target:
+        if not passed.requested or counts.working != target:
             return target
-        cost_s = (10.0 / passed.asked) * (8.0 + 0.31 * target)
+        cost_s = (10.0 / passed.requested) * (8.0 + 0.31 * target)
         if settled_s is not None:
             stable += 1
-            if stable >= 20 and abs(10.0 / passed.asked - settled_s) > 0.4 * settled_s:
+            if stable >= 20 and abs(10.0 / passed.requested - settled_s) > 0.4 * settled_s:
                 settled_s, best_s, stable = None, math.inf, 0
         elif cost_s < best_s:
             best_s, target = cost_s, min(target + 1, MOST)
         else:
-            target, settled_s = max(1, target - 1), 10.0 / passed.asked
+            target, settled_s = max(1, target - 1), 10.0 / passed.requested
         return target
 
     return law

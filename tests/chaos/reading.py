@@ -48,8 +48,8 @@ class Reading:
     checkpoint: int = 5
     shards: int = 1
     workers: int = 2
-    asked: int = 6
-    patience_s: float = 100.0
+    requested: int = 6
+    reconnect_timeout_s: float = 100.0
     task_timeout_s: float = 600.0
     #: A store of numbers and the S3 that they lie in, if they are read from there.
     store: str = ""
@@ -125,9 +125,9 @@ def read(given: Reading) -> None:
         address=given.address,
         job=JobOptions(
             idle_s=30.0,
-            patience_s=given.patience_s,
+            reconnect_timeout_s=given.reconnect_timeout_s,
             shards=given.shards,
-            asked=given.asked,
+            requested=given.requested,
             policy="alsd",
             task_timeout_s=given.task_timeout_s,
         ),

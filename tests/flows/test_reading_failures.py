@@ -45,7 +45,7 @@ from torch_dpflow.flows import (
 
 IMPATIENT = ReadOptions(timeout_s=0.3, deadline_s=1.5, attempts=3, backoff_s=0.01)
 PATIENT = ReadOptions(timeout_s=60.0, deadline_s=60.0, attempts=3, backoff_s=0.01)
-QUICK = JobOptions(idle_s=10.0, patience_s=60.0)
+QUICK = JobOptions(idle_s=10.0, reconnect_timeout_s=60.0)
 
 
 @dataclass(frozen=True, kw_only=True)

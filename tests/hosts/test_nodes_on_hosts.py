@@ -19,7 +19,7 @@ from tests.support.hosts import Host, Hosts
 from torch_dpflow.cluster.client.open_job import JobOptions
 
 pytestmark = pytest.mark.hosts
-OPTIONS = JobOptions(patience_s=120.0, ready=1, asked=2)
+OPTIONS = JobOptions(reconnect_timeout_s=120.0, ready=1, requested=2)
 SIZE = 300
 
 

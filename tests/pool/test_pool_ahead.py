@@ -292,7 +292,7 @@ def test_a_shared_flow_reads_ahead_what_its_workers_load(
                 collate_fn=list,
                 flow=f"test/ahead-{is_far}",
                 address=common_cluster.address,
-                job=JobOptions(idle_s=3.0, patience_s=PATIENCE_S),
+                job=JobOptions(idle_s=3.0, reconnect_timeout_s=PATIENCE_S),
             )
             for _ in range(2)
         ]

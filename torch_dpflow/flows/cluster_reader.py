@@ -286,7 +286,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         Args:
             batch_size: samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
-            prefetch: batches for each worker that are requested ahead of need; None: as `JobOptions.asked`.
+            prefetch: batches for each worker that are requested ahead of need; None: as `JobOptions.requested`.
             options: further arguments of the loader.
 
         Raises:
@@ -298,7 +298,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
             raise OptionError("batch_size=None gives no batches; give a number of samples >= 1")
         whole, job = self._whole, self._whole.options
         if prefetch is not None:
-            job = replace(job, asked=max(job.ready + 1, prefetch * whole.workers))
+            job = replace(job, requested=max(job.ready + 1, prefetch * whole.workers))
         given = {"num_workers": whole.workers, "job": job, **options}
         if self._seed is not None and given.get("generator") is None:
             given["generator"] = torch.Generator().manual_seed(self._seed)

@@ -184,7 +184,7 @@ class LoaderLimit:
         counts = FlowCounts(
             jobs=1,
             readings={"": JobCounts(meter.batches, stall_s, reading_s)},
-            asked=meter.batches,
+            requested=meter.batches,
             due=loads,
             loads=loads,
             busy_s=self._busy_s,

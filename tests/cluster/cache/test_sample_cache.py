@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Load, PoolObject, Serve
+from torch_dpflow.cluster.cache.objects import Arrival, CacheEntry, Cancel, Load, Serve
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.errors import OptionError, UsageError
 
@@ -227,7 +227,7 @@ def test_nothing_of_the_samples_that_two_jobs_have_read_is_left() -> None:
             cache.release(job, [ticket + request])
     assert cache.statistics().loads == 1000
     assert cache.statistics().held_bytes == 0
-    objects = sum(type(one) is PoolObject for one in gc.get_objects())
+    objects = sum(type(one) is CacheEntry for one in gc.get_objects())
     assert objects < 100, f"{objects} of 1000 samples are still in memory"
 
 
@@ -240,7 +240,7 @@ def test_nothing_is_left_of_what_was_wanted_ahead_where_jobs_always_wait() -> No
         cache.fetch("a", ticket + 1, [ticket + 1])  # before the one before has come
         assert cache.loaded([Arrival(ticket + 1, "value", 10)])
         cache.release("a", [ticket])
-    objects = sum(type(one) is PoolObject for one in gc.get_objects())
+    objects = sum(type(one) is CacheEntry for one in gc.get_objects())
     assert objects < 200, f"{objects} of 1000 samples are still in memory"
 
 

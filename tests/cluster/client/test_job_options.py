@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, source_of
+from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, split_stages
 from torch_dpflow.cluster.client.options import FlowDefinition, JobOptions
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
@@ -24,7 +24,7 @@ from torch_dpflow.workers.script_settings import ScriptSettings
         ({"strategy": []}, OptionTypeError, r"strategy=\[\] is of type list"),
         ({"policy": ""}, OptionError, r"policy='' is not one of \['alsd'"),
         ({"policy": {}}, OptionTypeError, r"policy=\{\} is of type dict"),
-        ({"ready": 9}, OptionError, "ready=9, asked=8: .*give asked=10 or more, or a smaller ready"),
+        ({"ready": 9}, OptionError, "ready=9, requested=8: .*give requested=10 or more, or a smaller ready"),
         ({"repeatable": 1}, OptionTypeError, "repeatable=1: give True, False or None"),
         ({"repeatable": 0}, OptionTypeError, "repeatable=0: give True, False or None"),
         ({"task_timeout_s": 0}, OptionError, "task_timeout_s=0 is out of range; give seconds above 0"),
@@ -55,7 +55,7 @@ def spec_with(worker_init_fn: Callable[[int], Any] | None, options: JobOptions) 
     flow = FlowDefinition(
         name="images", dataset=Numbers(10), version=3, workers=1, worker_init_fn=worker_init_fn
     )
-    source = source_of(flow.dataset, options)
+    source = split_stages(flow.dataset, options)
     packed = SampleAssignment(dataset=source.dataset, worker_init_fn=worker_init_fn).pack()
     content = content_of(source.dataset, worker_init_fn, options, ScriptSettings())
     return describe(flow, source, packed, content, size=10, options=options)
@@ -84,5 +84,5 @@ def test_where_no_cluster_answers_the_flow_is_named_and_keys_are_thought_of(
 ) -> None:
     spec = spec_with(None, JobOptions())
     with pytest.raises(DeadlineError, match="flow 'images': no cluster answers at") as raised:
-        register(find_cluster(address), spec, b"", patience_s=0.1)
+        register(find_cluster(address), spec, b"", reconnect_timeout_s=0.1)
     assert ("clients that have other keys" in str(raised.value)) == hints

@@ -16,7 +16,7 @@ from tests.cluster.client.failing_service import SIZE, FailingService
 from torch_dpflow.cluster.client.flow_registration import register
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 from torch_dpflow.cluster.client.options import JobDescription
-from torch_dpflow.cluster.client.outage_log import MOST_FAULTS, OutageLog
+from torch_dpflow.cluster.client.outage_log import MAX_FAULTS, OutageLog
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
@@ -45,7 +45,9 @@ def open_(service: FailingService) -> Iterator[Callable[..., SharedJob]]:
         def open_(ready: int = 1) -> SharedJob:
             cluster = Cluster(address=service.address, transport=TransportOptions())
             job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
-            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=ready, patience_s=60)))
+            return jobs.enter_context(
+                SharedJob(cluster, job, list, JobOptions(ready=ready, reconnect_timeout_s=60))
+            )
 
         yield open_
 
@@ -70,7 +72,7 @@ def test_a_fault_that_lasts_is_the_services_and_not_the_callers(
     assert caught.value.kind is ErrorKind.INTERNAL
     assert "in serve" in caught.value.text  # where it happened
     assert type(error).__name__ in caught.value.text
-    assert service.calls[method] == MOST_FAULTS
+    assert service.calls[method] == MAX_FAULTS
 
 
 @pytest.mark.parametrize("method", ["join", "draw", "fetch"])
@@ -100,16 +102,16 @@ def test_a_job_says_why_nothing_is_loaded_and_waits_for_workers_that_are_lost_as
     )
     cluster = Cluster(address=service.address, transport=TransportOptions())
     job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
-    with SharedJob(cluster, job, list, JobOptions(patience_s=0.5, task_timeout_s=600.0)) as opened:
+    with SharedJob(cluster, job, list, JobOptions(reconnect_timeout_s=0.5, task_timeout_s=600.0)) as opened:
         batches = opened.traverse(0)
         if ends:
-            with pytest.raises(DeadlineError, match=r"patience_s=0\.5 s.*limited by platform: away"):
+            with pytest.raises(DeadlineError, match=r"reconnect_timeout_s=0\.5 s.*limited by platform: away"):
                 next(batches)
         else:
             eventually(lambda: service.calls["heartbeat"] >= HEARTBEATS, what="its heartbeats, as it waits")
             service.faults["fetch"] = 0
             assert list(batches) == [[0, 1], [2, 3], [4, 5]]
-    limit = "and goes on for up to patience_s=0.5 s in all: " if ends else ""
+    limit = "and goes on for up to reconnect_timeout_s=0.5 s in all: " if ends else ""
     assert re.search(f"has waited for [0-9]+ s(, |: ){limit}0 of 2 workers run, limited by", caplog.text)
 
 
@@ -138,7 +140,7 @@ def test_a_flow_is_registered_again_where_the_coordinator_fails(
     cluster = Cluster(address=service.address, transport=TransportOptions())
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
     with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="a fault of its own"):
-        register(cluster, spec, b"", patience_s=30)
+        register(cluster, spec, b"", reconnect_timeout_s=30)
     assert service.calls["register"] == calls
 
 
@@ -151,7 +153,7 @@ def test_a_content_is_brought_again_where_too_many_are_on_their_way_as_long_as_t
     cluster = Cluster(address=service.address, transport=TransportOptions())
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
     with nullcontext() if faults == 2 else pytest.raises(DeadlineError, match=r"'f': come again .waited 1 s"):
-        register(cluster, spec, b"packed", patience_s=60 if faults == 2 else 1.0)
+        register(cluster, spec, b"packed", reconnect_timeout_s=60 if faults == 2 else 1.0)
     assert faults != 2 or service.calls["store"] == 3
 
 
@@ -168,7 +170,13 @@ def test_who_registers_waits_for_a_coordinator_that_has_no_state_and_says_so(
     ):
         cluster = Cluster(address=address, transport=TransportOptions())
         with pytest.raises(DeadlineError, match=reason):
-            register(cluster, spec, b"", patience_s=1.0, outages=OutageLog("f", "j", patience_s=1.0))
+            register(
+                cluster,
+                spec,
+                b"",
+                reconnect_timeout_s=1.0,
+                outages=OutageLog("f", "j", reconnect_timeout_s=1.0),
+            )
         assert re.search(line, caplog.text)
     # An error has a traceback, whose frames refer to all that called.
     assert not [one for one in caplog.records if any(isinstance(part, Exception) for part in one.args or ())]

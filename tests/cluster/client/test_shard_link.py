@@ -73,7 +73,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
             cluster=Cluster(address=f"ipc://{tmp_path}/0", transport=TransportOptions()),
             routes=RouteMap(RoutingTable(1, routes)),
             id=JobId("job", 1, "flow:v1"),
-            outages=SimpleNamespace(patience_s=30.0, is_out=False, on_answer=lambda: None),
+            outages=SimpleNamespace(reconnect_timeout_s=30.0, is_out=False, on_answer=lambda: None),
         )
         opened.append(ShardLinks(router))
         return opened[-1]
@@ -153,7 +153,7 @@ def test_a_shard_is_chosen_by_the_table_that_it_is_told(shards: list[NotingShard
         addresses=addresses,
         cluster=Cluster(address=addresses[0], transport=TransportOptions()),
         id=JobId("job", 1, "f:v1"),
-        outages=SimpleNamespace(patience_s=30.0, is_out=False, on_answer=lambda: None),
+        outages=SimpleNamespace(reconnect_timeout_s=30.0, is_out=False, on_answer=lambda: None),
     )
     links = ShardLinks(router)
     keys = [*range(3), *range(SHARE, SHARE + 3)]

@@ -64,7 +64,7 @@ class Flow:
         counts = FlowCounts(
             jobs=self.jobs,
             readings=readings,
-            asked=int(self.taken),
+            requested=int(self.taken),
             due=int(self.due),
             loads=int(self.loads),
             busy_s=self.busy_s,

@@ -188,7 +188,7 @@ def test_who_is_starting_is_not_silent() -> None:
 
 
 def test_workers_are_started_as_those_before_have_come_up_and_services_at_once() -> None:
-    supervisor = Supervisor(lease_s=10.0, most_starting=2)
+    supervisor = Supervisor(lease_s=10.0, max_starting=2)
     begun = spawned(supervisor.desire([*workers(5), ROUTER, SHARD], 0.0), supervisor, 0.0)
     assert [spawn.launch.role for spawn in begun] == ["router", "shard", "worker", "worker"]
     assert supervisor.next_due is None
@@ -239,7 +239,7 @@ def test_nobody_is_killed_where_all_are_late() -> None:
 @given(data=st.data())
 def test_paces_and_leases_hold_whatever_happens(data: st.DataObject) -> None:
     most, starting = data.draw(st.integers(2, 8)), data.draw(st.integers(1, 3))
-    supervisor = Supervisor(lease_s=10.0, most=most, most_starting=starting)
+    supervisor = Supervisor(lease_s=10.0, most=most, max_starting=starting)
     #: By id: the incarnation, when it was started, when it was heard, and whether it has come up.
     running: dict[str, tuple[int, float, float | None, bool]] = {}
     now = 0.0

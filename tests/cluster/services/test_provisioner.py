@@ -18,13 +18,13 @@ from tests.new_process import Interpreter, interpreter
 from tests.shared_cluster import PATIENCE_S, wait
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.shard import provisioned_workers
-from torch_dpflow.cluster.shard.provisioned_workers import KeptPlatform
+from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedPlatform
 from torch_dpflow.errors import OptionError, RejectedError, RemoteCallError, ThrottledError, UnavailableError
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, Refused, prefix_of
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
 
 PROGRAM = "import sys; from tests.cluster.services.kept_processes import keep; keep(sys.argv[1:])"
-Attached = Callable[..., KeptPlatform]
+Attached = Callable[..., ProvisionedPlatform]
 
 
 class Keeping:
@@ -51,8 +51,10 @@ class Keeping:
             if stream is not None:
                 stream.close()
 
-    def attach(self, shard: str = "f:v1/shard-000", incarnation: int = 1) -> KeptPlatform:
-        return self._stack.enter_context(closing(KeptPlatform(service_of(self.folder, shard, incarnation))))
+    def attach(self, shard: str = "f:v1/shard-000", incarnation: int = 1) -> ProvisionedPlatform:
+        return self._stack.enter_context(
+            closing(ProvisionedPlatform(service_of(self.folder, shard, incarnation)))
+        )
 
     def name(self, number: int, group: str = "0123456789") -> str:
         return f"{prefix_of(self.cluster, group)}{number}-{number + 1}"
@@ -65,7 +67,7 @@ def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeping
         yield Keeping(tmp_path, stack)
 
 
-def take(platform: KeptPlatform, count: int) -> list[Outcome]:
+def take(platform: ProvisionedPlatform, count: int) -> list[Outcome]:
     """Wait for so many outcomes; the descriptor says when there are some."""
     poller = select.poll()
     poller.register(platform.wakeup_fd, select.POLLIN)
@@ -78,7 +80,7 @@ def take(platform: KeptPlatform, count: int) -> list[Outcome]:
 
 
 def started(
-    platform: KeptPlatform, keeping: Keeping, *numbers: int, group: str = "0123456789"
+    platform: ProvisionedPlatform, keeping: Keeping, *numbers: int, group: str = "0123456789"
 ) -> dict[str, int]:
     """Start members; their pids by name."""
     for number in numbers:
@@ -165,7 +167,7 @@ def test_two_shards_share_one_maximum_and_a_restarted_shard_has_none_left(keepin
         second.start(keeping.name(4), bytes(8193))
 
 
-def _may_start(platform: KeptPlatform, keeping: Keeping, name: str) -> bool:
+def _may_start(platform: ProvisionedPlatform, keeping: Keeping, name: str) -> bool:
     platform.start(name, keeping.order)
     return isinstance(take(platform, 1)[0], Accepted)
 

@@ -28,7 +28,7 @@ from torch_dpflow.cluster.security.connection_file import (
 from torch_dpflow.errors import OptionError
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
-OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
+OPTIONS = JobOptions(reconnect_timeout_s=60.0, ready=1, requested=2)
 
 
 def keys(batches: object) -> list[int]:
@@ -121,7 +121,7 @@ def _says_that_it_waits(log: str) -> bool:
 
 
 def test_a_connection_file_that_does_not_come_is_named_when_the_patience_ends(tmp_path: Path) -> None:
-    options = JobOptions(patience_s=0.2)
+    options = JobOptions(reconnect_timeout_s=0.2)
     with pytest.raises(OptionError, match=r"none'.*Start one by `dpflow up`.*\(waited 0.2 s\)"):
         open_job("f", Numbers(4), address=str(tmp_path / "none"), options=options)
 

@@ -43,7 +43,7 @@ def test_a_cluster_goes_on_without_its_connection_file_and_writes_it_again(
 ) -> None:
     folder = Path(session.address).parent
     before = find_cluster(session.address)
-    options = JobOptions(idle_s=3.0, patience_s=60.0)
+    options = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0)
     with open_job(flow, Numbers(400), address=session.address, batch_size=4, options=options) as job:
         reading = job.traverse(0)
         keys = next(reading)[1].tolist()

@@ -35,7 +35,7 @@ from torch_dpflow.cluster.services.joining_node import Joining, JoiningNode, Nod
 from torch_dpflow.errors import ErrorKind, OptionError, RemoteCallError, UsageError
 from torch_dpflow.remote.shipping.compatibility import versions_here
 
-OPTIONS = JobOptions(patience_s=120.0, ready=1, asked=2)
+OPTIONS = JobOptions(reconnect_timeout_s=120.0, ready=1, requested=2)
 
 
 @pytest.fixture(scope="module")

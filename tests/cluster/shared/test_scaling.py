@@ -173,7 +173,7 @@ def test_a_flow_for_which_there_is_no_worker_is_told_so(
     with pytest.raises(
         UsageError, match=r"4 flows take all workers, memory or ports of the cluster.*waited 1 s"
     ):
-        join("many/more", Numbers(10), patience_s=1.0)
+        join("many/more", Numbers(10), reconnect_timeout_s=1.0)
     for job in jobs:
         assert len(list(job.traverse(0))) == 10
 
@@ -206,7 +206,7 @@ def test_loaders_that_take_turns_share_a_cluster_with_room_for_fewer(flow: str, 
                 num_workers=1,
                 flow=f"{flow}/{part}",
                 address=cluster.address,
-                job=JobOptions(patience_s=60.0),
+                job=JobOptions(reconnect_timeout_s=60.0),
             )
             for part in ("train", "validation", "test")
         ]

@@ -199,7 +199,7 @@ def test_more_memory_than_the_host_has_is_refused(join: Join, flow: str) -> None
         ({"flow": "no good name!"}, "a letter or digit first"),
         ({"shards": 0}, "shards=0 is out of range; give an int from 1 to 256"),
         ({"memory_bytes": 0}, "memory_bytes=0"),
-        ({"ready": 8, "asked": 8}, "ready=8, asked=8: .*give asked=9 or more"),
+        ({"ready": 8, "requested": 8}, "ready=8, requested=8: .*give requested=9 or more"),
         ({"indices": [3, 3]}, "more than once"),
         ({"indices": [10]}, "0 to 9 are allowed"),
     ],

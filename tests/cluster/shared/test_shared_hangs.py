@@ -37,7 +37,7 @@ def test_samples_that_hang_are_given_up_and_take_no_worker_with_them(join: Join,
     dataset = Hanging(40, sleeps=5, holds=23)
     next(join(flow, dataset, workers=2, task_timeout_s=1.0).read([[0]], 0))
     # Patience is with a cluster that does not answer, and this one does.
-    job = join(flow, dataset, workers=2, task_timeout_s=1.0, patience_s=2.5)
+    job = join(flow, dataset, workers=2, task_timeout_s=1.0, reconnect_timeout_s=2.5)
     seen, errors = read(job.read([[key] for key in range(40)], 0))
     assert seen == [key for key in range(40) if key not in (5, 23)]
     for key, error in zip((5, 23), errors, strict=True):

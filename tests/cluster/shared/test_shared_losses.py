@@ -33,7 +33,7 @@ def keys(batches: Any) -> list[int]:
 
 
 def test_batches_of_samples_that_all_kill_are_given_up_one_by_one(join: Join, flow: str) -> None:
-    batches = join(flow, AllDeadly(64), batch_size=16, patience_s=60.0).traverse(0)
+    batches = join(flow, AllDeadly(64), batch_size=16, reconnect_timeout_s=60.0).traverse(0)
     for _ in range(2):
         with pytest.raises(PoisonTaskError, match=r"sample \d+: .*took down 3 workers"):
             next(batches)
@@ -61,8 +61,8 @@ def own(tmp_path: Path) -> Any:
     started.stop()
 
 
-def open_at(cluster: TestCluster, flow: str, patience_s: float) -> SharedJob:
-    options = JobOptions(patience_s=patience_s, ready=1, asked=2)
+def open_at(cluster: TestCluster, flow: str, reconnect_timeout_s: float) -> SharedJob:
+    options = JobOptions(reconnect_timeout_s=reconnect_timeout_s, ready=1, requested=2)
     return open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=options)
 
 
@@ -84,7 +84,7 @@ def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own_and_is_t
                 next(batches)
                 other.stop()
                 with pytest.raises(
-                    DeadlineError, match=rf"flow '{flow}', job '.*patience_s=3 s.*start it again"
+                    DeadlineError, match=rf"flow '{flow}', job '.*reconnect_timeout_s=3 s.*start it again"
                 ):
                     list(batches)
         finally:
@@ -93,7 +93,7 @@ def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own_and_is_t
 
 def test_a_silence_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    outages = OutageLog("images", "one", patience_s=9.0, clock=lambda: now)
+    outages = OutageLog("images", "one", reconnect_timeout_s=9.0, clock=lambda: now)
     with caplog.at_level(logging.WARNING, "torch_dpflow"):
         outages.on_no_answer(DeadlineError("no answer"))
         assert outages.is_out
@@ -106,7 +106,7 @@ def test_a_silence_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixtu
     assert not outages.is_out
     (silence, end) = caplog.messages
     assert "flow 'images', job 'one': no answer" in silence
-    assert "patience_s=9 s" in silence
+    assert "reconnect_timeout_s=9 s" in silence
     assert "answer again, after 3 s" in end
 
 
@@ -114,7 +114,7 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0
-    outages = OutageLog("images", "one", patience_s=9.0, clock=lambda: now)
+    outages = OutageLog("images", "one", reconnect_timeout_s=9.0, clock=lambda: now)
     with caplog.at_level(logging.WARNING, "torch_dpflow"):
         outages.on_wait("rank 1 has not begun to read")
         outages.on_answer()  # they answer, and ask to wait
@@ -128,14 +128,14 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
         outages.on_wait("another wait")
     (wait, end) = caplog.messages
     assert "flow 'images', job 'one': has waited for 3 s" in wait
-    assert "patience_s=9 s" in wait
+    assert "reconnect_timeout_s=9 s" in wait
     assert wait.endswith("rank 1 has not begun to read")
     assert "goes on after 3 s" in end
 
 
 def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    outages = OutageLog("images", "one", patience_s=9.0, clock=lambda: now)
+    outages = OutageLog("images", "one", reconnect_timeout_s=9.0, clock=lambda: now)
     outages.mute()
     now = 2 * SILENCE_S
     with caplog.at_level(logging.WARNING, "torch_dpflow"):

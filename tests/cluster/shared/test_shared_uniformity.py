@@ -73,7 +73,7 @@ def second_epochs(
                 seed=run * JOBS + number,
                 indices=members[number],
                 ready=1,
-                asked=2,
+                requested=2,
                 **options,
             ) as job:
                 batches = 0

@@ -29,7 +29,7 @@ from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DeadlineError, DPFlowError, RemoteCallError
 
-OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
+OPTIONS = JobOptions(reconnect_timeout_s=60.0, ready=1, requested=2)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_coordinator_without_its_state_says_why_it_serves_nobody(
         killed = cluster.kill("coordinator")
         wait(lambda: has_ended(killed), what="the coordinator's end")
         wait(lambda: "the state store" in said_by(cluster), what="a coordinator that waits for its state")
-        impatient = JobOptions(patience_s=3.0)
+        impatient = JobOptions(reconnect_timeout_s=3.0)
         with pytest.raises(DeadlineError, match=r"the state store .* is it up\?; call again .waited 3 s"):
             open_job(flow, Numbers(400), address=cluster.address, options=impatient)
         listed = CliRunner().invoke(root, ["flow", "list", "--address", cluster.address])
@@ -203,7 +203,7 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
         content = b"nothing that would be loaded"
         digest = hashlib.sha256(content).hexdigest()
         spec = FlowSpec(name="f", version=1, size=8, content=digest, fingerprint={})
-        register(find_cluster(cluster.address), spec, content, patience_s=60)
+        register(find_cluster(cluster.address), spec, content, reconnect_timeout_s=60)
         with closing(open_store(str(state))) as store:
             wait(lambda: store.find("flow/"), what="the flow in the store")
         for method, body in (("scale", Scale("f", 3, 5)), ("delete", "f")):

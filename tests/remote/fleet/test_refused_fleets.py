@@ -81,7 +81,7 @@ def test_a_denial_that_has_passed_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "tried", "patience_s"),
+    ("error", "tried", "reconnect_timeout_s"),
     [
         (ExpiredError("expired"), True, REFUSED_TIMEOUT_S),
         (ExpiredError("expired"), False, UNTRIED_S),
@@ -91,7 +91,7 @@ def test_a_denial_that_has_passed_is_forgotten() -> None:
     ],
 )
 def test_what_may_pass_is_waited_out_and_not_for_ever(
-    error: PlatformError, tried: bool, patience_s: float
+    error: PlatformError, tried: bool, reconnect_timeout_s: float
 ) -> None:
     machine = working(1) if tried else fleet()
     machine.target(1, 0.0)
@@ -99,7 +99,7 @@ def test_what_may_pass_is_waited_out_and_not_for_ever(
         machine.handle(Ended(named(0, 1), End(code=1)), 10.0)
     ((when, text),) = refused(machine, error, 10.0, 10.0 + 2 * REFUSED_TIMEOUT_S)
     assert text == str(error)
-    assert 10.0 + patience_s <= when <= 80.0 + patience_s, "with the longest pause"
+    assert 10.0 + reconnect_timeout_s <= when <= 80.0 + reconnect_timeout_s, "with the longest pause"
 
 
 def test_it_is_waited_out_for_ever_where_others_do_the_work() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.caches.policy import Policy
-from torch_dpflow.cluster.cache.objects import CacheReader, PoolObject, Ticket
+from torch_dpflow.cluster.cache.objects import CacheEntry, CacheReader, Ticket
 from torch_dpflow.lookahead import Lookahead
 
 #: Expected bytes of a sample before any has been loaded.
@@ -38,11 +38,11 @@ class ObjectTable:
         self._by_draw = by_draw
         self._numbers = itertools.count(1)
         #: By key, the oldest first; more than one where a draw has been served to some jobs.
-        self._by_key: dict[int, list[PoolObject]] = {}
+        self._by_key: dict[int, list[CacheEntry]] = {}
         #: What the policy keeps: at most one object for each key.
-        self._cached: dict[int, PoolObject] = {}
+        self._cached: dict[int, CacheEntry] = {}
         #: Every spare object, the farthest first, and ready objects that were spare before.
-        self._spare: LazyHeap[PoolObject] = LazyHeap()
+        self._spare: LazyHeap[CacheEntry] = LazyHeap()
         #: Mean size of the latest samples; None before the first.
         self._mean: float | None = None
         #: Bytes of ready objects, of those with tickets, and expected from running loads.
@@ -107,7 +107,7 @@ class ObjectTable:
             for key in keys:
                 self._policy.access(key, job)
 
-    def find(self, key: int, job: str, draw: int) -> PoolObject | None:
+    def find(self, key: int, job: str, draw: int) -> CacheEntry | None:
         """An object of `key` with which this draw of `job` may be served; None if there is none."""
         # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
@@ -118,10 +118,10 @@ class ObjectTable:
                 return entry
         return None
 
-    def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> PoolObject:
+    def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> CacheEntry:
         """A new object that `reader` wants."""
         tickets = {reader.name: {ticket}}
-        added = PoolObject(next(self._numbers), key, draw, distance, tickets, {reader.job})
+        added = CacheEntry(next(self._numbers), key, draw, distance, tickets, {reader.job})
         same = self._by_key.get(key)
         if same is None:
             self._by_key[key] = [added]
@@ -129,7 +129,7 @@ class ObjectTable:
             same.append(added)
         return added
 
-    def attach(self, entry: PoolObject, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
+    def attach(self, entry: CacheEntry, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
         """`reader`, of one of `jobs`, wants this existing object."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
@@ -138,7 +138,7 @@ class ObjectTable:
         if entry.cached:
             self._drop_if_spent(entry, jobs)
 
-    def detach(self, entry: PoolObject, reader: str, ticket: Ticket) -> bool:
+    def detach(self, entry: CacheEntry, reader: str, ticket: Ticket) -> bool:
         """`reader` releases a ticket; returns whether it was the last one. Then call `release`."""
         entry.detach(reader, ticket)
         if not entry.tickets:
@@ -147,7 +147,7 @@ class ObjectTable:
             self._note_spare(entry)
         return False
 
-    def release(self, entry: PoolObject) -> None:
+    def release(self, entry: CacheEntry) -> None:
         """No ticket refers to it any more."""
         if entry.loading:
             entry.cancel()
@@ -157,12 +157,12 @@ class ObjectTable:
         if not entry.cached:
             self._remove(entry)
 
-    def begin(self, entry: PoolObject, load: int, size: int) -> None:
+    def begin(self, entry: CacheEntry, load: int, size: int) -> None:
         """Its load begins; `size` bytes are expected."""
         entry.begin(load, size)
         self.reserved += size
 
-    def store(self, entry: PoolObject, value: Any, size: int) -> None:
+    def store(self, entry: CacheEntry, value: Any, size: int) -> None:
         """Its load has ended; tickets refer to it."""
         self.reserved -= entry.size
         entry.store(value, size)
@@ -173,14 +173,14 @@ class ObjectTable:
         if not entry.requests:
             self._note_spare(entry)
 
-    def requeue(self, entry: PoolObject) -> None:
+    def requeue(self, entry: CacheEntry) -> None:
         """Drop its value; tickets refer to it, and it will be loaded again."""
         if entry.cached:
             self._discard(entry)
         self.pinned -= entry.size
         self._drop(entry)
 
-    def farthest_spare(self) -> PoolObject | None:
+    def farthest_spare(self) -> CacheEntry | None:
         """The spare object that is wanted farthest ahead."""
         while self._spare:
             entry = self._spare.first()
@@ -191,7 +191,7 @@ class ObjectTable:
 
     # -- capacity --------------------------------------------------------------------------------------------
 
-    def expected_size(self, entry: PoolObject) -> int:
+    def expected_size(self, entry: CacheEntry) -> int:
         """Bytes that it is expected to take once it is loaded."""
         if entry.loads:
             return entry.size
@@ -221,7 +221,7 @@ class ObjectTable:
             self._uncache(self._cached[key])
         return key is not None
 
-    def offer(self, entry: PoolObject, jobs: Collection[str]) -> None:
+    def offer(self, entry: CacheEntry, jobs: Collection[str]) -> None:
         """Offer a loaded object to the policy, unless it is a random sample that all of `jobs` have had."""
         if self._policy is None or (not self._repeatable and entry.claimed.issuperset(jobs)):
             return
@@ -235,26 +235,26 @@ class ObjectTable:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _note_spare(self, entry: PoolObject) -> None:
+    def _note_spare(self, entry: CacheEntry) -> None:
         if entry not in self._spare:
             self._spare.push(entry, -entry.distance, entry.number)
 
-    def _drop_if_spent(self, entry: PoolObject, jobs: Collection[str]) -> None:
+    def _drop_if_spent(self, entry: CacheEntry, jobs: Collection[str]) -> None:
         if entry.cached and not self._repeatable and entry.claimed.issuperset(jobs):
             self._discard(entry)
 
-    def _discard(self, entry: PoolObject) -> None:
+    def _discard(self, entry: CacheEntry) -> None:
         assert self._policy is not None
         self._policy.discard(entry.key)
         self._uncache(entry)
 
-    def _uncache(self, entry: PoolObject) -> None:
+    def _uncache(self, entry: CacheEntry) -> None:
         del self._cached[entry.key]
         entry.cache(False)
         if not entry.tickets:
             self._remove(entry)
 
-    def _remove(self, entry: PoolObject) -> None:
+    def _remove(self, entry: CacheEntry) -> None:
         if entry.ready:
             self._drop(entry)
         entries = self._by_key[entry.key]
@@ -263,7 +263,7 @@ class ObjectTable:
         else:
             entries.remove(entry)
 
-    def _drop(self, entry: PoolObject) -> None:
+    def _drop(self, entry: CacheEntry) -> None:
         self.held -= entry.size
         self.ready -= 1
         entry.drop()

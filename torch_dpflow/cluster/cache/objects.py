@@ -57,7 +57,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolStatistics:
+class CacheStatistics:
     """A snapshot of a sample cache's contents and of its counts since it was made."""
 
     #: Samples that jobs have wanted.
@@ -82,7 +82,7 @@ class PoolStatistics:
 
 
 @dataclass(eq=False, slots=True)
-class PoolObject:
+class CacheEntry:
     """One loading of one sample.
 
     It waits to be loaded, is loading, and is ready; then it may be queued again::
@@ -220,7 +220,7 @@ class CacheReader:
     #: Whether its wants are reported to the cache's policy as reads.
     counts: bool = True
     #: What it wants and has not released, oldest first.
-    wants: dict[Ticket, PoolObject] = field(default_factory=dict)
+    wants: dict[Ticket, CacheEntry] = field(default_factory=dict)
     #: Its open requests.
     requests: set[RequestId] = field(default_factory=set)
 
@@ -231,7 +231,7 @@ class CacheReader:
 
 
 @dataclass(eq=False, slots=True)
-class PoolRequest:
+class FetchRequest:
     """One fetch that has not been answered."""
 
     number: RequestId
@@ -241,12 +241,12 @@ class PoolRequest:
     missing: int = 0
 
 
-class LoadQueue(LazyHeap[PoolObject]):
+class LoadQueue(LazyHeap[CacheEntry]):
     """Objects that wait to be loaded, by distance, then by age."""
 
     __slots__ = ()
 
-    def add(self, wanted: PoolObject) -> None:
+    def add(self, wanted: CacheEntry) -> None:
         """Add or move it to the place that its distance gives it."""
         self.push(wanted, wanted.distance, wanted.number)
 
@@ -263,7 +263,7 @@ class RequestTable:
 
     def __init__(self, queue: LoadQueue) -> None:
         self._queue = queue
-        self._open: dict[RequestId, PoolRequest] = {}
+        self._open: dict[RequestId, FetchRequest] = {}
 
     def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
         """`job` waits for these. Raises UsageError if it does not want one of them, or the number is in use."""
@@ -274,7 +274,7 @@ class RequestTable:
             raise UsageError(
                 f"job {job.name!r} fetches ticket {unknown}, which it does not want; want it first"
             )
-        request = self._open[number] = PoolRequest(number, job, list(dict.fromkeys(tickets)))
+        request = self._open[number] = FetchRequest(number, job, list(dict.fromkeys(tickets)))
         job.requests.add(number)
         for ticket in request.tickets:
             wanted = job.wants[ticket]
@@ -285,7 +285,7 @@ class RequestTable:
                     self._queue.add(wanted)
         return [] if request.missing else [self._serve(request)]
 
-    def arrived(self, wanted: PoolObject) -> list[Serve]:
+    def arrived(self, wanted: CacheEntry) -> list[Serve]:
         """It is loaded: answer the requests that are now complete."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
@@ -323,7 +323,7 @@ class RequestTable:
                 self._drop_request(job.wants[ticket], number, ticket)
         return [Serve(number, []) for number in numbers]
 
-    def _serve(self, request: PoolRequest) -> Serve:
+    def _serve(self, request: FetchRequest) -> Serve:
         number, job = request.number, request.job
         del self._open[number]
         job.requests.discard(number)
@@ -336,7 +336,7 @@ class RequestTable:
                 self._drop_request(wanted, number, ticket)
         return Serve(number, samples)
 
-    def _drop_request(self, wanted: PoolObject, request: RequestId, ticket: Ticket) -> None:
+    def _drop_request(self, wanted: CacheEntry, request: RequestId, ticket: Ticket) -> None:
         if wanted.drop_request(request, ticket) and wanted.is_waiting:
             self._queue.add(wanted)
 

@@ -29,13 +29,13 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.cluster.cache.object_table import ObjectTable
 from torch_dpflow.cluster.cache.objects import (
     Arrival,
+    CacheEntry,
     CacheInstruction,
     CacheReader,
+    CacheStatistics,
     Cancel,
     Load,
     LoadQueue,
-    PoolObject,
-    PoolStatistics,
     RequestId,
     RequestTable,
     Ticket,
@@ -91,7 +91,7 @@ class SampleCache:
         self._requests = RequestTable(self._queue)
         self._numbers = itertools.count(1) if numbers is None else numbers
         #: By the number of the running load.
-        self._loading: dict[int, PoolObject] = {}
+        self._loading: dict[int, CacheEntry] = {}
         #: Most running loads; may be changed at any time.
         self.concurrency = concurrency
         self._wants = self._shared = self._loads = 0
@@ -227,9 +227,9 @@ class SampleCache:
         self._trim()
         return self._admit(out)
 
-    def statistics(self) -> PoolStatistics:
+    def statistics(self) -> CacheStatistics:
         """Present contents, and counts until now."""
-        return PoolStatistics(
+        return CacheStatistics(
             wants=self._wants,
             shared=self._shared,
             loads=self._loads,
@@ -307,7 +307,7 @@ class SampleCache:
             out += self._requests.flush()
         return out
 
-    def _make_room(self, wanted: PoolObject, size: int) -> bool:
+    def _make_room(self, wanted: CacheEntry, size: int) -> bool:
         """Evict what may be evicted for it; whether it fits then."""
         if not wanted.requests:
             return self._objects.make_room(size, share=AHEAD_SHARE)

@@ -43,17 +43,17 @@ class Pipeline:
     Args:
         ready: batches that are collated ahead of need.
         fetched: batches under way from the shards.
-        asked: batches that are requested from shards ahead of need; more than `fetched`.
+        requested: batches that are requested from shards ahead of need; more than `fetched`.
         budget_bytes: most bytes of batches under way; one batch alone may be larger.
-        patience_s: how long the cluster may be away before the reader gives up.
+        reconnect_timeout_s: how long the cluster may be away before the reader gives up.
         loading_s: how much longer samples may take where the cluster answers.
     """
 
     ready: int
     fetched: int
-    asked: int
+    requested: int
     budget_bytes: int
-    patience_s: float
+    reconnect_timeout_s: float
     loading_s: float
 
 
@@ -126,7 +126,7 @@ class EpochReader:
         #: What ended the epoch early.
         self._failure = ""
         #: Batches that were requested from shards, oldest first; the first `_fetching` of them are being fetched.
-        self._asked: deque[_Batch] = deque()
+        self._requested: deque[_Batch] = deque()
         self._fetching = 0
         self._exhausted = False
         self._mean_bytes = 0.0
@@ -172,7 +172,7 @@ class EpochReader:
     def _awaited(self) -> str:
         """What the reader's thread waits for, for people."""
         try:
-            batch = self._asked[0]
+            batch = self._requested[0]
         except IndexError:
             return "no samples have been requested for it yet"
         keys = repr([one.key for one in batch.missing])
@@ -256,11 +256,11 @@ class EpochReader:
         end: BaseException | None = None
         try:
             while not self._closed.is_set() and self._ask_ahead():
-                if not self._asked:
+                if not self._requested:
                     self._await_plan(LOOK_S)
                     continue
                 self._fetch_ahead()
-                self._deliver(self._complete(self._asked[0]))
+                self._deliver(self._complete(self._requested[0]))
         except _Closed:
             pass
         except BaseException as error:
@@ -274,10 +274,10 @@ class EpochReader:
         """Request coming batches, several at a time; whether any are left to deliver, or may come."""
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message where workers keep the processor busy.
-        together = min(self._pipeline.asked // 4, self._pipeline.asked - self._pipeline.fetched)
+        together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.fetched)
         tickets = self._links.tickets
-        begins = len(self._asked) <= self._pipeline.asked - max(1, together)
-        while begins and not self._exhausted and len(self._asked) < self._pipeline.asked:
+        begins = len(self._requested) <= self._pipeline.requested - max(1, together)
+        while begins and not self._exhausted and len(self._requested) < self._pipeline.requested:
             keys = next(self._plan, None)
             if keys is None:
                 self._exhausted = True
@@ -286,18 +286,18 @@ class EpochReader:
                 break
             batch = _Batch(self._planned, [Wanted(next(tickets), key) for key in keys])
             self._planned += 1
-            self._asked.append(batch)
+            self._requested.append(batch)
             wanted += batch.wanted
         if wanted:
             self._links.want(wanted)
-        return bool(self._asked) or not self._exhausted
+        return bool(self._requested) or not self._exhausted
 
     def _fetch_ahead(self) -> None:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
         most = self._pipeline.fetched
         if self._mean_bytes:
             most = min(most, int(self._pipeline.budget_bytes / self._mean_bytes))
-        for batch in itertools.islice(self._asked, self._fetching, max(1, most)):
+        for batch in itertools.islice(self._requested, self._fetching, max(1, most)):
             batch.fetches = self._links.fetch(batch.wanted, self._of)
             self._fetching += 1
         self._links.flush(self._of)
@@ -334,7 +334,7 @@ class EpochReader:
             batch.fetches = self._links.fetch(missing, self._of)
         if waited:
             self._router.outages.on_success()
-        self._asked.popleft()
+        self._requested.popleft()
         self._fetching -= 1
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
@@ -352,7 +352,7 @@ class EpochReader:
 
         Other samples may wait for that memory, of other jobs or of this one.
         """
-        for batch in itertools.islice(self._asked, self._fetching):
+        for batch in itertools.islice(self._requested, self._fetching):
             fetches, batch.fetches = batch.fetches, []
             for fetch in fetches:
                 if self._links.comes(fetch, POLL_S):
@@ -373,7 +373,7 @@ class EpochReader:
             outages.on_answer()
         # Lost workers load nothing, however long a sample may take.
         loading_s = 0.0 if kind is ErrorKind.LOST else pipeline.loading_s
-        deadline = pipeline.patience_s + min(since + loading_s, max(since, outages.answered_at))
+        deadline = pipeline.reconnect_timeout_s + min(since + loading_s, max(since, outages.answered_at))
         if time.monotonic() >= deadline:
             raise self._router.outages.deadline_error(error) from error
         match kind:
@@ -406,10 +406,10 @@ class EpochReader:
         keys = [one.key for one in batch.wanted]
         # A reference in this frame would keep the batch's memory while the thread waits for the next one.
         batch.values.clear()
-        if not self._exhausted or self._asked:
+        if not self._exhausted or self._requested:
             self._ask_ahead()
             self._fetch_ahead()
-        if not self._asked:
+        if not self._requested:
             self._links.release([], self._of)
         self._samples += len(keys)
         ready = ReadyBatch(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
@@ -417,7 +417,7 @@ class EpochReader:
         self._ready.put(ready, self._take_what_came)
 
     def _release_all(self) -> None:
-        left = [one for batch in self._asked for one in batch.wanted]
+        left = [one for batch in self._requested for one in batch.wanted]
         with suppress(DPFlowError):  # its lease expires in any case
             self._links.release(left, self._of)
 

@@ -38,7 +38,7 @@ UNDER_WAY_BYTES = 256 << 20
 #: The longest pauses before a call is repeated, after the first time and after many, seconds.
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: The timeout of a call that has little patience left: a busy coordinator still says what it waits for, seconds.
-LEAST_CALL_S = 0.5
+MIN_CALL_S = 0.5
 #: The longest timeout of a registration, seconds: then the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
 #: How often a flow is registered where it is gone again by the time that its content is uploaded.
@@ -62,7 +62,7 @@ class JobDataset:
     places: IndexArray | None = None
 
 
-def source_of(dataset: Any, options: JobOptions) -> JobDataset:
+def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
     """Split a dataset into a cacheable and a per-draw stage if it declares them.
 
     Of torch's `Subset` the flow has the dataset below, so that jobs of other parts share it.
@@ -212,7 +212,7 @@ def register(
     spec: FlowSpec,
     packed: bytes,
     *,
-    patience_s: float,
+    reconnect_timeout_s: float,
     outages: OutageLog | None = None,
     is_replaced: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -222,18 +222,18 @@ def register(
     is_replaced: whether another cluster has taken the place of this one; called after each call without an answer.
 
     Returns False if the cluster has been replaced: the flow has to be registered with the other one.
-    Raises UsageError where it is refused, DeadlineError where that takes longer than `patience_s`.
+    Raises UsageError where it is refused, DeadlineError where that takes longer than `reconnect_timeout_s`.
     """
-    outages = outages or OutageLog(spec.name, "", patience_s=patience_s, muted=True)
-    backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + patience_s, 0
+    outages = outages or OutageLog(spec.name, "", reconnect_timeout_s=reconnect_timeout_s, muted=True)
+    backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
     call_s = SILENCE_S
-    with cluster.connect(timeout_s=patience_s) as coordinator:
+    with cluster.connect(timeout_s=reconnect_timeout_s) as coordinator:
         while attempts < _ATTEMPTS:
             # Every call is safe to repeat. The first is short, so that the log says soon that none is answered.
-            call_s = min(call_s, max(LEAST_CALL_S, deadline - time.monotonic()))
+            call_s = min(call_s, max(MIN_CALL_S, deadline - time.monotonic()))
             try:
                 if coordinator.call("register", spec, reply_type=bool, timeout_s=call_s).body or _upload(
-                    coordinator, spec.content, packed, patience_s
+                    coordinator, spec.content, packed, reconnect_timeout_s
                 ):
                     outages.on_success()
                     return True
@@ -241,7 +241,7 @@ def register(
                 continue
             except RemoteCallError as error:
                 attempts += error.kind is ErrorKind.INTERNAL
-                _note(error, spec, outages, patience_s if time.monotonic() >= deadline else None)
+                _note(error, spec, outages, reconnect_timeout_s if time.monotonic() >= deadline else None)
                 if attempts == _ATTEMPTS:
                     raise
             except DeadlineError as error:
@@ -251,7 +251,7 @@ def register(
                     return False
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it "
+                        f"flow {spec.name!r}: no cluster answers at {cluster.address} within {reconnect_timeout_s:g} s; is it "
                         f"up (`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
                     ) from error
             time.sleep(backoff.pause_s())
@@ -273,10 +273,10 @@ def _note(error: RemoteCallError, spec: FlowSpec, outages: OutageLog, waited_s: 
         raise error
 
 
-def _upload(coordinator: RpcClient, digest: str, packed: bytes, patience_s: float) -> bool:
+def _upload(coordinator: RpcClient, digest: str, packed: bytes, reconnect_timeout_s: float) -> bool:
     """Send a content, piece by piece; False where the coordinator knows no flow any more that loads it.
 
-    Raises RemoteCallError where the coordinator is overloaded for longer than `patience_s`.
+    Raises RemoteCallError where the coordinator is overloaded for longer than `reconnect_timeout_s`.
     """
     whole, held = memoryview(packed), 0
     since, backoff = time.monotonic(), Backoff(PAUSE_S, LONGEST_PAUSE_S)
@@ -288,10 +288,10 @@ def _upload(coordinator: RpcClient, digest: str, packed: bytes, patience_s: floa
                 piece,
                 [whole[held : held + CONTENT_PIECE_BYTES]],
                 reply_type=int | None,
-                timeout_s=min(PIECE_S, patience_s),
+                timeout_s=min(PIECE_S, reconnect_timeout_s),
             )
         except RemoteCallError as error:
-            if error.kind is not ErrorKind.OVERLOADED or time.monotonic() - since >= patience_s:
+            if error.kind is not ErrorKind.OVERLOADED or time.monotonic() - since >= reconnect_timeout_s:
                 raise
             time.sleep(backoff.pause_s())
             continue

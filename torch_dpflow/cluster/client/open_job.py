@@ -14,7 +14,7 @@ from torch_dpflow.cluster.client.flow_registration import (
     describe,
     length_of,
     register,
-    source_of,
+    split_stages,
 )
 from torch_dpflow.cluster.client.options import (
     Failover,
@@ -47,7 +47,7 @@ def open_job(
     """Join the jobs that read `flow`; its services start if they do not run.
 
     Args:
-        address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for `patience_s`.
+        address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for `reconnect_timeout_s`.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -63,8 +63,8 @@ def open_job(
             "the same JobOptions(name=...), and no other job that one"
         )
     name = options.name or draw_name()
-    outages = OutageLog(flow.name, name, patience_s=options.patience_s)
-    source = source_of(flow.dataset, options)
+    outages = OutageLog(flow.name, name, reconnect_timeout_s=options.reconnect_timeout_s)
+    source = split_stages(flow.dataset, options)
     size = length_of(source.dataset.cacheable)
     places = source.places
     indices = (
@@ -83,20 +83,20 @@ def open_job(
 
     content = content_of(source.dataset, flow.worker_init_fn, options, assignment.settings)
 
-    def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> bool:
+    def register_with(cluster: Cluster, reconnect_timeout_s: float, outages: OutageLog | None = None) -> bool:
         packed = _packed_for(cluster, assignment)
         spec = describe(flow, source, packed, content, size=size, options=options)
         return register(
             cluster,
             spec,
             packed,
-            patience_s=patience_s,
+            reconnect_timeout_s=reconnect_timeout_s,
             outages=outages,
             is_replaced=lambda: _found(address) not in (None, cluster),
         )
 
     cluster = await_cluster(address, outages)
-    while not register_with(cluster, options.patience_s, outages):
+    while not register_with(cluster, options.reconnect_timeout_s, outages):
         cluster = await_cluster(address, outages)
     job = JobDescription(
         flow=flow.name,
@@ -121,7 +121,7 @@ def open_job(
 
 def content_of_flow(flow: FlowDefinition, options: JobOptions) -> dict[str, str]:
     """What identifies the content of a flow as it is now, as `SharedJob.content` has it of when the job was opened."""
-    dataset = source_of(flow.dataset, options).dataset
+    dataset = split_stages(flow.dataset, options).dataset
     return content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture())
 
 
@@ -148,9 +148,9 @@ def _rank_of(name: str, replica: Replica | None) -> JobRank | None:
 def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
     """The cluster at `address`; waits for its connection file, which is away while a cluster is replaced.
 
-    Raises as `find_cluster`, of a file that does not exist after `outages.patience_s`.
+    Raises as `find_cluster`, of a file that does not exist after `outages.reconnect_timeout_s`.
     """
-    backoff, deadline = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + outages.patience_s
+    backoff, deadline = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + outages.reconnect_timeout_s
     while True:
         try:
             return find_cluster(address)
@@ -159,7 +159,7 @@ def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
                 raise
             outages.on_wait(str(error))
             if time.monotonic() >= deadline:
-                raise OptionError(f"{error} (waited {outages.patience_s:g} s)") from error
+                raise OptionError(f"{error} (waited {outages.reconnect_timeout_s:g} s)") from error
         time.sleep(backoff.pause_s())
 
 

@@ -88,10 +88,10 @@ class JobOptions:
         weight: how much the job counts when the cache decides what to evict, relative to other jobs (alpha in the
             thesis's equation 3-5). Used by the policies "use-distance" and "alsd-mean".
         ready: batches that are collated ahead of need (P_L).
-        asked: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order may
+        requested: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order may
             change while it is read is drawn no further ahead than torch draws it.
         budget_bytes: most bytes of batches under way, but for one batch.
-        patience_s: how long the cluster, or all workers that a platform runs for the flow, may be away before a call
+        reconnect_timeout_s: how long the cluster, or all workers that a platform runs for the flow, may be away before a call
             fails, seconds.
 
     Raises:
@@ -111,22 +111,22 @@ class JobOptions:
     fingerprint: str | None = None
     weight: float = 1.0
     ready: int = 2
-    asked: int = 8
+    requested: int = 8
     budget_bytes: int = 512 << 20
-    patience_s: float = 120.0
+    reconnect_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "shards", minimum=1, maximum=MAX_SHARDS)
         check_fields(self, check_int, "cache_samples", minimum=0, maximum=MAX_SIZE)
         least_bytes = MIN_MEMORY * self.shards
         check_fields(self, check_int, "memory_bytes", minimum=least_bytes, maximum=MAX_BYTES, optional=True)
-        check_fields(self, check_int, "ready", "asked", "budget_bytes", minimum=1)
-        if self.asked <= self.ready:
+        check_fields(self, check_int, "ready", "requested", "budget_bytes", minimum=1)
+        if self.requested <= self.ready:
             raise OptionError(
-                f"ready={self.ready}, asked={self.asked}: more must be asked for than is put together; give "
-                f"asked={self.ready + 1} or more, or a smaller ready"
+                f"ready={self.ready}, requested={self.requested}: requested must be greater than ready; give "
+                f"requested={self.ready + 1} or more, or a smaller ready"
             )
-        check_fields(self, check_seconds, "idle_s", "patience_s")
+        check_fields(self, check_seconds, "idle_s", "reconnect_timeout_s")
         check_fields(self, check_number, "weight", exclusive=True)
         if self.idle_s < MIN_IDLE_S:
             raise OptionError(f"idle_s={self.idle_s:g}: give at least {MIN_IDLE_S:g} seconds")

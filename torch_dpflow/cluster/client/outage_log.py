@@ -9,7 +9,7 @@ from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.log import LOADER
 
 #: How often in a row a service may fail over a call that is safe to repeat, before the user gets the error.
-MOST_FAULTS = 5
+MAX_FAULTS = 5
 #: The log mentions an outage once it has lasted for so long, seconds.
 SILENCE_S = 3.0
 
@@ -19,7 +19,7 @@ class OutageLog:
 
     Args:
         flow, job: for messages.
-        patience_s: how long the job waits for the services, seconds.
+        reconnect_timeout_s: how long the job waits for the services, seconds.
         muted: log nothing.
     """
 
@@ -28,11 +28,11 @@ class OutageLog:
         flow: str,
         job: str,
         *,
-        patience_s: float,
+        reconnect_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         muted: bool = False,
     ) -> None:
-        self.patience_s = patience_s
+        self.reconnect_timeout_s = reconnect_timeout_s
         #: Whether the latest call was not answered.
         self.is_out = False
         #: When the services last answered, by the clock.
@@ -67,29 +67,31 @@ class OutageLog:
         silence_s = self._clock() - self.answered_at
         if silence_s >= SILENCE_S and not self._logged:
             self._logged = True
-            text = (
-                "no answer from its services for %.0f s; reading waits for up to patience_s=%g s in all (%s)"
-            )
+            text = "no answer from its services for %.0f s; reading waits for up to reconnect_timeout_s=%g s in all (%s)"
             # Its text alone: who keeps log records would keep what its traceback refers to, the loader's iterator too.
-            self._warn(text, silence_s, self.patience_s, str(error))
+            self._warn(text, silence_s, self.reconnect_timeout_s, str(error))
 
     def on_wait(self, reason: str, *, limit: str | None = None) -> None:
         """A service has the job wait; logged once with the reason, when that has lasted.
 
-        limit: for how long the job waits; empty: not said; None: for up to `patience_s`.
+        limit: for how long the job waits; empty: not said; None: for up to `reconnect_timeout_s`.
         """
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         waited_s = self._clock() - self._waiting_since
         if waited_s >= SILENCE_S and not self._logged_wait:
             self._logged_wait = True
-            limit = f"for up to patience_s={self.patience_s:g} s in all" if limit is None else limit
+            limit = (
+                f"for up to reconnect_timeout_s={self.reconnect_timeout_s:g} s in all"
+                if limit is None
+                else limit
+            )
             goes_on = f", and goes on {limit}" if limit else ""
             self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
 
     def on_fault(self, error: DPFlowError, times: int) -> None:
         """A service has failed over a call for the `times`-th time. Raises the error where that is too often."""
-        if times >= MOST_FAULTS:
+        if times >= MAX_FAULTS:
             raise error
         if times == 1:
             self._warn("the call is repeated: %s", str(error))
@@ -106,11 +108,11 @@ class OutageLog:
             LOADER.warning(f"flow %r, job %r: {text}", self._flow, self._job, *of)
 
     def deadline_error(self, error: DPFlowError) -> DeadlineError:
-        """The error for a job that has waited for `patience_s`; `error` came last."""
+        """The error for a job that has waited for `reconnect_timeout_s`; `error` came last."""
         return DeadlineError(
-            f"flow {self._flow!r}, job {self._job!r}: nothing came within patience_s={self.patience_s:g} s; its "
+            f"flow {self._flow!r}, job {self._job!r}: nothing came within reconnect_timeout_s={self.reconnect_timeout_s:g} s; its "
             f"services last answered {self._clock() - self.answered_at:.0f} s ago. If the cluster has ended "
             "(`python -m torch_dpflow.cli status`), start it again and resume from the loader's state_dict(); if it "
-            "is up, see there whether its workers keep dying, or raise JobOptions(patience_s=...) where samples take "
+            "is up, see there whether its workers keep dying, or raise JobOptions(reconnect_timeout_s=...) where samples take "
             f"longer. The last error: {error}"
         )

@@ -54,7 +54,7 @@ CALL_S = 5.0
 #: The same for joining, which waits until every shard has registered, seconds.
 JOIN_S = 20.0
 #: The timeout of a call that has little patience left, seconds.
-LEAST_CALL_S = 0.5
+MIN_CALL_S = 0.5
 #: The longest pauses between attempts, after the first and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: How often the cost is asked for at most, how long an answer is waited for, and how long after one that has not
@@ -83,14 +83,14 @@ class _EpochAtRouter:
 class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
-    Every call is repeated across restarts of the router and the coordinator, for up to `patience_s`; where another
-    cluster has replaced the one that was joined, it is repeated there. A router that restarts gets all
-    that it knew of the jobs from them, as they join.
+    A call is repeated for up to `reconnect_timeout_s`, also across restarts of the router and the coordinator. If
+    another cluster has replaced the one that was joined, the call is repeated there. A restarted router gets all that it knew of
+    the jobs from them, as they join.
 
     Args:
         cluster: has the coordinator.
         job: who joins.
-        patience_s: how long a call is tried, seconds.
+        reconnect_timeout_s: how long a call is tried, seconds.
         failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
 
     Raises:
@@ -104,15 +104,15 @@ class RouterLink:
         cluster: Cluster,
         job: JobDescription,
         *,
-        patience_s: float,
+        reconnect_timeout_s: float,
         failover: Failover | None = None,
     ) -> None:
         #: The one that was joined.
         self.cluster = cluster
-        self.outages = OutageLog(job.flow, job.name, patience_s=patience_s)
+        self.outages = OutageLog(job.flow, job.name, reconnect_timeout_s=reconnect_timeout_s)
         self._failover = failover
         self._job = job
-        self._patience_s = patience_s
+        self._patience_s = reconnect_timeout_s
         #: When the present call gives up.
         self._deadline = 0.0
         # Tells the router this process from another one that uses the job's name.
@@ -139,7 +139,7 @@ class RouterLink:
         self.limited_by = ""
         #: What the flow's workers have taken, and when the coordinator was asked for that.
         self.cost = Cost(0.0, 0.0)
-        self._asked_at = -math.inf
+        self._cost_requested_at = -math.inf
         #: Samples of an epoch, and the routing table.
         self.length = 0
         self.routes: RouteMap
@@ -180,7 +180,7 @@ class RouterLink:
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Join again under a new generation, unless another thread has done so since generation `stale`.
 
-        given_up: as for `draw`. deadline: when to give up, by `time.monotonic`; None: after `patience_s`.
+        given_up: as for `draw`. deadline: when to give up, by `time.monotonic`; None: after `reconnect_timeout_s`.
         """
         with self._lock:
             if self._generation == stale:
@@ -221,14 +221,14 @@ class RouterLink:
     def look_at_cost(self, *, every_s: float = COST_S) -> None:
         """Ask for the cost, unless that was done shortly before; where nobody answers, it stays as it was."""
         coordinator, now = self._coordinator, time.monotonic()
-        if coordinator is None or self.outages.is_out or now - self._asked_at < every_s:
+        if coordinator is None or self.outages.is_out or now - self._cost_requested_at < every_s:
             return
-        self._asked_at = now
+        self._cost_requested_at = now
         request = CostRequest(self._job.instance, self._job.reader)
         try:
             self.cost = coordinator.call("cost", request, reply_type=Cost, timeout_s=COST_CALL_S).body
         except (DeadlineError, PeerLostError, RemoteCallError):
-            self._asked_at = now + COST_PAUSE_S
+            self._cost_requested_at = now + COST_PAUSE_S
 
     def how_workers_ended(self) -> str:
         """How the flow's workers have ended most lately, for people; empty where that is not known."""
@@ -395,7 +395,7 @@ class RouterLink:
     @property
     def _call_s(self) -> float:
         """The timeout of a call of this attempt."""
-        return min(CALL_S, max(LEAST_CALL_S, self._deadline - time.monotonic()))
+        return min(CALL_S, max(MIN_CALL_S, self._deadline - time.monotonic()))
 
     def _disconnect(self) -> None:
         """Forget the connections to router and coordinator, which may have moved."""

@@ -239,7 +239,7 @@ class ShardLinks:
             raise
 
     def _begin_call(self, address: str, method: str, ask: Ask, reply: Any) -> PendingCall:
-        timeout_s = min(FETCH_S, self.router.outages.patience_s)
+        timeout_s = min(FETCH_S, self.router.outages.reconnect_timeout_s)
         client = self._client(address)
         try:
             return client.begin(method, ask, reply_type=reply, timeout_s=timeout_s)

@@ -69,7 +69,9 @@ class SharedJob:
         #: What identified the content of its flow when the job was opened; see `flow_registration.content_of`.
         self.content = dict(content or {})
         self._options = options
-        self._router = RouterLink(cluster, job, patience_s=options.patience_s, failover=failover)
+        self._router = RouterLink(
+            cluster, job, reconnect_timeout_s=options.reconnect_timeout_s, failover=failover
+        )
         self._links = ShardLinks(self._router)
         self._meter = LoaderMeter()
         #: The latest; never reset to None, as another thread may close the job meanwhile.
@@ -256,9 +258,9 @@ class SharedJob:
             pipeline=Pipeline(
                 ready=options.ready,
                 fetched=options.ready,
-                asked=options.asked,
+                requested=options.requested,
                 budget_bytes=options.budget_bytes,
-                patience_s=options.patience_s,
+                reconnect_timeout_s=options.reconnect_timeout_s,
                 # A sample that hangs is tried by POISON_LIMIT workers before its shard gives it up.
                 loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
             ),
@@ -275,7 +277,7 @@ class SharedJob:
         if self._job.drop_last:
             left -= left % size
         waiting: list[int] = []
-        ahead = max(1, self._options.asked // 2) * size
+        ahead = max(1, self._options.requested // 2) * size
         while left:
             while len(waiting) < min(size, left):
                 count = min(ahead, left - len(waiting), MAX_SAMPLES)

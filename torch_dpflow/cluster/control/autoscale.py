@@ -43,7 +43,7 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     readings: Mapping[str, JobCounts] = {}
     #: Samples that jobs have asked for, and loads that this caused or will cause.
-    asked: int = 0
+    requested: int = 0
     due: int = 0
     #: Loads that have ended, seconds in which workers had tasks, and in which there were workers.
     loads: int = 0
@@ -63,7 +63,7 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: What of these only grows, as long as no service starts anew.
-_COUNTED = ("asked", "due", "loads", "busy_s", "worker_s", "away_s", "late_s", "link_s")
+_COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s", "link_s")
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
@@ -83,7 +83,7 @@ WINDOW_S = 5.0
 HEADROOM, BUSY = 0.92, 0.95
 #: Jobs that wait for a smaller share of their time do not stall. At least so much of what they wait has to be for
 #: loads, or more workers would not help. So much of their time at least counts as not waited.
-STALLED, LATE, LEAST_SHARE = 0.02, 0.5, 0.25
+STALLED, LATE, MIN_SHARE = 0.02, 0.5, 0.25
 #: Workers that wait for their links for such a part of the time in which their shard counts them as busy are enough.
 AWAY = 0.5
 #: A step goes to so many times as many workers and so many more; for so long it is corrected, seconds.
@@ -129,7 +129,7 @@ class Bounds:
 class _JobDemand:
     """What is known of a job: what it would take a second, and when it last asked for anything, seconds."""
 
-    asked_at: float
+    requested_at: float
     demand: float = 0.0
 
 
@@ -202,7 +202,7 @@ class Autoscaler:
         #: How many to have again when somebody asks; None while nobody rests.
         self._resume: int | None = None
         #: When there was a job last, and when any has asked; None before the first step, seconds.
-        self._read_at = self._asked_at = -math.inf
+        self._read_at = self._requested_at = -math.inf
         #: When jobs last caused a load, seconds.
         self._due_at = -math.inf
         self._history: deque[tuple[float, FlowCounts]] = deque()
@@ -230,18 +230,18 @@ class Autoscaler:
 
     def begin(self, now: float) -> None:
         """A job is about to read."""
-        self._read_at = self._asked_at = max(now, self._read_at)
+        self._read_at = self._requested_at = max(now, self._read_at)
         self._wake(now)
 
     def step(self, counts: FlowCounts, now: float) -> Target:
         """The number from now on."""
         if not self._history:
-            self._read_at = self._asked_at = max(now, self._read_at)
+            self._read_at = self._requested_at = max(now, self._read_at)
         self._note(counts, now)
         if counts.jobs:
             self._read_at = now
         hold_s = max(self._bounds.hold_s, HOLD_STARTS * self._known.cold_s)
-        if now - self._read_at >= EMPTY_S or now - self._asked_at >= hold_s:
+        if now - self._read_at >= EMPTY_S or now - self._requested_at >= hold_s:
             self._rest()
             return Target(self._target, "")
         self._wake(now)
@@ -254,7 +254,7 @@ class Autoscaler:
     def _note(self, counts: FlowCounts, now: float) -> None:
         """Remember these counts, and measure what has happened since those of a window ago."""
         history = self._history
-        if history and (counts.loads < history[-1][1].loads or counts.asked < history[-1][1].asked):
+        if history and (counts.loads < history[-1][1].loads or counts.requested < history[-1][1].requested):
             history.clear()  # a service has restarted, and counts anew
         before = history[-1][1] if history else None
         if before is None or counts.due > before.due:
@@ -274,15 +274,15 @@ class Autoscaler:
             job = jobs.setdefault(name, _JobDemand(now))
             last = before.readings.get(name) if before is not None else None
             if last is None or reading != last or late:
-                job.asked_at = self._asked_at = now
+                job.requested_at = self._requested_at = now
             # Of one that was not there then, all that it has read: it has just begun.
             first = base.readings.get(name, JobCounts(0, 0.0, 0.0))
             taken, stall_s = reading.samples - first.samples, reading.stall_s - first.stall_s
             passed_s = reading.reading_s - first.reading_s
             if taken > 0 and passed_s > 0:
-                job.demand = taken / max(passed_s - stall_s, LEAST_SHARE * passed_s)
+                job.demand = taken / max(passed_s - stall_s, MIN_SHARE * passed_s)
         if late or (counts.jobs and not counts.readings):
-            self._asked_at = now
+            self._requested_at = now
 
     def _measure(self, passed: FlowCounts, stall_s: float, reading_s: float) -> None:
         known, measured = self._known, _Measured()
@@ -296,14 +296,14 @@ class Autoscaler:
         if passed.busy_s > 0:
             measured.away = passed.away_s / passed.busy_s
             known.rate = passed.loads / passed.busy_s if passed.loads > 0 else known.rate
-        if passed.asked > 0:
-            known.per_sample = max(0.0, passed.due / passed.asked)
+        if passed.requested > 0:
+            known.per_sample = max(0.0, passed.due / passed.requested)
         measured.rate, measured.per_sample = known.rate, known.per_sample
         self._measured = measured
 
     def _demand(self, now: float, hold_s: float) -> float:
         """What the jobs would take a second; of those that pause, what they took before."""
-        return sum(job.demand for job in self._known.jobs.values() if now - job.asked_at < hold_s)
+        return sum(job.demand for job in self._known.jobs.values() if now - job.requested_at < hold_s)
 
     # -- what follows ----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 #: Of so many jobs of a flow the worker-seconds are kept.
-MOST_JOBS = 1024
+MAX_JOBS = 1024
 #: How often the law is asked, seconds.
 STEP_S = 1.0
 #: A local worker that is not needed any more ends so long after its shard was told, which then blames no sample for it,
@@ -148,7 +148,7 @@ class FlowScaling:
         for view in own:
             if view.role == "shard":
                 key = (view.id, view.incarnation)
-                taken_s = _number(view.status, "member_s" if "members" in view.status else "worker_s")
+                taken_s = _number(view.status, "remote_worker_s" if "members" in view.status else "worker_s")
                 passed += max(0.0, taken_s - flow.seen.get(key, 0.0))
                 flow.seen[key] = max(taken_s, flow.seen.get(key, 0.0))
         flow.worker_s += passed
@@ -161,7 +161,7 @@ class FlowScaling:
         for name, samples in read.items():
             share = samples / total if total else 1.0 / len(read)
             flow.by_job[name] = flow.by_job.get(name, 0.0) + passed * share
-        while len(flow.by_job) > MOST_JOBS:
+        while len(flow.by_job) > MAX_JOBS:
             del flow.by_job[next(iter(flow.by_job))]
 
 
@@ -193,7 +193,7 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -
             )
             for name, one in known.items()
         },
-        asked=int(_sum(shards, "asked")),
+        requested=int(_sum(shards, "requested")),
         due=int(_sum(shards, "due")),
         loads=int(_sum(shards, "loads_done")),
         busy_s=_sum(shards, "busy_s"),

@@ -165,7 +165,7 @@ class ScalingRun:
         seen = FlowCounts(
             jobs=1,
             readings={"job": self._told},
-            asked=int(counts.taken),
+            requested=int(counts.taken),
             due=int(counts.due),
             loads=int(counts.loads),
             busy_s=counts.busy_s,

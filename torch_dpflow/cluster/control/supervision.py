@@ -104,14 +104,14 @@ class Supervisor:
     Args:
         lease_s: a process without a heartbeat for so long is killed, seconds.
         most: processes at once; services come before workers.
-        most_starting: workers that may be starting at once.
+        max_starting: workers that may be starting at once.
     """
 
-    def __init__(self, *, lease_s: float, most: int = sys.maxsize, most_starting: int = sys.maxsize) -> None:
+    def __init__(self, *, lease_s: float, most: int = sys.maxsize, max_starting: int = sys.maxsize) -> None:
         self._processes: dict[str, _Process] = {}
         self._lease_s = lease_s
         self._most = most
-        self._most_starting = most_starting
+        self._most_starting = max_starting
         #: The latest incarnation; all processes share the counter, so no id has the same one twice.
         self._spawns = 0
         #: Incremented whenever the views change in anything but the status of processes.

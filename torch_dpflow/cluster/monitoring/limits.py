@@ -55,7 +55,7 @@ FLOW_LIMITS = {
     "network": Limit(
         "the network",
         "the network: samples are loaded faster than they come through, to jobs or from a platform's workers",
-        "smaller samples (images as uint8), workers that are nearer, or a larger JobOptions(ready=..., asked=...)",
+        "smaller samples (images as uint8), workers that are nearer, or a larger JobOptions(ready=..., requested=...)",
     ),
 }
 #: Limits of a private loader alone, whose changes its figures decide.

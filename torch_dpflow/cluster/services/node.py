@@ -137,7 +137,7 @@ class Node:
         self._platform = platform
         self._lease_s = lease_s
         self._supervisor = Supervisor(
-            lease_s=lease_s, most=most_processes(), most_starting=max(2, len(os.sched_getaffinity(0)))
+            lease_s=lease_s, most=most_processes(), max_starting=max(2, len(os.sched_getaffinity(0)))
         )
         #: Processes that end by themselves once a heartbeat is answered, id and incarnation: they have members to end.
         self._leaving: set[tuple[str, int]] = set()

@@ -2,7 +2,7 @@
 
 It starts, watches and ends members for all shards. What becomes of them is decided by each shard's fleet, which has
 their keys and hears them; so members live through the provisioner's death. It saves nothing: see
-`cluster.control.kept_members`.
+`cluster.control.worker_owners`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
-from torch_dpflow.cluster.control.kept_members import KeptMembers
+from torch_dpflow.cluster.control.worker_owners import WorkerOwners
 from torch_dpflow.cluster.messages.provisioner import (
     Asking,
     Attach,
@@ -93,7 +93,7 @@ class Provisioner:
         self._prefix = prefix
         self._clock = clock
         self._on_open = on_opened
-        self._members = KeptMembers(prefix, place.most_workers)
+        self._members = WorkerOwners(prefix, place.most_workers)
         self._opened: Opened | None = None
         self._opens = False
         #: Why the platform has started no worker, where waiting cannot mend that; empty: it has, or nobody has asked.

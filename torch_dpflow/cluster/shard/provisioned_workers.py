@@ -47,7 +47,7 @@ from torch_dpflow.remote.shipping.content_pack import split_content
 OPEN_S, RELEASE_S = 120.0, 2.0
 
 
-class KeptSource:
+class ProvisionedSource:
     """Where the members of a cluster's shard come from: see `PlatformSource`."""
 
     def __init__(self, service: ServiceSpec, place: MemberPlace) -> None:
@@ -55,9 +55,9 @@ class KeptSource:
         self.name = place.name
         self._listen_at = ""
 
-    def open(self) -> KeptPlatform:
+    def open(self) -> ProvisionedPlatform:
         """Connect to the provisioner. Raises RemoteCallError with what the platform says, DeadlineError."""
-        platform = KeptPlatform(self._service)
+        platform = ProvisionedPlatform(self._service)
         self._listen_at = platform.listen_at
         return platform
 
@@ -69,7 +69,7 @@ class KeptSource:
         """Nothing: the provisioner has."""
 
 
-class KeptPlatform:
+class ProvisionedPlatform:
     """The `RemotePlatform` of one shard.
 
     Raises:
@@ -231,7 +231,7 @@ LINGER_S = 1.0
 PORT_S, PORT_RETRY_S = 30.0, 1.0
 
 
-class MemberFleet:
+class ProvisionedWorkers:
     """Has a platform run the workers of a shard, and gives these what the shard's own listener would.
 
     All methods are for the server's thread. Another thread fetches the content and waits for the provisioner's
@@ -269,14 +269,14 @@ class MemberFleet:
     def status(self) -> dict[str, Any]:
         """Figures for people."""
         if self._remote is None:
-            return {"members": [], "member_s": 0.0, "away_s": 0.0}
+            return {"members": [], "remote_worker_s": 0.0, "away_s": 0.0}
         samples = self._shard.workers.samples_of
         views = self._remote.views()
         for view in views:
             view.samples = samples(view.number) if view.state == "working" else 0
         return {
             "members": views,
-            "member_s": self._remote.time.seconds,
+            "remote_worker_s": self._remote.time.seconds,
             "away_s": self._remote.time.away_s,
             "limited_by": self._remote.limited_by,
         }
@@ -371,7 +371,7 @@ class MemberFleet:
         while True:
             try:
                 return RemoteWorkers(
-                    KeptSource(self._service, self._members),
+                    ProvisionedSource(self._service, self._members),
                     self._content(),
                     0,
                     listen_at=self._members.listen_at,
@@ -398,6 +398,6 @@ class MemberFleet:
         if self._ended:
             self.close()
             return
-        self._shard.serve_members(self._serve, remote.listener, remote.descriptors)
+        self._shard.serve_remote(self._serve, remote.listener, remote.descriptors)
         remote.resize(self._shard.workers.expected)
         remote.start_all()

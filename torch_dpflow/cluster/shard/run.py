@@ -25,7 +25,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
 from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec, ask_in, locate, serve
-from torch_dpflow.cluster.shard.provisioned_workers import MemberFleet
+from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedWorkers
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
@@ -152,7 +152,7 @@ class WorkerWatch:
 def run(service: ServiceSpec) -> None:
     """Run a shard: the role of a node's process."""
     if service.place.members is not None:
-        _run_with_members(service, service.place.members)
+        _run_with_platform(service, service.place.members)
         return
     watch = WorkerWatch(service)
     shard = _shard_of(service, watch.end)
@@ -160,10 +160,10 @@ def run(service: ServiceSpec) -> None:
     _serve(service, shard)
 
 
-def _run_with_members(service: ServiceSpec, members: MemberPlace) -> None:
+def _run_with_platform(service: ServiceSpec, members: MemberPlace) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
-    fleet = MemberFleet(service, members, arguments.spec.content)
+    fleet = ProvisionedWorkers(service, members, arguments.spec.content)
     try:
         shard = _shard_of(service, fleet.end)
         fleet.attach(shard)

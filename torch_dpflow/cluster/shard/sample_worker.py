@@ -239,7 +239,7 @@ def run(service: ServiceSpec) -> None:
     worker.work()
 
 
-class MemberSampleWorker(SampleWorker):
+class RemoteSampleWorker(SampleWorker):
     """Sample worker that greets once: its control connection notices a lost greeting or a silent shard."""
 
     hello_s = None
@@ -255,7 +255,7 @@ def load_samples(
     """
     set_worker_signal_handlers()
     outbox = ResultOutbox(connection, compress=None if is_near else compress)
-    worker = MemberSampleWorker(
+    worker = RemoteSampleWorker(
         connection,
         number,
         incarnation,

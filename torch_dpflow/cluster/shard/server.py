@@ -106,7 +106,7 @@ class SampleShard:
         self._poisoned: set[int] = set()
         self._served = self._served_bytes = 0
         #: Samples that jobs have asked for; seconds in which jobs' fetches waited for loads, counted until.
-        self._asked = 0
+        self._requested = 0
         self._late_s, self._counted_at = 0.0, clock()
         self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
         self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
@@ -144,16 +144,14 @@ class SampleShard:
         self._cache.concurrency = _concurrency(settings)
         self._apply(self._cache.resize(settings.memory_bytes))
 
-    def serve_members(
-        self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]
-    ) -> None:
+    def serve_remote(self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]) -> None:
         """Have workers that connect to another listener. In the server's thread, once.
 
-        serve: as `serve_members` of the demultiplexer; called when one of the descriptors is readable.
+        serve: as `serve_remote` of the demultiplexer; called when one of the descriptors is readable.
         """
         for descriptor in descriptors:
             self._listener.watch(descriptor)
-        self._listener.serve_members = serve
+        self._listener.serve_remote = serve
         self._workers.connect_at(listener)
 
     @property
@@ -213,7 +211,7 @@ class SampleShard:
         return {
             **self._workers.figures(),
             **asdict(cache),
-            "asked": self._asked,
+            "requested": self._requested,
             "due": cache.loads + cache.drawn + cache.queued,
             "late_s": self._late_s,
             "link_s": self._link_s,
@@ -297,9 +295,9 @@ class SampleShard:
             out = self._cache.want(job, wants, ask.draw or 0, counts=counts)
         # Last: a refused request would count against the job's limit for as long as it lives.
         opened = self._open[job]
-        self._asked -= len(opened)
+        self._requested -= len(opened)
         opened.update(ask.tickets)
-        self._asked += len(opened)
+        self._requested += len(opened)
         return out
 
     def _note_due(self) -> None:

@@ -32,7 +32,7 @@ class WorkerDemultiplexer:
     losses = 0
     #: Receives what members of a platform have sent to their own listener; whether there may be more. None: there is no
     #: such listener.
-    serve_members: Callable[[], bool] | None = None
+    serve_remote: Callable[[], bool] | None = None
 
     def __init__(
         self, listener: Listener, token: str, on_worker_message: Callable[[bytes, list[memoryview]], None]
@@ -45,7 +45,7 @@ class WorkerDemultiplexer:
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         """The next message that is not a worker's; None also after messages of workers."""
-        if self.serve_members is not None and self.serve_members():
+        if self.serve_remote is not None and self.serve_remote():
             timeout_s = 0
         for _ in range(_BURST):
             message = self._listener.receive(timeout_s)

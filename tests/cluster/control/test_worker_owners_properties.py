@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torch_dpflow.cluster.control.kept_members import SILENT_S, KeptMembers
+from torch_dpflow.cluster.control.worker_owners import SILENT_S, WorkerOwners
 from torch_dpflow.errors import ThrottledError, UnavailableError
 from torch_dpflow.ipc.messages.errors import StaleShardError
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
@@ -40,7 +40,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule()
     def replace_provisioner(self) -> None:
-        self.kept = KeptMembers(PREFIX, self.workers)
+        self.kept = WorkerOwners(PREFIX, self.workers)
         self.ended: set[str] = set()
 
     @rule(shard=SHARDS)

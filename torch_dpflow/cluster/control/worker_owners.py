@@ -34,7 +34,7 @@ class _Owner:
     seen: int = 0
 
 
-class KeptMembers:
+class WorkerOwners:
     """The members of all shards. Not thread-safe. All times are seconds.
 
     Args:
