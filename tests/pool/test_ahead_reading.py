@@ -143,7 +143,7 @@ def test_orders_are_no_more_than_allowed(reading: AheadReading, monkeypatch: pyt
     reading.announce("owner", order([2], "0"))  # in the place of another
     reading.leave("owner")
     assert reading.is_idle
-    with pytest.raises(UsageError, match="records 0 of an order of"):
+    with pytest.raises(UsageError, match="part 0 of an access plan of"):
         reading.announce("owner", order([1], total=MAX_PLAN_RECORDS + 1))
     assert reading.is_idle
 
