@@ -383,7 +383,7 @@ def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> No
         for number in range(1000):
             name = number.to_bytes(16, "big")
             request = PreloadDataset(source=source, identity=name, is_explicit=True, whole=True)
-            serving._pool._sets[name] = KnownDataset(request, True, True)
+            serving._pool._datasets[name] = KnownDataset(request, True, True)
         listed = connection.contents()
         assert [int.from_bytes(one.identity, "big") for one in listed.datasets] == [*range(1000)]
         assert (listed.total, listed.free) == (1000, 1 << 20)

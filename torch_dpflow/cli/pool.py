@@ -313,17 +313,17 @@ def _find_cached(connection: PoolConnection, target: str) -> CachedDataset:
 
     Raises OptionError if none or several match.
     """
-    sets = connection.contents().datasets
+    cached = connection.contents().datasets
     file = _array_file(target)
     ref = target if file is None else array_ref(*file)
     found = [
-        one for one in sets if target == dataset_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")
+        one for one in cached if target == dataset_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")
     ]
     if len(found) == 1:
         return found[0]
-    if not sets:
+    if not cached:
         raise OptionError(f"{target!r}: the pool caches nothing; load it by `dpflow pool preload`")
-    has = ", ".join(f"{dataset_id(one)} ({on_one_line(one.ref)})" for one in found or sets)
+    has = ", ".join(f"{dataset_id(one)} ({on_one_line(one.ref)})" for one in found or cached)
     raise OptionError(f"{target!r} names {len(found)} of the cached datasets; give one of: {has}")
 
 

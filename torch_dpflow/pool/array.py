@@ -145,10 +145,10 @@ class PooledArray(Dataset[Rows]):
         blocks, block_of = np.unique(numbers // rows.per_block, return_inverse=True)
         is_there = np.zeros(len(numbers), dtype=bool)
         within = numbers % rows.per_block * rows.record_bytes
-        for region, begins in self._merged(self._reading.get().places(blocks)):
+        for segment, begins in self._merged(self._reading.get().places(blocks)):
             own = begins[block_of] >= 0
             if own.any():
-                _gather(region.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
+                _gather(segment.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
             is_there |= own
         if not is_there.all():
             self._receive(numbers, is_there, out)
@@ -175,9 +175,9 @@ class PooledArray(Dataset[Rows]):
     def _merged(places: list[tuple[Segment, _Numbers]]) -> list[tuple[Segment, _Numbers]]:
         """Return one entry for each segment."""
         found: dict[int, tuple[Segment, _Numbers]] = {}
-        for region, begins in places:
-            known = found.get(id(region))
-            found[id(region)] = region, begins if known is None else np.maximum(begins, known[1])
+        for segment, begins in places:
+            known = found.get(id(segment))
+            found[id(segment)] = segment, begins if known is None else np.maximum(begins, known[1])
         return [*found.values()]
 
     def _load(self, numbers: _Numbers, missing: _Numbers, out: npt.NDArray[Any]) -> None:

@@ -2,7 +2,7 @@
 
 Memory for a dataset is reserved before any of it is read, so no server runs full halfway. Each stripe has one owner,
 which reads it from storage; a stripe that fits nowhere stays there. An explicit dataset stays until it is unloaded. An
-implicit one is dropped once nobody has read it for `idle_s`, or as soon as another dataset needs its memory, the
+implicit one is dropped once no process has read it for `idle_s`, or as soon as another dataset needs its memory, the
 longest idle first. The stripes of a lost server go to others with free memory, which read them again; other stripes
 stay where they are. A server that joins gets only stripes without an owner: memory that readers have mapped cannot
 move, so rebalancing would mean reading from storage again. Storage is the second copy: a reader needs none of this.
@@ -42,7 +42,7 @@ class AllocatedDataset:
     copies: dict[str, set[int]] = field(default_factory=dict)
     #: Number of reading processes at each server.
     readers: dict[str, int] = field(default_factory=dict)
-    #: Since when nobody reads it, seconds.
+    #: Since when no process reads it, seconds.
     idle_since: float = 0.0
     #: Until when servers may return with their stripes before others get them; None once that time is over.
     returns_until: float | None = None
@@ -119,7 +119,7 @@ class StripeAllocator:
 
     Args:
         lease_s: a server is lost after this much silence, seconds.
-        idle_s: how long an implicit dataset stays that nobody reads, seconds.
+        idle_s: how long an implicit dataset stays that no process reads, seconds.
     """
 
     def __init__(self, *, lease_s: float, idle_s: float) -> None:
@@ -129,7 +129,7 @@ class StripeAllocator:
         #: Total and unreserved bytes of each server.
         self._capacity: dict[str, int] = {}
         self._room: dict[str, int] = {}
-        self._sets: dict[bytes, AllocatedDataset] = {}
+        self._datasets: dict[bytes, AllocatedDataset] = {}
 
     # -- servers ---------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class StripeAllocator:
     def expire(self, now: float) -> list[AllocatorInstruction]:
         """Advance time: remove silent servers and idle datasets."""
         out: list[AllocatorInstruction] = []
-        for identity, one in list(self._sets.items()):
+        for identity, one in list(self._datasets.items()):
             if self._may_go(identity) and now - one.idle_since >= self._idle_s:
                 out += self._drop(identity)
             if one.returns_until is not None and now >= one.returns_until:
@@ -177,7 +177,7 @@ class StripeAllocator:
         self._lose(self._leases.handle(ExpireLeases(now)), now)
         return out + self._place_all()
 
-    # -- sets ------------------------------------------------------------------------------------------------
+    # -- datasets --------------------------------------------------------------------------------------------
 
     def preload(
         self,
@@ -198,7 +198,7 @@ class StripeAllocator:
 
         Raises PoolFullError if it does not fit; nothing has changed.
         """
-        known = self._sets.get(identity)
+        known = self._datasets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
             known = AllocatedDataset(
@@ -209,12 +209,12 @@ class StripeAllocator:
             return []
         out = self._make_room(identity, known, whole=whole)
         known.is_explicit |= explicit
-        self._sets[identity] = known
+        self._datasets[identity] = known
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
         """Return each server's bytes for a further dataset: free ones, and those of droppable datasets but `base`."""
-        may_go = (one for one in self._sets if one != base and self._may_go(one))
+        may_go = (one for one in self._datasets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 
     def recover(
@@ -229,14 +229,14 @@ class StripeAllocator:
         """Add a dataset that servers hold and this machine does not know; held: their stripes, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
-        self._sets[identity] = AllocatedDataset(
+        self._datasets[identity] = AllocatedDataset(
             sizes, explicit, [None] * len(sizes), idle_since=now, returns_until=until
         )
         return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
 
     def read_by(self, identity: bytes, server: str, readers: int, now: float) -> None:
         """Set the number of processes that read a dataset at a server. Unknown ones are ignored."""
-        known = self._sets.get(identity)
+        known = self._datasets.get(identity)
         if known is None or server not in self._capacity:
             return
         if readers:
@@ -267,24 +267,24 @@ class StripeAllocator:
 
     def holds(self, identity: bytes) -> bool:
         """Return whether a dataset is cached."""
-        return identity in self._sets
+        return identity in self._datasets
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _set(self, identity: bytes) -> AllocatedDataset:
-        if identity not in self._sets:
+        if identity not in self._datasets:
             raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")
-        return self._sets[identity]
+        return self._datasets[identity]
 
     def _may_go(self, identity: bytes) -> bool:
         """Return whether a dataset may be dropped: it is implicit, unread, and its memory is not shared."""
-        one = self._sets[identity]
-        is_base = any(other.base == identity for other in self._sets.values())
+        one = self._datasets[identity]
+        is_base = any(other.base == identity for other in self._datasets.values())
         return not (one.is_explicit or one.readers or is_base)
 
     def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[AllocatorInstruction]:
         """Add stripes that a server already holds; Drop if most of them have other owners by now."""
-        known = self._sets.get(identity)
+        known = self._datasets.get(identity)
         if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
             own = [one for one in {*stripes} if known.owners[one] is None]
             size = int(known.sizes[[*{*stripes}]].sum())
@@ -307,8 +307,8 @@ class StripeAllocator:
         """
         stripes = known.without_owner()
         sizes = known.sizes[stripes]
-        may_go = [one for one in self._sets if one not in (identity, known.base) and self._may_go(one)]
-        idle = sorted(may_go, key=lambda one: self._sets[one].idle_since)
+        may_go = [one for one in self._datasets if one not in (identity, known.base) and self._may_go(one)]
+        idle = sorted(may_go, key=lambda one: self._datasets[one].idle_since)
         capacity, room = self._open_to(known), self._room_without(idle)
         if whole and UNPLACED in place(identity, sizes, capacity, room, stripes):
             free = sum(room[name] for name in capacity)
@@ -330,7 +330,7 @@ class StripeAllocator:
     def _room_without(self, idle: Iterable[bytes]) -> dict[str, int]:
         """Return each server's free bytes if these datasets were dropped."""
         room = dict(self._room)
-        for one in (self._sets[identity] for identity in idle):
+        for one in (self._datasets[identity] for identity in idle):
             for size, owner in zip(one.sizes.tolist(), one.owners):
                 if owner is not None:
                     room[owner] += size
@@ -340,7 +340,7 @@ class StripeAllocator:
 
     def _drop(self, identity: bytes) -> list[AllocatorInstruction]:
         self._room = self._room_without([identity])
-        gone = self._sets.pop(identity)
+        gone = self._datasets.pop(identity)
         servers = {owner for owner in gone.owners if owner is not None} | gone.copies.keys()
         return [Drop(server, identity) for server in sorted(servers)]
 
@@ -348,7 +348,7 @@ class StripeAllocator:
         for lost in (change.peer for change in changes if isinstance(change, Lost)):
             self._capacity.pop(lost, None)
             self._room.pop(lost, None)
-            for one in self._sets.values():
+            for one in self._datasets.values():
                 one.copies.pop(lost, None)
                 if one.readers.pop(lost, None) is not None:
                     one.idle_since = now
@@ -357,11 +357,11 @@ class StripeAllocator:
                     one.generation += 1
 
     def _place_all(self) -> list[AllocatorInstruction]:
-        return [one for identity in self._sets for one in self._place(identity)]
+        return [one for identity in self._datasets for one in self._place(identity)]
 
     def _place(self, identity: bytes) -> list[AllocatorInstruction]:
         """Assign stripes without an owner to servers with free memory."""
-        one = self._sets[identity]
+        one = self._datasets[identity]
         one.own_copies()
         if one.returns_until is not None:
             return []
@@ -384,11 +384,11 @@ class StripeAllocator:
         for server, capacity in self._capacity.items():
             held = sum(
                 int(one.sizes[one.owned_by(server)].sum()) + one.copied_bytes(server)
-                for one in self._sets.values()
+                for one in self._datasets.values()
             )
             assert held + self._room[server] == capacity
             assert self._room[server] >= 0
-        for one in self._sets.values():
+        for one in self._datasets.values():
             assert all(owner is None or owner in self._capacity for owner in one.owners)
             assert one.readers.keys() | one.copies.keys() <= self._capacity.keys()
             assert all(one.copies[name].isdisjoint(one.owned_by(name)) for name in one.copies)

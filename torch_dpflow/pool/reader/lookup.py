@@ -153,7 +153,7 @@ class PoolLookup:
         self._others = [one for one in map(self.address_of, table.servers) if one is not None]
         owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
-            raise MessageError("the pool's table of a set cannot be read")
+            raise MessageError("the pool's stripe table is invalid")
         return StripeOwners(
             table.per_stripe, table.servers, owners, info.is_placed, table.answered_by, table.is_part
         )

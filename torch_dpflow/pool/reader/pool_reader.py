@@ -212,11 +212,11 @@ class PoolReader:
     ) -> None:
         """Fill in records that servers of other hosts hold."""
         owners = (self._server_of(one.record) for one in wanted)
-        afar = {place: owner for place, owner in enumerate(owners) if isinstance(owner, str)}
+        remote = {place: owner for place, owner in enumerate(owners) if isinstance(owner, str)}
         contents = connections.read(
-            self._identity, [*afar.values()], [wanted[place] for place in afar], copy=copy
+            self._identity, [*remote.values()], [wanted[place] for place in remote], copy=copy
         )
-        for place, content in zip(afar, contents):
+        for place, content in zip(remote, contents):
             found[place] = content
         self._is_stale |= None in contents
         if self._identity in connections.gone:

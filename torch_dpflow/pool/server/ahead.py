@@ -173,33 +173,40 @@ class AheadReading:
             for position in positions.values():
                 if position not in plan.served:
                     self._apply(self._machine.read(name, position), is_urgent=True)
-            due = positions.values() - plan.served.keys()
-            while due and not self._is_closed:
+            awaited = positions.values() - plan.served.keys()
+            while awaited and not self._is_closed:
                 # Refused records fit once others are confirmed: answer at once if this reader has some, else wait.
-                refused = bool(due & plan.refused)
+                refused = bool(awaited & plan.refused)
                 left = min(deadline - time.monotonic(), _REFUSED_S if refused else wait_s)
-                if (refused and due < set(positions.values())) or not self._changed.wait(left):
+                if (refused and awaited < set(positions.values())) or not self._changed.wait(left):
                     break
-                due -= plan.served.keys()
-            plan.refused -= due
+                awaited -= plan.served.keys()
+            plan.refused -= awaited
             return self._places(
-                connection, name, plan, [(one, positions.get(one, -1)) for one in records], due
+                connection, name, plan, [(one, positions.get(one, -1)) for one in records], awaited
             )
 
     def _places(
-        self, connection: str, name: str, plan: AccessPlan, asked: list[tuple[int, int]], due: set[int]
+        self,
+        connection: str,
+        name: str,
+        plan: AccessPlan,
+        requested: list[tuple[int, int]],
+        awaited: set[int],
     ) -> AheadPlaces:
         """Return the answer, which allows the connection to copy; consume what cannot be read."""
         lent = self._lent.setdefault(connection, {})
         places: list[tuple[int, int]] = []
-        for record, position in asked:
+        for record, position in requested:
             place = plan.served.get(position)
             if isinstance(place, AheadPlace):
                 lent[record] = plan, position, place
                 places.append((place.offset, place.length))
             else:
-                places.append((0, ON_ITS_WAY if position in due and not self._is_closed else IN_STORAGE_ONLY))
-        failed = [position for _, position in asked if isinstance(plan.served.get(position), DPFlowError)]
+                places.append(
+                    (0, ON_ITS_WAY if position in awaited and not self._is_closed else IN_STORAGE_ONLY)
+                )
+        failed = [position for _, position in requested if isinstance(plan.served.get(position), DPFlowError)]
         self._consume(name, plan, failed)
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 

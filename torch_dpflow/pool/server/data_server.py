@@ -81,7 +81,7 @@ class DataServer:
     Args:
         memory_bytes: limit of samples in memory.
         address: directory of its socket; "auto" as for clients.
-        idle_s: how long a dataset that no command has loaded stays when nobody reads it, seconds; the leader's counts.
+        idle_s: how long an implicit dataset stays that no process reads, seconds; the leader's value counts.
         ahead_bytes: additional memory for reading ahead what does not fit; None for an eighth of `memory_bytes`, up to
             `MAX_AHEAD_BYTES`.
         listen: address at which other hosts reach it; None if they do not.
@@ -145,9 +145,9 @@ class DataServer:
 
     def serve(self) -> None:
         """Serve until `stop`."""
-        threading.Thread(target=self._pool.run, name="dpflow-beat", daemon=True).start()
+        threading.Thread(target=self._pool.run, name="dpflow-membership", daemon=True).start()
         if self._tcp_listener is not None:
-            threading.Thread(target=self._tcp_listener.run, name="dpflow-door", daemon=True).start()
+            threading.Thread(target=self._tcp_listener.run, name="dpflow-listener", daemon=True).start()
         while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -163,7 +163,7 @@ class DataServer:
                 continue
             self._connections.add(connection)
             thread = threading.Thread(
-                target=self._talk_local, args=(connection,), name="dpflow-talk", daemon=True
+                target=self._talk_local, args=(connection,), name="dpflow-control", daemon=True
             )
             try:
                 thread.start()
@@ -267,12 +267,8 @@ class DataServer:
             case ConfirmAhead(identity, records):
                 self._holdings.ahead.of(identity).took(client.name, records)
                 return Acknowledged(), []
-            case UnloadDataset(identity):
-                return self._pool.unload(identity), []
-            case ListDatasets(first):
-                return self._pool.contents(max(0, first)), []
-            case ListServers():
-                return self._pool.servers(), []
+            case UnloadDataset() | ListDatasets() | ListServers():
+                return self._pool.command(request), []
             case DatasetPart() | JoinPool() | Heartbeat():
                 return self._answer_follower(request, client), []
 
@@ -375,13 +371,13 @@ def run_service(service: ServiceSpec) -> None:
 
 def _opened(memory_bytes: int, heartbeats: HeartbeatSender) -> DataServer:
     """Return the server once its address is free."""
-    told = False
+    is_logged = False
     while True:
         try:
             return DataServer(memory_bytes)
         except OptionError as error:
-            if not told:
+            if not is_logged:
                 SERVICE.error("the pool cannot be served: %s", error)
-        told = True
+        is_logged = True
         heartbeats.on_iteration()
         time.sleep(_RETRY_S)

@@ -12,7 +12,6 @@ from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import (
     CachedDataset,
-    CachedDatasetList,
     CountReads,
     ListDatasets,
     PreloadDataset,
@@ -29,11 +28,10 @@ from torch_dpflow.pool.server_messages import (
     JoinPool,
     ListServers,
     ServerInfo,
-    ServerList,
     StripeTablePart,
 )
 from torch_dpflow.pool.transport.address import PoolAddress
-from torch_dpflow.pool.transport.control_connection import AnswerT, PoolConnection, PoolRequest
+from torch_dpflow.pool.transport.control_connection import AnswerT, PoolAnswer, PoolConnection, PoolRequest
 
 #: Timeouts of the leader's answers to forwarded requests, below those of readers and commands for this server (5 s and
 #: 60 s), and to a heartbeat: seconds.
@@ -59,7 +57,13 @@ class _LeaderConnection:
         self._retry_at = 0.0
 
     def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
-        """Return the leader's answer of this type.
+        """Return the leader's answer of this type. Raises as `request`."""
+        answer = self.request(request)
+        assert isinstance(answer, kind)
+        return answer
+
+    def request(self, request: PoolRequest) -> PoolAnswer:
+        """Return the leader's answer.
 
         Raises PeerLostError if it does not answer, or recently did not; and what it refuses.
         """
@@ -71,7 +75,7 @@ class _LeaderConnection:
             try:
                 if self._connection is None:
                     self._connection = PoolConnection(self._leader, silence_s=self._silence_s)
-                return self._connection.get(request, kind)
+                return self._connection.request(request)[0]
             except PeerLostError:
                 self.close()
                 self._retry_at = time.monotonic() + _RETRY_S
@@ -136,17 +140,9 @@ class PoolFollower:
         self._tables[identity, first] = answer
         return answer
 
-    def unload(self, identity: bytes) -> CachedDatasetList:
-        """Forward to the leader. Raises PeerLostError if it does not answer."""
-        return self._commands.get(UnloadDataset(identity), CachedDatasetList)
-
-    def contents(self, first: int) -> CachedDatasetList:
-        """Forward to the leader. Raises PeerLostError if it does not answer."""
-        return self._commands.get(ListDatasets(first), CachedDatasetList)
-
-    def servers(self) -> ServerList:
-        """Forward to the leader. Raises PeerLostError if it does not answer."""
-        return self._commands.get(ListServers(), ServerList)
+    def command(self, request: UnloadDataset | ListDatasets | ListServers) -> PoolAnswer:
+        """Forward to the leader. Raises PeerLostError if it does not answer; and what it refuses."""
+        return self._commands.request(request)
 
     def count(self, reads: CountReads) -> None:
         """Forward counts of reads to the leader, if it is connected."""
@@ -188,19 +184,19 @@ class PoolFollower:
         connection.request(JoinPool(self._server))
 
     def _serve(self, connection: PoolConnection) -> None:
-        told, applied = dict[bytes, DatasetState](), 0
+        reported, applied = dict[bytes, DatasetState](), 0
         while not self._stop.is_set():
             states = self._holdings.states()
-            left = told.keys() - {one.identity for one in states}
+            left = reported.keys() - {one.identity for one in states}
             states += [self._holdings.state(identity) for identity in left]
-            changed = [one for one in states if told.get(one.identity) != one][:_MAX_STATES]
+            changed = [one for one in states if reported.get(one.identity) != one][:_MAX_STATES]
             wait_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
             answer = connection.get(Heartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions)
-            told |= {one.identity: one for one in changed}
-            told = {identity: one for identity, one in told.items() if identity not in left}
+            reported |= {one.identity: one for one in changed}
+            reported = {identity: one for identity, one in reported.items() if identity not in left}
             for instruction in answer.instructions:
                 self._holdings.apply(instruction)
-                told.pop(instruction.identity, None)
+                reported.pop(instruction.identity, None)
             applied = answer.last
 
     def _own(self, request: PreloadDataset) -> CachedDataset | None:

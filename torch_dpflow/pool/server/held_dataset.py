@@ -41,14 +41,14 @@ class RecordQueue:
         """Remove and return the next records, at most `most`."""
         return [self._queue.popitem(last=False)[0] for _ in range(min(most, len(self._queue)))]
 
-    def watch(self, record: int, told: Callable[[bool], None]) -> None:
-        """Call `told` once, when the record is in memory or has failed."""
-        self._watchers.setdefault(record, []).append(told)
+    def watch(self, record: int, callback: Callable[[bool], None]) -> None:
+        """Call `callback` once, when the record is in memory or has failed."""
+        self._watchers.setdefault(record, []).append(callback)
 
     def notify(self, record: int, *, is_here: bool) -> None:
         """Call the callbacks of a record."""
-        for told in self._watchers.pop(record, ()):
-            told(is_here)
+        for callback in self._watchers.pop(record, ()):
+            callback(is_here)
 
     def give_up(self) -> None:
         """Report all watched records as failed."""
@@ -228,7 +228,7 @@ class HeldDataset:
         Raises UsageError if there is no such record.
         """
         if not 0 <= record < self.records.records:
-            raise UsageError(f"record {record} of a set of {self.records.records}; give one that exists")
+            raise UsageError(f"record {record} of a dataset of {self.records.records}; give one that exists")
         if self._states[record] == PENDING:
             with self._changed:
                 if self._states[record] == PENDING and not self._is_closed:

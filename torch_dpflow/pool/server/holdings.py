@@ -132,7 +132,7 @@ class Holdings:
         self._lock = threading.Lock()
         #: Notified when datasets are dropped.
         self._changed = threading.Condition(self._lock)
-        self._sets: dict[bytes, _Holding] = {}
+        self._datasets: dict[bytes, _Holding] = {}
         self._readers: dict[bytes, set[str]] = {}
         self._is_closed = False
 
@@ -141,7 +141,7 @@ class Holdings:
     def add(self, identity: bytes, held: HeldDataset, is_explicit: bool) -> None:
         """Add a dataset of which nothing is held yet."""
         with self._lock:
-            self._sets[identity] = _Holding(is_explicit, held)
+            self._datasets[identity] = _Holding(is_explicit, held)
 
     def apply(self, instruction: DatasetPart | DropDataset) -> None:
         """Hold more or less. Raises PoolFullError if no thread can start."""
@@ -151,11 +151,11 @@ class Holdings:
         with self._lock:
             if self._is_closed:
                 return
-            holding = self._sets.get(instruction.identity)
+            holding = self._datasets.get(instruction.identity)
             if holding is None:
                 holding = _Holding(instruction.is_explicit)
                 start_thread(partial(self._open, instruction, holding), "dpflow-plan")
-                self._sets[instruction.identity] = holding
+                self._datasets[instruction.identity] = holding
             holding.is_explicit = instruction.is_explicit
             if holding.held is None:
                 holding.waiting.append(instruction.stripes)
@@ -165,7 +165,7 @@ class Holdings:
     def drop(self, identity: bytes, why: int) -> None:
         """Drop a dataset, and report the reason to its readers."""
         with self._lock:
-            holding = self._sets.pop(identity, None)
+            holding = self._datasets.pop(identity, None)
             self._changed.notify_all()
         self.ahead.drop(identity)
         if holding is not None and holding.held is not None:
@@ -176,9 +176,9 @@ class Holdings:
         self.ahead.close()
         with self._lock:
             self._is_closed = True
-            sets, self._sets = self._sets, {}
+            datasets, self._datasets = self._datasets, {}
             self._changed.notify_all()
-        for holding in sets.values():
+        for holding in datasets.values():
             if holding.held is not None:
                 holding.held.close()
 
@@ -192,12 +192,12 @@ class Holdings:
 
     def on_data_connection(self, name: bytes) -> HeldDataset | AheadReading | None:
         """Return what data connections call so: a dataset, or what is read ahead of one. None if it was dropped."""
-        return self._held(name) if name in self._sets else self.ahead.named(name)
+        return self._held(name) if name in self._datasets else self.ahead.named(name)
 
     def all(self) -> list[HeldDataset]:
         """Return every dataset whose metadata was read."""
         with self._lock:
-            return [one.held for one in self._sets.values() if one.held is not None]
+            return [one.held for one in self._datasets.values() if one.held is not None]
 
     def read(self, identity: bytes, reader: str) -> None:
         """Record that a reader has begun to read a dataset. Raises UsageError if too many are read."""
@@ -248,7 +248,7 @@ class Holdings:
     def reports(self) -> list[DatasetPart]:
         """Return what is in memory."""
         with self._lock:
-            held = [(one.is_explicit, one.held) for one in self._sets.values() if one.held is not None]
+            held = [(one.is_explicit, one.held) for one in self._datasets.values() if one.held is not None]
         return [
             DatasetPart(
                 source=one.source,
@@ -263,11 +263,11 @@ class Holdings:
     def states(self) -> list[DatasetState]:
         """Return the progress of each dataset that is held or read here."""
         with self._lock:
-            return [self.state(identity) for identity in self._sets.keys() | self._readers.keys()]
+            return [self.state(identity) for identity in self._datasets.keys() | self._readers.keys()]
 
     def state(self, identity: bytes) -> DatasetState:
         """Return the progress of a dataset here."""
-        holding = self._sets.get(identity)
+        holding = self._datasets.get(identity)
         held = None if holding is None else holding.held
         loaded, failed = (0, 0) if held is None else held.counts
         error = held.error if held is not None else "" if holding is None else holding.error
@@ -285,7 +285,7 @@ class Holdings:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _held(self, identity: bytes) -> HeldDataset | None:
-        holding = self._sets.get(identity)
+        holding = self._datasets.get(identity)
         return None if holding is None else holding.held
 
     def _open(self, instruction: DatasetPart, holding: _Holding) -> None:
@@ -294,13 +294,13 @@ class Holdings:
         while (held := self._opened(instruction, holding)) is None and holding.is_gone:
             with self._changed:
                 if self._changed.wait_for(
-                    lambda: self._sets.get(instruction.identity) is not holding, backoff.pause_s()
+                    lambda: self._datasets.get(instruction.identity) is not holding, backoff.pause_s()
                 ):
                     return
         if held is None:
             return
         with self._lock:
-            if self._sets.get(instruction.identity) is holding:
+            if self._datasets.get(instruction.identity) is holding:
                 holding.held = held
                 for stripes in holding.waiting:
                     if stripes:

@@ -23,8 +23,10 @@ from torch_dpflow.pool.messages import (
     CachedDataset,
     CachedDatasetList,
     CountReads,
+    ListDatasets,
     PoolRefusal,
     PreloadDataset,
+    UnloadDataset,
 )
 from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Fill, StripeAllocator
 from torch_dpflow.pool.planning.placement import resident_layout
@@ -46,11 +48,13 @@ from torch_dpflow.pool.server_messages import (
     DropDataset,
     Heartbeat,
     Instructions,
+    ListServers,
     ServerInfo,
     ServerList,
     StripeTablePart,
 )
 from torch_dpflow.pool.sources import open_source
+from torch_dpflow.pool.transport.control_connection import PoolAnswer
 from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
 
 #: A server is lost after this much silence, seconds; how long a heartbeat's answer waits for instructions at most.
@@ -63,7 +67,7 @@ class PoolLeader:
 
     Args:
         server: this one.
-        idle_s: how long a dataset that no command has loaded stays when nobody reads it, seconds.
+        idle_s: how long a dataset that no command has loaded stays when no process reads it, seconds.
         holdings: what this server holds.
     """
 
@@ -72,7 +76,7 @@ class PoolLeader:
         self._allocator = StripeAllocator(lease_s=LEASE_S, idle_s=idle_s)
         self._holdings = holdings
         self._changed = threading.Condition()
-        self._sets: dict[bytes, KnownDataset] = {}
+        self._datasets: dict[bytes, KnownDataset] = {}
         self._followers = Followers(server.directory)
         self._generations = itertools.count(1)
         self._is_closed = False
@@ -86,11 +90,11 @@ class PoolLeader:
     def preload(self, request: PreloadDataset) -> CachedDataset:
         """Cache a dataset, and return its progress. Raises PoolFullError, and what kept it from being cached."""
         with self._changed:
-            known = self._sets.get(request.identity)
+            known = self._datasets.get(request.identity)
             if known is None:
                 known = self._begin(request)
             elif known.refusal is not None:
-                del self._sets[request.identity]
+                del self._datasets[request.identity]
                 if not known.is_forgotten(self._clock()):
                     raise known.refusal.error()
                 known = self._begin(request)
@@ -131,42 +135,29 @@ class PoolLeader:
     def count_readers(self) -> None:
         """Record that a local client started or stopped reading a dataset."""
         with self._changed:
-            for identity in self._sets:
+            for identity in self._datasets:
                 readers = self._holdings.readers(identity)
                 self._allocator.read_by(identity, self._server.name, readers, self._clock())
 
     def count(self, reads: CountReads) -> None:
         """Count samples that a reader has read."""
         with self._changed:
-            known = self._sets.get(reads.identity)
+            known = self._datasets.get(reads.identity)
             if known is not None:
                 known.hits += reads.hits
                 known.misses += reads.misses
 
-    def unload(self, identity: bytes) -> CachedDatasetList:
-        """Unload a dataset. Raises UsageError if it is not cached."""
+    def command(self, request: UnloadDataset | ListDatasets | ListServers) -> PoolAnswer:
+        """Unload a dataset, or list datasets or servers. Raises UsageError if the dataset is not cached."""
         with self._changed:
-            known = self._sets.get(identity)
-            if known is None:
-                raise UsageError(
-                    f"dataset {identity.hex()} is not in the pool; `dpflow pool list` shows what is"
-                )
-            if known.held is None:
-                del self._sets[identity]
-            else:
-                known.is_unloaded = True
-                self._drop_unloaded()
-            return self._list(0)
-
-    def contents(self, first: int) -> CachedDatasetList:
-        """Return the datasets from `first` on, as many as fit in one message."""
-        with self._changed:
-            return self._list(first)
-
-    def servers(self) -> ServerList:
-        """Return the servers of the pool."""
-        with self._changed:
-            return ServerList([*self._infos().values()])
+            match request:
+                case UnloadDataset(identity):
+                    self._unload(identity)
+                    return self._list(0)
+                case ListDatasets(first):
+                    return self._list(max(0, first))
+                case ListServers():
+                    return ServerList([*self._infos().values()])
 
     # -- for followers ---------------------------------------------------------------------------------------
 
@@ -176,7 +167,7 @@ class PoolLeader:
             generation, held = next(self._generations), dict[bytes, list[int]]()
             self._followers.add(server, generation)
             for report in reports:
-                known = self._sets.get(report.identity)
+                known = self._datasets.get(report.identity)
                 if known is None:
                     source, is_explicit = report.source, report.is_explicit
                     request = PreloadDataset(
@@ -225,7 +216,7 @@ class PoolLeader:
         """Step down as leader."""
         with self._changed:
             self._is_closed = True
-            self._sets.clear()
+            self._datasets.clear()
             self._changed.notify_all()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -236,16 +227,16 @@ class PoolLeader:
         self._apply(self._allocator.expire(now))
         self._forget_lost()
         self._drop_unloaded()
-        for identity in [one for one, known in self._sets.items() if known.is_forgotten(now)]:
-            del self._sets[identity]
+        for identity in [one for one, known in self._datasets.items() if known.is_forgotten(now)]:
+            del self._datasets[identity]
 
     def _begin(self, request: PreloadDataset) -> KnownDataset:
-        if len(self._sets) >= MAX_DATASETS:
+        if len(self._datasets) >= MAX_DATASETS:
             raise PoolFullError(f"the pool has {MAX_DATASETS} datasets; unload one")
-        check_pushed_dataset(request, self._sets.values())
+        check_pushed_dataset(request, self._datasets.values())
         known = KnownDataset(request, request.is_explicit, request.whole)
         start_thread(partial(self._plan, known), "dpflow-plan")
-        self._sets[request.identity] = known
+        self._datasets[request.identity] = known
         return known
 
     def _plan(self, known: KnownDataset) -> None:
@@ -255,7 +246,7 @@ class PoolLeader:
             opened = open_source(request.source, identity)
             with self._changed:
                 self._await_followers(known)
-                if self._sets.get(identity) is not known:  # dropped meanwhile
+                if self._datasets.get(identity) is not known:  # dropped meanwhile
                     if opened.reader is not None:
                         opened.reader.close()
                     return
@@ -284,7 +275,7 @@ class PoolLeader:
     def _await_followers(self, known: KnownDataset) -> None:
         """Wait for followers of an earlier leader: what they hold decides which part of a dataset is held."""
         identity = known.request.identity
-        while known.pushed is None and not known.returned and self._sets.get(identity) is known:
+        while known.pushed is None and not known.returned and self._datasets.get(identity) is known:
             left_s = self._returns_until - self._clock()
             if left_s <= 0:
                 return
@@ -304,13 +295,13 @@ class PoolLeader:
             return
         for one in instructions:
             if isinstance(one, Fill):
-                self._send(one.server, self._sets[one.identity].instruction(one.stripes))
+                self._send(one.server, self._datasets[one.identity].instruction(one.stripes))
             else:
                 self._send(one.server, DropDataset(one.identity, why))
-        for identity, known in list(self._sets.items()):
+        for identity, known in list(self._datasets.items()):
             if known.held is not None and not self._allocator.holds(identity):
                 self._holdings.drop(identity, why)
-                del self._sets[identity]
+                del self._datasets[identity]
 
     def _send(self, server: str, instruction: DatasetPart | DropDataset) -> None:
         if server != self._server.name:
@@ -319,15 +310,25 @@ class PoolLeader:
         elif isinstance(instruction, DatasetPart):
             self._holdings.apply(instruction)
 
+    def _unload(self, identity: bytes) -> None:
+        known = self._datasets.get(identity)
+        if known is None:
+            raise UsageError(f"dataset {identity.hex()} is not in the pool; `dpflow pool list` shows what is")
+        if known.held is None:
+            del self._datasets[identity]
+        else:
+            known.is_unloaded = True
+            self._drop_unloaded()
+
     def _drop_unloaded(self) -> None:
-        while (free := droppable(self._sets)) is not None:
+        while (free := droppable(self._datasets)) is not None:
             self._apply(self._allocator.unload(free), UNLOADED)
 
     def _send_changes(self, identity: bytes) -> None:
         """Send the servers of a dataset its changed fields."""
-        if self._sets[identity].held is not None:
+        if self._datasets[identity].held is not None:
             for server in self._allocator.table(identity).servers:
-                self._send(server, self._sets[identity].instruction([]))
+                self._send(server, self._datasets[identity].instruction([]))
 
     def _forget_lost(self) -> None:
         self._followers.forget(self._allocator.lives)
@@ -338,12 +339,12 @@ class PoolLeader:
 
     def _list(self, first: int) -> CachedDatasetList:
         """Return the datasets from `first` on, as many as fit in one message."""
-        known = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
-        sets = [self._info(one) for one in known]
-        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
+        known = [one for one in self._datasets.values() if one.refusal is None and not one.is_unloaded]
+        datasets = [self._info(one) for one in known]
+        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in datasets[first:])
         count = max(1, sum(end <= MAX_MESSAGE_BYTES // 2 for end in ends))
         capacity, free = (sum(of) for of in zip(*self._allocator.servers().values()))
-        return CachedDatasetList([*sets[first : first + count]], free, capacity, len(sets))
+        return CachedDatasetList([*datasets[first : first + count]], free, capacity, len(datasets))
 
     def _info(self, known: KnownDataset) -> CachedDataset:
         held = known.held

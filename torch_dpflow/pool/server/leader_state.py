@@ -222,9 +222,9 @@ class KnownDataset:
         """
         records, samples = held.records, partial(samples_in, held.source)
         placed = {name: held.placed_in(stripes) for name, stripes in table.owned().items()}
-        told = {name: states[name] for name in placed if name in states}
-        failed = [placed[name] if one.failed == ALL_FAILED else one.failed for name, one in told.items()]
-        loaded = [one.loaded - held.placed_in(table.copies.get(name, ())) for name, one in told.items()]
+        reported = {name: states[name] for name in placed if name in states}
+        failed = [placed[name] if one.failed == ALL_FAILED else one.failed for name, one in reported.items()]
+        loaded = [one.loaded - held.placed_in(table.copies.get(name, ())) for name, one in reported.items()]
         return msgspec.structs.replace(
             self.info(),
             records=samples(records.records),
@@ -234,9 +234,9 @@ class KnownDataset:
             reserved_bytes=table.placed_bytes,
             readers=table.readers,
             is_placed=table.is_settled
-            and len(told) == len(placed)
-            and all(one.is_placed for one in told.values()),
-            error=next((one.error for one in told.values() if one.error), ""),
+            and len(reported) == len(placed)
+            and all(one.is_placed for one in reported.values()),
+            error=next((one.error for one in reported.values() if one.error), ""),
         )
 
     def is_forgotten(self, now: float) -> bool:
@@ -351,8 +351,8 @@ def _common(opened: OpenedSource, older: HeldDataset) -> int:
     return min(older.leading, sum(1 for _ in equal))
 
 
-def droppable(sets: Mapping[bytes, KnownDataset]) -> bytes | None:
+def droppable(datasets: Mapping[bytes, KnownDataset]) -> bytes | None:
     """Return a dataset that was unloaded, and whose memory no further version shares."""
-    bases = {one.base for one in sets.values()}
-    free = (name for name, one in sets.items() if one.is_unloaded and one.held and name not in bases)
+    bases = {one.base for one in datasets.values()}
+    free = (name for name, one in datasets.items() if one.is_unloaded and one.held and name not in bases)
     return next(free, None)

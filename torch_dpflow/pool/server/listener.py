@@ -97,7 +97,7 @@ class PoolListener:
             self._is_running = not self._is_closed
         if not self._is_running:
             return
-        threading.Thread(target=self._data_sender.run, name="dpflow-lanes", daemon=True).start()
+        threading.Thread(target=self._data_sender.run, name="dpflow-data", daemon=True).start()
         with select.epoll() as poll, self._listener:
             listener = self._listener.fileno()
             poll.register(listener, select.EPOLLIN)
@@ -187,7 +187,7 @@ class PoolListener:
         else:
             self._talking.add(admitted)
             try:
-                start_thread(partial(self._converse, admitted), "dpflow-talk")
+                start_thread(partial(self._converse, admitted), "dpflow-control")
             except DPFlowError as error:
                 SERVICE.warning("a client of the pool was refused: %s", error)
                 self._talking.discard(admitted)

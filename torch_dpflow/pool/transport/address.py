@@ -52,7 +52,7 @@ class PoolAddress:
         """Return the cluster's keys. Raises OptionError if the file is missing or holds none."""
         if self.connection is None:
             raise OptionError(
-                f"{self} is reached over a network, so both sides have to prove who they are; give the file that "
+                f"{self} is reached over a network, so both sides have to authenticate; give the file that "
                 f"`dpflow keygen` has written: connection=, --connection or {CONNECTION_VARIABLE}"
             )
         return read_key_file(self.connection)

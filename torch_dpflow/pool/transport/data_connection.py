@@ -216,7 +216,7 @@ class DataConnection:
             if of != identity or wanted.record != record or is_other:
                 raise MessageError(
                     f"record {record} of set {identity.hex()} with {length} bytes came where record {wanted.record} of "
-                    f"{of.hex()} with {wanted.length} bytes was asked for"
+                    f"{of.hex()} with {wanted.length} bytes was requested"
                 )
         return [one for _, one in requested]
 

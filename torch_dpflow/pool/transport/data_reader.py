@@ -172,13 +172,13 @@ class DataReader:
         if found := [one for one in busy if one[1].has_bytes]:
             return found
         since = time.monotonic()
-        due = (
+        deadline = (
             min((connection.received_at for _, connection in busy if connection.requested), default=since)
             + self._silence_s
         )
-        ready = {fd for fd, _ in self._poll.poll(max(0.0, due - since) * 1000)}
+        ready = {fd for fd, _ in self._poll.poll(max(0.0, deadline - since) * 1000)}
         # Connections that were not ready had no byte by then, however long this thread was suspended since.
-        seen = since if ready else max(since, due)
+        seen = since if ready else max(since, deadline)
         for owner, connection in busy:
             if connection.fileno() in ready:
                 connection.received_at = time.monotonic()

@@ -175,9 +175,11 @@ def map_segment(fd: int, identities: Collection[bytes]) -> Segment:
         memory = map_sealed(fd)
         magic, its, stripes, records = _HEADER.unpack_from(memory)
         if magic[1:] != _MAGIC[1:] or its not in identities or _start(stripes, records) > len(memory):
-            raise MessageError(f"a region of the pool is not one of set {[one.hex() for one in identities]}")
+            raise MessageError(
+                f"a segment of the pool is not one of dataset {[one.hex() for one in identities]}"
+            )
     except (OSError, ValueError, struct.error) as error:
-        raise MessageError(f"a region of the pool cannot be mapped: {error}") from error
+        raise MessageError(f"a segment of the pool cannot be mapped: {error}") from error
     return Segment(-1, memory)
 
 
