@@ -78,7 +78,7 @@ def test_a_copy_of_a_damaged_version_is_not_published(
     right = pack.read_bytes()
     pack.write_bytes(right[:-1] + b"?")
     with pytest.raises(
-        DamagedStoreError, match=r"core/numbers:v1:train is not published, for sample 5 .*crc32"
+        DamagedStoreError, match=r"core/numbers:v1:train is not published, as sample 5 .*crc32"
     ):
         copy(local_store, "core/numbers", "v1", other)
     assert (other.versions("core/numbers"), other.drafts("core/numbers")) == ([], ["v1"])

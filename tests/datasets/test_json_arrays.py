@@ -92,7 +92,7 @@ def test_elements_come_before_the_file_was_read() -> None:
 
 
 def test_malformed_elements_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_arrays, "_LONGEST", 5000)
+    monkeypatch.setattr(json_arrays, "_MAX_ELEMENT", 5000)
     file = Dribble(b'{"a": ["' + b"x" * 10**6, 1000)
     with pytest.raises(ValueError, match="Unterminated string"):
         list(read_arrays(file, {"a"}))

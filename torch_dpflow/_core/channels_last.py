@@ -1,4 +1,7 @@
-"""Images that lie pixel by pixel in memory, as they were decoded, and batches of them."""
+"""Images with the channels of a pixel beside each other in memory, as they were decoded, and batches of them.
+
+Not in `vision`, as serialization needs it without Pillow.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from torch_dpflow._core.torch_private import collate, default_collate_fn_map
 
 
 def collate_channels_last(samples: list[Any]) -> Any:
-    """As torch's `default_collate`, but what lies pixel by pixel becomes a batch in `torch.channels_last`.
+    """Collate like torch's `default_collate`, but keep images pixel by pixel, as a batch in `torch.channels_last`.
 
     The shape is the same, (images, channels, height, width). Such a batch is copied three times as fast as one whose
-    pixels are sorted into planes, and suits convolutions on GPUs. Tensors of other layouts, and all else, are collated
-    as torch does.
+    pixels are sorted into planes, and suits convolutions on GPUs. Tensors of other layouts, and all other values, are
+    collated as torch does.
 
     Raises:
-        What `default_collate` raises.
+        The errors of `default_collate`.
     """
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
 
@@ -26,7 +29,7 @@ def collate_channels_last(samples: list[Any]) -> Any:
 def _stack(
     batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
 ) -> Any:
-    # In a worker of ours the registry's function stacks into shared memory.
+    # In our workers the registry's function stacks into shared memory.
     stack = default_collate_fn_map[torch.Tensor]
     if all(has_channels_last(one) for one in batch):
         rows = [one.permute(1, 2, 0) for one in batch]
@@ -35,7 +38,7 @@ def _stack(
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether it is an image, (channels, height, width), whose pixels lie one after the other, and not its planes."""
+    """Whether this is an image, (channels, height, width), with the channels of each pixel beside each other."""
     if tensor.dim() != 3 or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     return tensor.permute(1, 2, 0).is_contiguous()

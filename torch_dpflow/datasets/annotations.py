@@ -1,4 +1,4 @@
-"""Annotations as JSON; values of numpy and torch are converted."""
+"""Annotations as JSON. Values of numpy and torch are converted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _KEPT = (*_BYTES, Decimal, datetime, date, time, timedelta, UUID)
 
 
 def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
-    """Annotations as a JSON object; `name` names the sample in errors.
+    """Encode annotations as a JSON object; `name` names the sample in errors.
 
-    Times are ISO 8601 text, exact to the nanosecond, decimals are text, enumerations their values, and dataclasses
+    Times become ISO 8601 text, exact to the nanosecond, decimals text, enumerations their values, and dataclasses
     objects.
 
     Raises:
@@ -34,9 +34,9 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     try:
         encoded = _ENCODER.encode(meta)
         check_json(encoded)
-        # NaN and infinity are written as null, bytes as base64, equal keys twice: then both differ. So do tuples.
+        # NaN and infinity are encoded as null, bytes as base64, equal keys twice: then both differ. So do tuples.
         wrong = None if _is_equal(_DECODER.decode(encoded), meta) else next(_wrong_values(meta), None)
-    except RecursionError as error:  # nor can they be shown
+    except RecursionError as error:  # they cannot be printed either
         raise SourceError(f"the annotations of {name} cannot be kept: {TOO_DEEP}") from error
     except (TypeError, ValueError, OverflowError) as error:
         raise SourceError(
@@ -50,7 +50,7 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
 
 
 def iso_duration(nanoseconds: int) -> str:
-    """A duration as ISO 8601 text, exact to the nanosecond."""
+    """Return a duration as ISO 8601 text, exact to the nanosecond."""
     seconds, rest = divmod(abs(nanoseconds), _NANOSECONDS)
     return f"{'-' if nanoseconds < 0 else ''}PT{seconds}.{rest:09d}S"
 
@@ -63,7 +63,7 @@ def _is_equal(decoded: Any, meta: Any) -> bool:
 
 
 def _wrong_values(meta: Any) -> Iterator[str]:
-    """Each value that JSON cannot hold, with its field."""
+    """Yield each value that JSON cannot hold, with its field."""
     return _wrong(msgspec.to_builtins(meta, builtin_types=_KEPT, enc_hook=_plain), "")
 
 
@@ -86,7 +86,7 @@ def _wrong(value: Any, field: str) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that the encoder does not support, as one that it does, or that has such elements."""
+    """Convert a value that the encoder does not support to one that it does, or that has such elements."""
     if isinstance(value, msgspec.Raw):
         return _DECODER.decode(value)
     if isinstance(value, np.generic | np.ndarray) and _has_times(value.dtype):
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
         return _times(np.asarray(value))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
         plain = value.tolist()
-        if type(plain) is not type(value):  # numpy's long double has no type of Python
+        if type(plain) is not type(value):  # numpy's long double has no Python type
             return plain
     raise TypeError(f"a {type(value).__name__} is no JSON value")
 
@@ -109,9 +109,9 @@ def _has_times(kind: np.dtype[Any]) -> bool:
 
 
 def _times(values: np.ndarray[Any, Any]) -> Any:
-    """Times or durations of numpy as those of Python, or as ISO 8601 text where Python has none that are equal.
+    """Convert times or durations of numpy to those of Python, or to ISO 8601 text if Python has no equal ones.
 
-    Raises ValueError for NaT, and for durations of which neither has an equal.
+    Raises ValueError for NaT, and for durations without an equal in both.
     """
     if np.isnat(values).any():
         raise ValueError("NaT is no time; give a time or None, or leave it out")

@@ -1,4 +1,4 @@
-"""Copies a version of a dataset to another store."""
+"""Copying a version of a dataset to another store."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def copy(
     progress: CopyProgress = lambda variant, samples: None,
     compared: Compared | None = None,
 ) -> Dataset:
-    """Copy a version, None: the last one, under its own name, with the data in the dataset's directory.
+    """Copy a version (None: the last one) under its own name, with the data in the dataset's directory.
 
     Data that is named by URLs is not copied; the copy has the same URLs. Before it is published, the copy is verified:
-    all metadata, and the copied data by checksums, or by sizes if it has none. Calling it again continues a copy that
+    all metadata, and the copied data by checksums, or by sizes if it has none. Call it again to continue a copy that
     was killed.
 
     Args:
@@ -54,7 +54,7 @@ def copy(
     if source.url == files.url:
         raise OptionError(f"{store.url} is the store that {name} lies in; give another one")
     if files.exists(manifest):
-        return _already_there(target, dataset)
+        return _existing(target, dataset)
     try:
         for variant in dataset.variants:
             _begin(files, dataset, variant)
@@ -69,12 +69,12 @@ def copy(
     try:
         files.create(manifest, encode_file(dataset))
     except FileExistsError:
-        return _already_there(target, dataset)
+        return _existing(target, dataset)
     files.remove(f"drafts/{dataset.version}")
     return dataset
 
 
-def _already_there(target: DatasetStore, dataset: Dataset) -> Dataset:
+def _existing(target: DatasetStore, dataset: Dataset) -> Dataset:
     if target.load(dataset.id, dataset.version) != dataset:
         raise PublishedError(
             f"{target.url} has another {dataset.id}:{dataset.version}, and a published version never changes"
@@ -83,7 +83,7 @@ def _already_there(target: DatasetStore, dataset: Dataset) -> Dataset:
 
 
 def _begin(files: Files, dataset: Dataset, name: str) -> None:
-    """Record the copy as an import, so that it is listed, discarded and pruned as one."""
+    """Record the copy as an import, so that it is listed, discarded and pruned like one."""
     variant = dataset.variants[name]
     record = DraftRecord(
         format=1,
@@ -109,7 +109,7 @@ def _copy_variant(stored: StoredDataset, files: Files, progress: CopyProgress) -
             for one in copies:
                 one.result()
             files.ensure(stored.dataset.shard_path(stored.variant_name, number), encode_file(shard))
-            before = paths  # an object's samples are mostly neighbours; another copy of it is compared only
+            before = paths  # samples of an object are mostly neighbours; other copies of it are only compared
             copied += len(shard.samples)
             progress(stored.variant_name, copied)
 
@@ -119,8 +119,8 @@ def _check(copied: StoredDataset, compared: Compared) -> None:
     problem = next(verify(copied, data=True, own=True, compared=compared), None)
     if problem is not None:
         raise DamagedStoreError(
-            f"the copy of {copied.ref} is not published, for sample {problem.sample} cannot be read as it should be: "
-            f"{problem.what}; verify what it was copied from, and discard the copy"
+            f"the copy of {copied.ref} is not published, as sample {problem.sample} cannot be read correctly: "
+            f"{problem.what}; verify the source of the copy, and discard the copy"
         )
     if ImportProgress(copied.files, copied.dataset.version, copied.variant_name).record() is None:
         raise OptionError(f"the copy of {copied.ref} was discarded meanwhile")

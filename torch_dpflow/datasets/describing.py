@@ -1,9 +1,10 @@
-"""Turns an importer's items into the metadata of samples: paths, checksums, annotations as JSON."""
+"""Metadata of samples from an importer's items, and packs for those that have no object of their own."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,60 @@ from torch_dpflow.datasets.storage.urls import check_url, without_login
 from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, OptionError, SourceError
 from torch_dpflow.log import DATASETS
 
-_ONE_LOOK = ReadOptions(attempts=1)
+#: Maximum bytes of a pack, unless a single sample is larger. An import keeps them in memory.
+PACK_BYTES = 64 * 2**20
+_PACK_NAME = re.compile(r"pack-\d+-\d+\.bin")
+_ONE_ATTEMPT = ReadOptions(attempts=1)
+
+
+class ShardPacks:
+    """Packs of one metadata shard, in which samples are concatenated: `<folder>/pack-<shard>-<k>.bin`.
+
+    Each is written once, whole.
+
+    Args:
+        files: the dataset's directory.
+        folder: the folder of the packs, relative to it.
+    """
+
+    def __init__(self, files: Files, folder: str, shard: int) -> None:
+        self._files = files
+        self.folder = folder
+        self._shard = shard
+        self._packs = 0
+        #: in the pending pack
+        self._samples = 0
+        self._pending = bytearray()
+
+    def add(self, data: bytes) -> tuple[str, int]:
+        """Append a sample's bytes. Returns the pack's name and their offset in it."""
+        if self._pending and len(self._pending) + len(data) > PACK_BYTES:
+            self.flush()
+        place = (self._name(), len(self._pending))
+        self._pending += data
+        self._samples += 1
+        return place
+
+    def flush(self) -> None:
+        """Write the pending pack, whose samples cannot be read before."""
+        if self._samples:
+            self._files.ensure(f"{self.folder}/{self._name()}", bytes(self._pending))
+            self._packs += 1
+            self._samples = 0
+            self._pending.clear()
+
+    def _name(self) -> str:
+        return f"pack-{self._shard}-{self._packs}.bin"
+
+
+def is_pack(path: str) -> bool:
+    """Whether a path or URL has the name of a pack."""
+    return _PACK_NAME.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def packs_of(files: Files, folder: str) -> list[str]:
+    """Return the paths of the packs in a folder. No import has written other files there."""
+    return [f"{folder}/{child.name}" for child in files.children(folder) if is_pack(child.name)]
 
 
 class Describer:
@@ -27,30 +81,22 @@ class Describer:
         importer: the source of the items.
         dataset_url: the dataset's directory.
         data: the variant's data root, to which paths are made relative if possible.
-        pack_root: the directory of packs, relative to the dataset's directory.
-        checksum: computed of every sample, which reads all data; None: only of samples in packs, whose bytes are in
+        checksum: computed for every sample, which reads all data; None: only for samples in packs, whose bytes are in
             memory anyway.
     """
 
     def __init__(
-        self,
-        importer: Importer,
-        *,
-        dataset_url: str,
-        data: str,
-        pack_root: str,
-        checksum: ChecksumAlgorithm | None,
+        self, importer: Importer, *, dataset_url: str, data: str, checksum: ChecksumAlgorithm | None
     ) -> None:
         self._options = importer.options
         self._dataset_url = dataset_url
         self._root = data_url(dataset_url, data, "")
         self._own_root = data if importer.root is None else importer.root
-        self._pack_root = pack_root
         self._checksum = checksum
         self._has_looked = False
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
-        """The metadata of a shard's items. Items with data are added to the packs.
+        """Return the metadata of a shard's items. Items with data are added to the packs.
 
         Raises:
             SourceError: an item has no object, its path leads out of its root, or its annotations are no JSON.
@@ -59,7 +105,7 @@ class Describer:
         return samples if self._checksum is None else self._checked(samples, self._checksum)
 
     def found(self, item: Item) -> SampleMeta:
-        """The metadata of an item with a path."""
+        """Return the metadata of an item with a path."""
         assert isinstance(item.path, str)
         try:
             url = data_url(self._dataset_url, self._own_root, self._below_root(item.path))
@@ -69,8 +115,8 @@ class Describer:
         if not self._has_looked:
             self._has_looked = True
             if item.length is None or item.offset is not None:  # not from a listing of a directory
-                self._look_at(url)
-        # What is in the dataset's directory is copied with it, and has another ETag then.
+                self._warn_if_missing(url)
+        # An object in the dataset's directory is copied with it, and has another ETag then.
         is_own = url.startswith(f"{self._dataset_url}/")
         return self._sample(
             item,
@@ -81,12 +127,16 @@ class Describer:
             revision=None if is_own or item.checksum is not None else item.revision,
         )
 
-    def _look_at(self, url: str) -> None:
+    def checksum(self, data: bytes) -> str:
+        """Return the checksum of a sample in a pack."""
+        return checksum_of(data, self._checksum or "crc32")
+
+    def _warn_if_missing(self, url: str) -> None:
         """Warn if the first object that the source names is missing: with a wrong root all are.
 
-        No error, for objects may be written later than their descriptions.
+        This is no error, as objects may be written later than their descriptions.
         """
-        with ObjectReader(self._options, options=_ONE_LOOK) as reader:
+        with ObjectReader(self._options, options=_ONE_ATTEMPT) as reader:
             try:
                 reader.read(url, 0, 1)
             except ObjectMissingError:
@@ -99,7 +149,7 @@ class Describer:
                 pass  # it may be readable elsewhere, with other credentials
 
     def _below_root(self, path: str) -> str:
-        """An absolute path below a local root, such as /, relative to it; other paths as they are."""
+        """Make an absolute path below a local root relative to it; return other paths as they are."""
         root = self._own_root.removeprefix("file://").rstrip("/") + "/"
         is_below = self._own_root.startswith("file:///") and path.startswith(root)
         return path.removeprefix(root).lstrip("/") if is_below else path
@@ -107,36 +157,21 @@ class Describer:
     def _packed(self, item: Item, packs: ShardPacks) -> SampleMeta:
         assert item.data is not None
         pack, offset = packs.add(item.data)
-        url = f"{self._dataset_url}/{self._pack_root}/{pack}"
+        url = f"{self._dataset_url}/{packs.folder}/{pack}"
         return self._sample(
             item, url, offset=offset, length=len(item.data), checksum=self.checksum(item.data)
         )
 
-    def checksum(self, data: bytes) -> str:
-        """The checksum of a sample in a pack."""
-        return checksum_of(data, self._checksum or "crc32")
-
-    def _sample(
-        self,
-        item: Item,
-        url: str,
-        *,
-        offset: int | None,
-        length: int | None,
-        checksum: str | None,
-        revision: str | None = None,
-    ) -> SampleMeta:
+    def _sample(self, item: Item, url: str, **fields: Any) -> SampleMeta:
         path = url.removeprefix(self._root)
         meta = encode_annotations(item.meta, path)
         try:
-            return SampleMeta(
-                path=path, offset=offset, length=length, checksum=checksum, revision=revision, meta=meta
-            )
+            return SampleMeta(path=path, meta=meta, **fields)
         except ValueError as error:
             raise SourceError(f"{path}: {error}") from error
 
     def _checked(self, samples: list[SampleMeta], algorithm: ChecksumAlgorithm) -> list[SampleMeta]:
-        """The samples with checksums, and lengths."""
+        """Add checksums and lengths to the samples without checksums."""
         unknown = [position for position, sample in enumerate(samples) if sample.checksum is None]
         places = [
             (data_url(self._dataset_url, self._root, samples[position].path), samples[position])
@@ -150,56 +185,3 @@ class Describer:
                     sample, length=len(content), checksum=checksum_of(content, algorithm), revision=None
                 )
         return samples
-
-
-#: Most bytes of a pack, unless a single sample is larger; an import keeps them in memory.
-PACK_BYTES = 64 * 2**20
-_NAME = re.compile(r"pack-\d+-\d+\.bin")
-
-
-class ShardPacks:
-    """The packs of one metadata shard: `<folder>/pack-<shard>-<k>.bin`. Each is written once, whole.
-
-    Args:
-        files: the dataset's directory.
-        folder: the folder of the packs, relative to it.
-    """
-
-    def __init__(self, files: Files, folder: str, shard: int) -> None:
-        self._files = files
-        self._folder = folder
-        self._shard = shard
-        self._packs = 0
-        #: in the pending pack
-        self._samples = 0
-        self._pending = bytearray()
-
-    def add(self, data: bytes) -> tuple[str, int]:
-        """Append a sample's bytes; returns the pack's name and their offset in it."""
-        if self._pending and len(self._pending) + len(data) > PACK_BYTES:
-            self.flush()
-        place = (self._name(), len(self._pending))
-        self._pending += data
-        self._samples += 1
-        return place
-
-    def flush(self) -> None:
-        """Write the pending pack, whose samples cannot be read before."""
-        if self._samples:
-            self._files.ensure(f"{self._folder}/{self._name()}", bytes(self._pending))
-            self._packs += 1
-            self._samples = 0
-            self._pending.clear()
-
-    def _name(self) -> str:
-        return f"pack-{self._shard}-{self._packs}.bin"
-
-
-def is_pack(path: str) -> bool:
-    """Whether a path or URL has the name of a pack."""
-    return _NAME.fullmatch(path.rpartition("/")[2]) is not None
-
-
-def packs_of(files: Files, folder: str) -> list[str]:
-    """The paths of the packs in a folder; other files in it were not written by an import."""
-    return [f"{folder}/{child.name}" for child in files.children(folder) if is_pack(child.name)]

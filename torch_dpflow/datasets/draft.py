@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import get_args
 
 from torch_dpflow._core.checks import check_int, check_type
-from torch_dpflow.datasets.describing import Describer, packs_of
+from torch_dpflow.datasets.describing import packs_of
 from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.removal import remove_empty, tidy_up
@@ -28,18 +28,18 @@ from torch_dpflow.errors import (
 #: Samples in a metadata shard: some 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
 #: shards of 40 MB one random sample would cost a second.
 SHARD_SIZE = 1000
-#: The largest number that other readers of the version's file, which is JSON, have without rounding it.
+#: The largest number that other readers of the version's file, which is JSON, do not round.
 MAX_SHARD_SIZE = 2**53
 
-#: The members that an importer must have.
+#: The attributes that an importer must have.
 _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 
 class Draft:
     """A version that is being written: add variants, then publish. Until then it cannot be read.
 
-    All progress is kept in the store, so a draft that was killed continues when the same variants are added
-    again, from any machine. If two processes publish the same version, one gets a PublishedError.
+    All progress is kept in the store, so a draft that was killed continues when the same variants are added again, from
+    any machine. If two processes publish the same version, one gets a PublishedError.
 
     Args:
         store: the store to publish it in.
@@ -69,17 +69,14 @@ class Draft:
         check_type("version", version, str, "a name, such as 'v1'")
         self._store = store
         self._files = store.files.at(self._ref.id)
-        self._parent = None if parent is None else store.load(dataset_id, parent)
+        #: The version that this one continues.
+        self.parent = None if parent is None else store.load(dataset_id, parent)
         self._description = description
         self._version = version
+        self._folder = f"drafts/{version}"
+        self._manifest = f"versions/{version}.json"
         self._added: set[str] = set()
-        if self._files.exists(self._manifest):
-            raise self._published()
-
-    @property
-    def parent(self) -> Dataset | None:
-        """The version that this one continues."""
-        return self._parent
+        self._check_unpublished()
 
     def add(
         self,
@@ -90,7 +87,7 @@ class Draft:
         checksum: ChecksumAlgorithm | None = None,
         progress: ProgressCallback = lambda samples: None,
     ) -> Variant:
-        """Import a source into a variant; continues an earlier run that was killed, and may be called again.
+        """Import a source into a variant. Continues an earlier run that was killed, and may be called again.
 
         Args:
             variant: its name, such as "train".
@@ -103,10 +100,14 @@ class Draft:
         Raises:
             OptionError: an import of something else into this variant has begun; a bad `shard_size` or `checksum`.
             OptionTypeError: an argument is of the wrong type.
-            SourceError: the source is not laid out as it should be, is empty, or has changed since.
+            SourceError: the source does not have the expected layout, is empty, or has changed since.
         """
         check_type("variant", variant, str, "a name, such as 'train'")
-        _check_importer(importer)
+        missing = [name for name in _IMPORTER if not hasattr(importer, name)]
+        if missing:
+            raise OptionTypeError(
+                f"importer={importer!r:.80} has no {missing}; give an importer, such as IterableImporter([...])"
+            )
         if not callable(progress):
             raise OptionTypeError(
                 f"progress={progress!r:.80} is not callable; give a function of a number of samples"
@@ -115,21 +116,15 @@ class Draft:
             shard_size = check_int("shard_size", shard_size, minimum=1, maximum=MAX_SHARD_SIZE)
         if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
             raise OptionError(f"checksum={checksum!r}: give one of {get_args(ChecksumAlgorithm)}, or None")
-        base = self._base(variant)
-        if base is not None:
+        base = None
+        if self.parent is not None and variant in self.parent.variants:
+            base = StoredDataset(files=self._files, dataset=self.parent, variant_name=variant)
             importer.extend(base.variant.info)
         record = self._record(importer, base, shard_size, checksum)
-        describer = Describer(
-            importer,
-            dataset_url=self._files.url,
-            data=record.data,
-            pack_root=f"data/{self._version}/{variant}",
-            checksum=checksum,
-        )
         ref = DatasetRef(self._ref.id, self._version, variant)
         is_new = not self._files.children(f"{self._folder}/{variant}")
         try:
-            written = VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
+            written = VariantWriter(self._files, ref, record, base, importer, progress).write()
         except Exception as error:
             if is_new:
                 with suppress(OSError, StorageError):  # the import's own error counts
@@ -144,7 +139,7 @@ class Draft:
         """Check that this version has unfinished imports of these variants only.
 
         Raises:
-            OptionError: there is one, of an earlier run or of another that runs now.
+            OptionError: there is another one, of an earlier run or of one that runs now.
         """
         others = sorted({child.name for child in self._files.children(self._folder)} - set(names))
         if others:
@@ -162,10 +157,13 @@ class Draft:
                 there is a variant that an earlier run or another one has added and this one has not.
             DatasetNotFoundError: the parent was deleted meanwhile.
         """
-        if self._files.exists(self._manifest):
-            raise self._published()
-        self._check_parent()
-        variants = {} if self._parent is None else dict(self._parent.variants)
+        self._check_unpublished()
+        parent = None if self.parent is None else self.parent.version
+        if parent is not None and not self._files.exists(f"versions/{parent}.json"):
+            raise DatasetNotFoundError(
+                f"{self._ref.id}:{parent}, which {self._ref} continues, was deleted meanwhile; discard this import"
+            )
+        variants = {} if self.parent is None else dict(self.parent.variants)
         added = self._finished()
         self.check_variants(self._added)
         if not added:
@@ -177,7 +175,7 @@ class Draft:
                 version=self._version,
                 created=now(),
                 variants={**variants, **added},
-                parent=None if self._parent is None else self._parent.version,
+                parent=parent,
                 description=self._description,
             )
         )
@@ -186,21 +184,10 @@ class Draft:
         except FileExistsError as error:
             raise self._published() from error
         with suppress(OSError):  # the version is published, and files left over do no harm
-            self._tidy_up(added)
+            for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in added):
+                self._files.sweep(folder)
+            self._files.remove(self._folder)
         return dataset
-
-    def _check_parent(self) -> None:
-        """Check that the parent, whose files this version names, was not deleted."""
-        if self._parent is not None and not self._files.exists(f"versions/{self._parent.version}.json"):
-            raise DatasetNotFoundError(
-                f"{self._ref.id}:{self._parent.version}, which {self._ref} continues, was deleted meanwhile; discard "
-                "this import"
-            )
-
-    def _tidy_up(self, variants: Iterable[str]) -> None:
-        for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in variants):
-            self._files.sweep(folder)
-        self._files.remove(self._folder)
 
     def _forget(self, variant: str) -> None:
         """Remove the record of an import that has written nothing else: there is nothing to continue."""
@@ -214,9 +201,8 @@ class Draft:
             remove_empty(self._store, self._ref.id)
 
     def discard(self) -> None:
-        """Remove everything that was written for this version, but no data that was there before."""
-        if self._files.exists(self._manifest):
-            raise self._published()
+        """Remove everything that was written for this version, but no data that existed before."""
+        self._check_unpublished()
         for variant in self._files.children(f"data/{self._version}"):
             for pack in packs_of(self._files, f"data/{self._version}/{variant.name}"):
                 self._files.remove(pack)
@@ -224,19 +210,6 @@ class Draft:
         self._files.remove(f"meta/{self._version}")
         self._files.remove(self._folder)
         remove_empty(self._store, self._ref.id)
-
-    @property
-    def _folder(self) -> str:
-        return f"drafts/{self._version}"
-
-    @property
-    def _manifest(self) -> str:
-        return f"versions/{self._version}.json"
-
-    def _base(self, variant: str) -> StoredDataset | None:
-        if self._parent is None or variant not in self._parent.variants:
-            return None
-        return StoredDataset(files=self._files, dataset=self._parent, variant_name=variant)
 
     def _record(
         self,
@@ -254,7 +227,7 @@ class Draft:
             shard_size=shard_size or SHARD_SIZE,
             source=dict(importer.source),
             checksum=checksum,
-            parent=None if self._parent is None else self._parent.version,
+            parent=None if self.parent is None else self.parent.version,
         )
 
     def _finished(self) -> dict[str, Variant]:
@@ -270,7 +243,7 @@ class Draft:
         return found
 
     def _overtaken(self, ref: DatasetRef, error: OSError) -> DatasetError:
-        """The error for a file of this draft that is missing or exists already."""
+        """Return the error for a file of this draft that is missing or exists already."""
         if self._files.exists(self._manifest):
             return self._published()
         return SourceError(
@@ -278,16 +251,12 @@ class Draft:
             "let one import run at a time, and discard what is left of an earlier one (--restart)"
         )
 
+    def _check_unpublished(self) -> None:
+        if self._files.exists(self._manifest):
+            raise self._published()
+
     def _published(self) -> PublishedError:
         return PublishedError(
             f"{self._ref} is published in {self._files.url}, and a published version never changes; publish "
             "the next one, by appending to this one or by importing anew"
-        )
-
-
-def _check_importer(importer: Importer) -> None:
-    missing = [name for name in _IMPORTER if not hasattr(importer, name)]
-    if missing:
-        raise OptionTypeError(
-            f"importer={importer!r:.80} has no {missing}; give an importer, such as IterableImporter([...])"
         )

@@ -1,4 +1,4 @@
-"""The files of a dataset store, read and written as a whole, on every storage that fsspec supports."""
+"""Files of a dataset store, read and written as a whole, on every storage that fsspec supports."""
 
 from __future__ import annotations
 
@@ -40,12 +40,17 @@ _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
 }
 _WEB = ("http://", "https://")
-#: Parts of keys that a path does not have.
+#: Parts of keys that no path has.
 _NO_NAMES = frozenset({"", ".", ".."})
-#: Storages whose keys are texts and no paths.
+#: Storages whose keys are texts and not paths.
 _OF_KEYS = frozenset({"s3", "s3a", "oss"})
-#: How many deadlines of a read a listing may take: it is a request for every 1,000 entries.
+#: How many deadlines of a read a listing may take, as it is a request for every 1,000 entries.
 _LISTING_DEADLINES = 10
+_UNFINISHED = ".unfinished"
+#: Seconds for which a writer makes a directory again that other processes remove while it is empty.
+_REMOVED_TIMEOUT_S = 30.0
+#: How often a directory that exists may refuse a new entry as missing. One made again meanwhile does so once or twice.
+_MAX_REFUSALS = 100
 
 
 class DirectoryEntry(NamedTuple):
@@ -55,18 +60,19 @@ class DirectoryEntry(NamedTuple):
     is_directory: bool
     #: bytes; None if the storage does not report it
     size: int | None
-    #: see `revision_of`; None on other storages than S3 and OSS, and of directories
+    #: see `revision_of`; None for directories, and on other storages than S3 and OSS
     revision: str | None = None
 
 
 class Files:
     """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
 
-    A file appears with all its bytes or not at all, even if the writer is killed: on a local disk or a mount
-    it is written beside its place and renamed, on object stores it is a single put. Any thread may call; a
-    pickle or a fork opens its own connection. Failures of the storage are raised as StorageError, which names
-    the file, such as AccessDeniedError; a missing file as Python's FileNotFoundError. Reading and
-    listing have a deadline on every storage; writing has none.
+    A file appears with all its bytes or not at all, even if the writer is killed: on a local disk or a mount it is
+    written beside its place and renamed, on object stores it is a single put. Thread-safe; a pickle or a fork opens its
+    own connection. Reading and listing have a deadline on every storage, writing has none.
+
+    Failures of the storage are raised as StorageError, which names the file, such as AccessDeniedError; a missing file
+    as FileNotFoundError.
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
@@ -86,7 +92,7 @@ class Files:
         options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
     ) -> None:
-        address, login = split_login(str(url))
+        address, login = split_login(str(os.fspath(url)))
         check_url(address)
         check_path("url", address)
         #: fsspec's options: those given, and the user and password of the URL
@@ -102,7 +108,7 @@ class Files:
         self._opened = PerProcess(self._open)
         #: the directory's URL, absolute, without a slash at the end
         self.url: str = address
-        # A vendor's client takes 28 MB, and who only reads needs none.
+        # A vendor's client takes 28 MB, and reading needs none.
         is_needed = "://" not in address or service_of(file_system_of(address), self.options) is None
         self._is_of_keys = file_system_of(address) in _OF_KEYS
         self._is_local = is_needed and isinstance(self.filesystem, LocalFileSystem)
@@ -121,20 +127,20 @@ class Files:
 
     @property
     def _root(self) -> str:
-        """The path of the directory in it."""
+        """The directory's path in it."""
         return self._opened.get()[1]
 
     def at(self, path: str) -> Files:
-        """The directory `path` below this one."""
+        """Return the directory `path` below this one."""
         return Files(self._url(path), self.options, self.read_options)
 
     def read(self, path: str) -> bytes:
-        """All bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
+        """Return all bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
         return self._reader.read(self._url(path))
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
-        """A file to read as a stream. Raises FileNotFoundError."""
+        """Open a file to read it as a stream. Raises FileNotFoundError."""
         with self._storage_errors(path):
             self.check_regular(path)
             file = self.filesystem.open(self._full(path), "rb")
@@ -157,7 +163,7 @@ class Files:
         fs.invalidate_cache()
         with suppress(FileNotFoundError):  # there is no such bucket
             seconds = self.read_options.deadline_s
-            return self._patiently(path, lambda: call_with_deadline(fs, seconds, lambda: _is_there(fs, full)))
+            return self._retried(path, lambda: call_with_deadline(fs, seconds, lambda: _exists(fs, full)))
         return False
 
     def _is_on_web(self, path: str) -> bool:
@@ -181,10 +187,10 @@ class Files:
                 self._put(path, data)
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a file that does not exist yet. Raises FileExistsError; of several writers one succeeds.
+        """Write a file that does not exist yet. Raises FileExistsError: of several writers one succeeds.
 
-        Local disks, memory, S3 and OSS guarantee that; elsewhere two simultaneous writers can both succeed, and the
-        later one's file stays.
+        Local disks, memory, S3 and OSS guarantee that. Elsewhere two simultaneous writers can both succeed, and the
+        later file stays.
         """
         self._check_writable(path)
         if self.exists(path):
@@ -197,11 +203,7 @@ class Files:
                 self._put_exclusively(path, data)
 
     def ensure(self, path: str, data: bytes) -> None:
-        """Write a file, unless one with the same bytes exists.
-
-        Raises:
-            FileExistsError: one with other bytes exists.
-        """
+        """Write a file, unless one with the same bytes exists. Raises FileExistsError if one with others exists."""
         try:
             self.create(path, data)
         except FileExistsError:
@@ -221,16 +223,17 @@ class Files:
     def _put(self, path: str, data: bytes, *, new: bool = False, **options: Any) -> None:
         fs, full = self.filesystem, self._full(path)
         with exclusive(fs):
-            if new and not is_thread_safe(fs) and _is_there(fs, full):
+            if new and not is_thread_safe(fs) and _exists(fs, full):
                 raise FileExistsError(f"{self._url(path)} exists already")
             if needs_host(type(fs)):
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(full, data, **options)
 
     def children(self, path: str = "", *, all_keys: bool = False) -> list[DirectoryEntry]:
-        """The entries of a directory but hidden ones, sorted by name; none if there is no such directory.
+        """Return the entries of a directory but hidden ones, sorted by name; none if there is no such directory.
 
-        all_keys: raise StorageError for a key of S3 or OSS that no path names, instead of leaving it out.
+        Args:
+            all_keys: raise StorageError for a key of S3 or OSS that no path names, instead of leaving it out.
         """
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
@@ -239,7 +242,7 @@ class Files:
             raise self._without_path(path)
         try:
             longest = _LISTING_DEADLINES * self.read_options.deadline_s
-            entries = self._patiently(
+            entries = self._retried(
                 path, lambda: call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True))
             )
         except FileNotFoundError:
@@ -261,7 +264,7 @@ class Files:
         )
 
     def label(self, name: str) -> str:
-        """A name in a listing as text: web servers list names with %-escapes, with which they are read."""
+        """Return a name from a listing as text: web servers list names with %-escapes."""
         if not self.url.startswith(_WEB):
             return name
         try:
@@ -270,7 +273,7 @@ class Files:
             return name
 
     def real(self, path: str) -> str:
-        """The path of a directory with all links resolved, on a local disk; elsewhere the path itself."""
+        """Return the path of a directory, on a local disk with all links resolved."""
         full = self._full(path)
         return os.path.realpath(full) if self._is_local else full
 
@@ -289,7 +292,7 @@ class Files:
                     os.unlink(os.path.join(full, name))
 
     def remove_empty(self, path: str) -> None:
-        """Remove a directory if it is empty, on a local disk; object stores have no empty ones."""
+        """Remove a directory on a local disk if it is empty. Object stores have no empty ones."""
         if self._is_local:
             with suppress(OSError):
                 os.rmdir(self._full(path))
@@ -305,9 +308,7 @@ class Files:
                 "store (dpflow dataset copy)"
             )
 
-    def _patiently(self, path: str, call: Callable[[], T]) -> T:
-        """Call it, again while its failures are transient."""
-
+    def _retried(self, path: str, call: Callable[[], T]) -> T:
         def attempt(_deadline: float) -> T:
             with self._storage_errors(path):
                 return call()
@@ -316,7 +317,7 @@ class Files:
 
     @contextmanager
     def _storage_errors(self, path: str) -> Iterator[None]:
-        """Turn errors of libraries into a StorageError with the file's URL."""
+        """Convert errors of libraries to a StorageError with the file's URL."""
         try:
             yield
         except (FileNotFoundError, FileExistsError, DPFlowError):
@@ -329,7 +330,7 @@ class Files:
 
     @contextmanager
     def _missing_place(self, path: str) -> Iterator[None]:
-        """Turn the error for a missing bucket or directory into ObjectMissingError."""
+        """Convert the error for a missing bucket or directory to ObjectMissingError."""
         try:
             yield
         except FileNotFoundError as error:
@@ -356,21 +357,14 @@ class Files:
         self.__init__(**state)  # type: ignore[misc]
 
 
-_UNFINISHED = ".unfinished"
-#: How long a writer makes a directory again that other processes remove while it is empty, seconds.
-_REMOVED_TIMEOUT_S = 30.0
-#: How often a directory that exists may refuse a new entry as missing: one made again meanwhile does so once or twice.
-_MAX_REFUSALS = 100
-
-
 def _trimmed(url: str) -> str:
-    """Without a slash at the end of its path."""
+    """Remove a slash at the end of the path."""
     inner, outer = split_chain(url)
     return (inner if inner.endswith("://") else inner.rstrip("/")) + outer
 
 
-def _is_there(fs: Any, path: str) -> bool:
-    """As `exists`, whose default takes every exception for a missing file, Control-C among them."""
+def _exists(fs: Any, path: str) -> bool:
+    """Like `fs.exists`, whose default takes every exception for a missing file, Control-C among them."""
     if getattr(fs.exists, "__func__", None) is not AbstractFileSystem.exists:
         return bool(fs.exists(path))
     try:
@@ -387,9 +381,9 @@ def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
 
 
 def _has_no_path(entry: Mapping[str, Any], folder: str) -> bool:
-    """Whether an entry of a listing of keys is left out, though it is, or has below it, an object with bytes."""
+    """Whether `children` leaves out an entry that is, or has below it, an object with bytes."""
     name = entry["name"].rstrip("/")
-    if name == folder.rstrip("/"):  # else an object without bytes that stands for the directory
+    if name == folder.rstrip("/"):  # otherwise an empty object that represents the directory
         return bool(entry["type"] == "directory" or entry.get("size"))
     return name.rpartition("/")[2] in _NO_NAMES
 
@@ -417,7 +411,7 @@ def _opened_new(path: str) -> IO[bytes]:
 
     Raises:
         StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.
-        NotADirectoryError: there is a file where a directory should be.
+        NotADirectoryError: a file is in the place of a directory.
         FileNotFoundError: a directory that exists refuses new entries, as those of /proc do.
     """
     folder = os.path.dirname(path)
@@ -443,7 +437,7 @@ def _opened_new(path: str) -> IO[bytes]:
 
 
 def _link_into_place(beside: str, path: str) -> None:
-    """Rename, but never over a file: a link fails where a rename would overwrite."""
+    """Rename without ever replacing a file: a link fails where a rename would overwrite."""
     try:
         os.link(beside, path)
     except FileExistsError:

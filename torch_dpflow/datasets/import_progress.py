@@ -1,13 +1,13 @@
-"""The files of an unfinished import, under `drafts/<version>/<variant>/` in a dataset's directory.
+"""Files of an unfinished import, under `drafts/<version>/<variant>/` in a dataset's directory.
 
 ::
 
     draft.json      DraftRecord: what is being imported; written first
-    ms-<n>.json     ImportedShard: shard n is written, with all its samples' data
-    done.json       ImportedVariant: all shards are; publishing needs nothing else
+    ms-<n>.json     ImportedShard: shard n is written, with all data of its samples
+    done.json       ImportedVariant: all shards are written; publishing needs nothing else
 
-They are small and each is written once, so a kill costs one shard of work and an import of any size writes in
-proportion to its samples. They are removed when the version is published.
+They are small and each is written once, so a kill costs one shard of work, and what an import writes is proportional to
+its samples. They are removed when the version is published.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from torch_dpflow.datasets.spec import (
 )
 from torch_dpflow.errors import DamagedStoreError, OptionError
 
-#: The name of the file that is written first.
+#: The file that is written first.
 RECORD = "draft.json"
-#: Files that are read concurrently: there may be thousands, each with a round trip.
+#: Files that are read concurrently, as there may be thousands, each with a round trip.
 _READ_THREADS = 16
 
 
 class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft"):
-    """What is being imported, and how; an import is continued only if all of it is the same."""
+    """What is being imported, and how. An import is continued only if all of it is the same."""
 
     format: Literal[1]
     data: Location
@@ -71,11 +71,7 @@ _Note = TypeVar("_Note", DraftRecord, ImportedShard, ImportedVariant)
 
 
 class ImportProgress:
-    """The progress of the import of one variant, kept in the store itself.
-
-    Args:
-        files: the dataset's directory.
-    """
+    """Progress of the import of one variant, kept in the store itself. `files` is the dataset's directory."""
 
     def __init__(self, files: Files, version: str, variant: str) -> None:
         self._files = files
@@ -99,10 +95,10 @@ class ImportProgress:
                     f"an unfinished import is in the way: it has {_differences(noted, record)}; "
                     "give the same to continue it, or discard it (--restart)"
                 ) from None
-            self._files.write(path, encode_file(record))  # that import has written no shard
+            self._files.write(path, encode_file(record))  # the other import has written no shard
 
     def shards(self, first: int) -> list[ImportedShard]:
-        """The shards that are written, from number `first` on without a gap."""
+        """Return the shards that are written, from number `first` on without a gap."""
         present = {child.name for child in self._files.children(self._folder)}
         names = list(takewhile(present.__contains__, (f"ms-{number}.json" for number in count(first))))
         with ThreadPoolExecutor(_READ_THREADS, "dpflow-progress") as threads:
@@ -110,20 +106,20 @@ class ImportProgress:
             return [self._decode(note, ImportedShard, name) for name, note in zip(names, notes)]
 
     def note_shard(self, shard: ImportedShard) -> None:
-        """A shard is written."""
+        """Record that a shard is written."""
         self._files.write(f"{self._folder}/ms-{shard.shard}.json", encode_file(shard))
 
     def record(self) -> DraftRecord | None:
-        """The record; None: nothing is being imported, or it was discarded."""
+        """Return the record; None if nothing is being imported, or it was discarded."""
         return self._noted(RECORD, DraftRecord)
 
     def finished(self) -> Variant | None:
-        """The whole variant, if it is written and was not discarded since."""
+        """Return the whole variant if it is written and was not discarded since."""
         done = self._noted("done.json", ImportedVariant)
         return None if done is None or self.record() is None else done.variant
 
     def finish(self, variant: Variant) -> None:
-        """The whole variant is written."""
+        """Record that the whole variant is written."""
         self._files.write(
             f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant))
         )
@@ -154,5 +150,5 @@ _KINDS: tuple[type[SpecStruct], ...] = (
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON schema (draft 2020-12) of each kind of file, by kind: published files, then those of imports."""
+    """Return the JSON schema (draft 2020-12) of each kind of file: published files, then those of imports."""
     return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in _KINDS}

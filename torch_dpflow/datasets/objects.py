@@ -1,4 +1,4 @@
-"""Reads the samples' objects: whether they exist, their sizes, their bytes."""
+"""Objects of samples: whether they exist, their sizes, their bytes."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class Objects:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        # Not fsspec: the `cat_file` of ossfs (2025.5) takes `end` as inclusive.
+        # Not fsspec, as `cat_file` of ossfs (2025.5) takes `end` as inclusive.
         self._reader = ObjectReader(options)
         self._threads = ThreadPoolExecutor(_TOGETHER, "dpflow-objects")
         self._file_systems: dict[str, Any] = {}
 
     def contents(self, places: Sequence[tuple[str, SampleMeta]]) -> Iterator[bytes | DPFlowError]:
-        """The bytes of each sample at its URL, or its error; a few of them are in memory at a time."""
+        """Yield the bytes of each sample at its URL, or its error. A few of them are in memory at a time."""
         for first in range(0, len(places), _TOGETHER):
             yield from self._reader.read_each(
                 [_span(url, sample) for url, sample in places[first : first + _TOGETHER]]
             )
 
     def entries(self, urls: Sequence[str]) -> Iterator[dict[str, Any] | DPFlowError]:
-        """As `entry` for each object; the requests overlap."""
+        """Return `entry` of each object. The requests overlap."""
         for url in urls:
             self._file_system(url)  # before the threads start, each of which would make its own
         return self._threads.map(self.entry, urls)
 
     def entry(self, url: str) -> dict[str, Any] | DPFlowError:
-        """What fsspec's file system tells of an object, or its error."""
+        """Return what fsspec's file system reports about an object, or its error."""
         fs = self._file_system(url)
         try:
             return with_retries(
@@ -62,7 +62,7 @@ class Objects:
         try:
             entry = call_with_deadline(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
         except FileNotFoundError as error:
-            if isinstance(error.__cause__, Exception):  # of web servers fsspec takes every failure for this
+            if isinstance(error.__cause__, Exception):  # fsspec raises this for every failure of a web server
                 raise storage_error(ByteRange(url), error.__cause__) from error
             raise ObjectMissingError(f"{without_login(url)}: there is no such object") from error
         except Exception as error:
@@ -76,7 +76,7 @@ class Objects:
         if address not in self._file_systems:
             seconds = self._reader.options.deadline_s
             self._file_systems[address] = open_file_system(address, self._options, seconds)[0]
-            self._file_systems[address].invalidate_cache()  # of listings, which other users of it have filled
+            self._file_systems[address].invalidate_cache()  # of listings, filled by its other users
         return self._file_systems[address]
 
     def __enter__(self) -> Objects:

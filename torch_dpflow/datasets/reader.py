@@ -1,4 +1,4 @@
-"""UDR as a dataset of torch's."""
+"""UDR, the unified dataset reader, as a torch dataset."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from torch_dpflow.datasets.sample_reader import Sample, SampleReader
 class DatasetReader(SampleReader, Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
-    A metadata shard is read when one of its samples is first read, and kept within a budget of bytes: the latest
-    shards decoded, all others compressed, a million samples in some 30 MB, for this process and its forks together.
-    The reads of a batch (`__getitems__`, as loaders call it) overlap. Thread-safe. A forked child opens
-    its own connections, threads and cache; a pickle carries none of them.
+    A metadata shard is read when one of its samples is first read, and kept within a budget of bytes: the latest shards
+    decoded, all others compressed, a million samples in some 30 MB, for this process and its forks together. The reads
+    of a batch (`__getitems__`, as loaders call it) overlap. Thread-safe. A forked child opens its own connections,
+    threads and cache; a pickle carries none of them.
 
     Args:
         stored: a variant from `DatasetStore.open`.
         storage_options: fsspec's options for the data; None: those of the store.
         read_options: timeouts, retries, concurrency.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
-        check: compare each sample with its checksum, if the dataset has one; None: those that come from storage, and
-            not again those that `through` has compared; False: none, and objects of S3 and OSS that were written again
-            after their import are read too. Lengths are always compared.
-        on_error: "skip" leaves samples that cannot be read out of a batch, logs them
-            (`torch_dpflow.datasets`) and counts them. A batch without any sample left raises its last error,
-            as does a sample that is read by itself.
-        through: where samples may lie nearer than in the storage, such as what `DataClient.samples` returns. What is
-            not there is read from storage.
+        check: whether to compare each sample with its checksum, if the dataset has one. None: only samples that come
+            from storage, as `through` has compared its own. False: no sample; objects of S3 and OSS that were written
+            again after their import are read too. Lengths are always compared.
+        on_error: "skip" leaves samples that cannot be read out of a batch, logs them (`torch_dpflow.datasets`) and
+            counts them. A batch without any sample left raises its last error, as does a sample that is read by itself.
+        through: a source of samples that is nearer than the storage, such as the result of `DataClient.samples`.
+            Samples that it does not have are read from storage.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed, or `through` has samples of another dataset.
     """
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Pass on how samples will be read; see `announcing`. Loaders call it as an epoch begins."""
+        """Pass on the order in which samples will be read, see `announcing`. Loaders call it as an epoch begins."""
         if self._through is not None:
             announce_order(self._through, order, spread, extends)

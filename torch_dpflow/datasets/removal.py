@@ -1,4 +1,4 @@
-"""Removes versions, datasets, and files that no published version refers to."""
+"""Removing versions, datasets, and files that no published version refers to."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch_dpflow.datasets.storage.urls import split_chain
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError
 
-#: Files that are removed at a time: each may be a round trip away.
+#: Files that are removed at a time, as each may be a round trip away.
 _REMOVE_THREADS = 16
 _SHARD = re.compile(r"ms-\d+\.json")
 
 
 def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> list[str]:
-    """Remove a published version, or all versions and unfinished imports of a dataset; returns the removed versions.
+    """Remove a published version, or all versions and unfinished imports of a dataset. Returns the removed versions.
 
-    It removes the versions' files first, then their metadata and packs, except those that other published versions
+    The versions' files are removed first, then their metadata and packs, except those that other published versions
     refer to. Data that no import has written stays. Open readers of the version find its files missing. A delete that
     was killed leaves files that `prune` removes.
 
@@ -56,7 +56,7 @@ def prune(store: DatasetStore, dataset_id: str) -> int:
     reading all published versions: a file of reference counts would be changed by several writers, and wrong after a
     kill.
 
-    Raises DamagedStoreError if a published version cannot be read; then no files that it may refer to are removed.
+    Raises DamagedStoreError if a published version cannot be read. No files that it may refer to are removed then.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id)
@@ -74,7 +74,7 @@ def _check_children(files: Files, ref: DatasetRef, drafts: Collection[str]) -> N
 
 
 def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> int:
-    """Remove these drafts and files that no version refers to; returns the number of files of imports."""
+    """Remove these drafts, and files of imports that no version refers to. Returns the number of the latter."""
     files = store.files.at(dataset_id)
     # The order matters: a concurrent import writes its record before anything else, and a concurrent publication is
     # complete before its record is removed.
@@ -95,7 +95,7 @@ def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> 
 
 
 def tidy_up(files: Files, version: str, variant: str) -> None:
-    """Remove what killed writers left of a variant, and its directories if they hold nothing."""
+    """Remove unfinished files that killed writers left of a variant, and its directories if they are empty."""
     for folder in (f"{kind}/{version}" for kind in ("data", "meta")):
         files.sweep(f"{folder}/{variant}")
         files.remove_empty(f"{folder}/{variant}")
@@ -103,14 +103,14 @@ def tidy_up(files: Files, version: str, variant: str) -> None:
 
 
 def remove_empty(store: DatasetStore, dataset_id: str) -> None:
-    """Remove a dataset's directories, and its namespace's, that hold nothing."""
+    """Remove the empty directories of a dataset and its namespace."""
     for folder in ("data", "meta", "drafts", "versions", ""):
         store.files.remove_empty(f"{dataset_id}/{folder}".rstrip("/"))
     store.files.remove_empty(dataset_id.partition("/")[0])
 
 
 def _folders(files: Files) -> Iterator[tuple[str, str]]:
-    """The versions and variants that have files."""
+    """Yield the versions and variants that have files."""
     for version in sorted({child.name for kind in ("meta", "drafts") for child in files.children(kind)}):
         for variant in sorted(
             {child.name for kind in ("meta", "drafts") for child in files.children(f"{kind}/{version}")}
@@ -119,14 +119,14 @@ def _folders(files: Files) -> Iterator[tuple[str, str]]:
 
 
 def _written(files: Files, version: str, variant: str) -> list[str]:
-    """The files of a variant that imports have written; packs first, because they are found by their metadata."""
+    """Return the files of a variant that imports have written; packs first, as they are found by their metadata."""
     folder = f"meta/{version}/{variant}"
     shards = [f"{folder}/{child.name}" for child in files.children(folder) if _SHARD.fullmatch(child.name)]
     return packs_of(files, f"data/{version}/{variant}") + shards
 
 
 def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str]:
-    """The metadata shards that published versions refer to, and, if asked for, the packs that the shards refer to."""
+    """Return the metadata shards that published versions refer to; with `with_packs` also the packs in them."""
     shards: set[str] = set()
     packs: set[str] = set()
     for version in store.versions(dataset_id):
@@ -136,12 +136,9 @@ def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str
             for number in range(len(variant.shards)):
                 path = dataset.shard_path(name, number)
                 if with_packs and path not in shards:
-                    ends = (_end(stored.data_url(sample)) for sample in stored.shard(number).samples)
+                    # The path in the dataset's directory, which may have several URLs.
+                    urls = (stored.data_url(sample) for sample in stored.shard(number).samples)
+                    ends = ("/".join(split_chain(url).inner.split("/")[-4:]) for url in urls)
                     packs |= {end for end in ends if is_pack(end)}
                 shards.add(path)
     return shards | packs
-
-
-def _end(url: str) -> str:
-    """The path of a pack in its dataset's directory, which may have several URLs."""
-    return "/".join(split_chain(url).inner.split("/")[-4:])

@@ -28,16 +28,16 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.log import DATASETS
 
-#: A sample: its bytes as they lie in the storage, and its annotations.
+#: A sample: its bytes as they are in the storage, and its annotations.
 Sample = tuple[bytes, dict[str, Any]]
 OnError = Literal["raise", "skip"]
 
-#: What a pickle does not carry.
+#: Attributes that a pickle does not carry.
 _OF_PROCESS = ("_opened", "_compact")
 
 
 def check_storage_options(options: object) -> None:
-    """Raise OptionTypeError unless they are None, or name options of fsspec."""
+    """Raise OptionTypeError unless `options` is None, or a mapping of names."""
     if options is not None:
         allowed = "a dict of fsspec's options, or None"
         check_type("storage_options", options, Mapping, allowed)
@@ -50,7 +50,7 @@ def check_storage_options(options: object) -> None:
 def check_how_to_read(
     storage_options: object, read_options: object, metadata_cache: object, check: object
 ) -> None:
-    """Check what readers of stored datasets are given. Raises OptionError, OptionTypeError."""
+    """Check the arguments of readers of stored datasets. Raises OptionError, OptionTypeError."""
     check_storage_options(storage_options)
     if read_options is not None:
         check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
@@ -61,24 +61,27 @@ def check_how_to_read(
 
 @runtime_checkable
 class Through(Protocol):
-    """Where samples of a stored dataset may lie nearer than in its storage, compared with their checksums as a reader
-    compares them by default. A pickle of it reads elsewhere."""
+    """A source of samples of a stored dataset that is nearer than its storage.
+
+    It has compared the samples with their checksums. Its pickle can be used in other processes.
+    """
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> Sequence[bytes | None]:
-        """The bytes of these samples; None for those that are not there.
+        """Return the bytes of these samples; None for those that the source does not have.
 
-        lengths: of each in bytes; None where it is not known.
+        Args:
+            lengths: bytes of each sample; None if unknown.
         """
 
     def is_of(self, stored: StoredDataset) -> bool:
-        """Whether they are samples of this dataset."""
+        """Whether the source has samples of this dataset."""
 
     def close(self) -> None:
-        """End what this process has opened. It may be used again."""
+        """Close what this process has opened. The source may be used again."""
 
 
 class SampleReader:
-    """What `DatasetReader` is, without torch: for processes that read samples and make no batches of them."""
+    """`DatasetReader` without torch, for processes that read samples and make no batches of them."""
 
     def __init__(
         self,
@@ -91,12 +94,12 @@ class SampleReader:
         on_error: OnError = "raise",
         through: Through | None = None,
     ) -> None:
-        check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
+        check_type("stored", stored, StoredDataset, "the result of DatasetStore.open")
         check_how_to_read(storage_options, read_options, metadata_cache, check)
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
         if through is not None:
-            check_type("through", through, Through, "what DataClient.samples(stored) returns")
+            check_type("through", through, Through, "the result of DataClient.samples(stored)")
             if not through.is_of(stored):
                 raise OptionError(
                     f"through= has samples of another dataset than {stored.ref}; give DataClient.samples of this one"
@@ -117,7 +120,7 @@ class SampleReader:
         return self.read(index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples of a batch, in order; for those that cannot be read see `on_error`."""
+        """Return the samples of a batch, in order. `on_error` decides about those that cannot be read."""
         samples: list[Sample] = []
         failure: DPFlowError | None = None
         for index, sample in zip(indices, self.read_each(indices), strict=True):
@@ -133,7 +136,7 @@ class SampleReader:
         return samples
 
     def read(self, index: int) -> Sample:
-        """Sample `index`; a negative one counts from the end.
+        """Return sample `index`; a negative one counts from the end.
 
         Raises:
             IndexError: there is no such sample.
@@ -146,7 +149,7 @@ class SampleReader:
         return sample
 
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
-        """Each sample, or its error. Raises IndexError."""
+        """Return each sample, or its error. Raises IndexError."""
         opened = self._opened.get()
         numbers = self._wrapped(indices)
         described = self._describe(opened, numbers)
@@ -159,19 +162,19 @@ class SampleReader:
     def _contents(
         self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
     ) -> list[tuple[bytes | DPFlowError, bool]]:
-        """The bytes of these samples, or the error of each, and whether they need no further check."""
+        """Return the bytes of these samples, or the error of each, and whether they need no further check."""
         if self._through is None:
             return [(one, False) for one in data.read_each([span for _, span in wanted])]
         found = self._through.read([number for number, _ in wanted], [span.length for _, span in wanted])
         missing = [span for content, (_, span) in zip(found, wanted) if content is None]
         rest = iter(data.read_each(missing) if missing else ())
-        # Who keeps them has compared them with their checksums when they came from storage.
+        # The source has compared them with their checksums when they came from storage.
         is_checked = not self._check
         return [(next(rest), False) if content is None else (content, is_checked) for content in found]
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many samples this process has left out, by the error's class."""
+        """The number of samples that this process has left out, by the error's class."""
         return dict(self._opened.get().skipped)
 
     def close(self) -> None:
@@ -191,7 +194,7 @@ class SampleReader:
         return [number % count for number in numbers]
 
     def _describe(self, opened: _OpenedVariant, indices: Sequence[int]) -> list[_Described | DPFlowError]:
-        """The description of each sample; each shard is looked up once."""
+        """Describe each sample. Each shard is looked up once."""
         locate = self.stored.variant.locate
         places = [locate(index) for index in indices]
         described: list[_Described | DPFlowError | None] = [None] * len(indices)
@@ -218,7 +221,7 @@ class SampleReader:
     def _prepare(self) -> None:
         self._opened = PerProcess(self._open)
         shards = self.stored.variant.shards
-        # Here and not on first use, so that forked children share it.
+        # Not on first use, so that forked children share it.
         self._compact = CompactShards(
             len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards))
         )
@@ -238,7 +241,7 @@ class SampleReader:
 
 @dataclass(slots=True)
 class _Described:
-    """A sample's place, expected length and checksum, and annotations; refers to no shard."""
+    """A sample's place, expected length and checksum, and annotations. It refers to no shard."""
 
     span: ByteRange
     length: int | None
@@ -247,10 +250,7 @@ class _Described:
     fields: dict[str, Any]
 
     def sample(self, content: bytes | DPFlowError, is_checked: bool) -> Sample | DPFlowError:
-        """The sample with these bytes, or the error in them.
-
-        is_checked: whether somebody has compared them with the checksum.
-        """
+        """Return the sample with these bytes, or their error. `is_checked`: they match the checksum."""
         if isinstance(content, DPFlowError):
             return content
         if self.length is not None and len(content) != self.length:
@@ -299,7 +299,7 @@ class _OpenedVariant:
         self._root: str | None = None
 
     def metas(self, places: Sequence[SamplePlace]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
-        """The metadata of the sample at each place, with the place's position."""
+        """Yield the metadata of the sample at each place, with the place's position."""
         by_shard: dict[int, list[int]] = {}
         for position, place in enumerate(places):
             by_shard.setdefault(place.shard, []).append(position)
@@ -313,7 +313,7 @@ class _OpenedVariant:
                     yield position, _sample_of(shard, places[position].offset)
 
     def data_url(self, meta: SampleMeta) -> str:
-        """As `StoredDataset.data_url`, several times as fast. Raises DamagedStoreError."""
+        """Like `StoredDataset.data_url`, but several times as fast. Raises DamagedStoreError."""
         if self._root is None:
             self._root = url_below(self._stored.url, self._stored.variant.data)
         return url_below(self._root, meta.path)
@@ -339,7 +339,7 @@ class _OpenedVariant:
     def skip(self, stored: StoredDataset, index: int, error: DPFlowError) -> None:
         with self._lock:
             self.skipped[type(error).__name__] += 1
-        # As text: a handler that keeps records would keep the frames of the error alive.
+        # As text, because a handler that keeps records would keep the frames of the error alive.
         DATASETS.warning(
             "%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error)
         )

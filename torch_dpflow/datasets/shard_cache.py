@@ -19,17 +19,24 @@ from torch_dpflow.errors import DPFlowError
 
 #: Bytes of a decoded sample, besides the shard's bytes, to which it refers.
 _BYTES_PER_SAMPLE = 256
+#: Samples that are compressed together. A random read has to decompress all of them.
+_BLOCK = 32
+#: The fastest level takes a third of the time of the usual one, for a tenth more bytes.
+_LEVEL = 1
+_BLOCKS = msgspec.msgpack.Decoder(list[bytes])
+_SAMPLES = msgspec.json.Decoder(list[msgspec.Raw])
+_SAMPLE = msgspec.json.Decoder(SampleMeta)
 
 LoadedShard = DatasetShardMeta | DPFlowError
 
 
 def shard_cost(variant: Variant, number: int) -> int:
-    """Estimated bytes of a shard in memory."""
+    """Estimate the bytes of a decoded shard in memory."""
     return variant.shards[number].bytes + _BYTES_PER_SAMPLE * variant.shard_samples(number)
 
 
 class ShardCache:
-    """Keeps the shards that were used last, and loads missing ones, each once at a time.
+    """LRU cache of decoded shards. Loads missing ones, each once at a time.
 
     Thread-safe: a thread that needs a shard that another thread is loading waits for that load, and for no other. An
     error is raised in all threads that wait for it and is not kept.
@@ -37,7 +44,7 @@ class ShardCache:
     Args:
         load: reads shards by number; returns an error for each that it cannot read. Called without the lock.
         cost: bytes of a shard.
-        capacity: bytes of all kept shards; one shard is always kept, however large.
+        capacity: bytes of all kept shards. One shard is always kept, however large.
     """
 
     def __init__(
@@ -52,14 +59,14 @@ class ShardCache:
         self._lock = threading.Lock()
         self._shards: OrderedDict[int, DatasetShardMeta] = OrderedDict()
         self._loading = RunningLoads()
-        #: Bytes that the kept shards take; guarded by the lock.
+        #: Bytes of the kept shards; guarded by the lock.
         self._used = 0
 
     def __contains__(self, number: int) -> bool:
         return number in self._shards
 
     def portions(self, numbers: Sequence[int]) -> Iterator[Mapping[int, LoadedShard]]:
-        """The shards `numbers`, in portions that fit the capacity.
+        """Yield the shards `numbers` in portions that fit the capacity.
 
         A caller that drops each portion before the next one holds at most twice the capacity.
         """
@@ -126,21 +133,12 @@ class ShardCache:
             self._used -= self._cost(oldest)
 
 
-#: Samples that are compressed together; a random read has to decompress all of them.
-_BLOCK = 32
-#: The fastest level takes a third of the time of the usual one, for a tenth more bytes.
-_LEVEL = 1
-_BLOCKS = msgspec.msgpack.Decoder(list[bytes])
-_SAMPLES = msgspec.json.Decoder(list[msgspec.Raw])
-_SAMPLE = msgspec.json.Decoder(SampleMeta)
-
-
 class CompactShards:
-    """Keeps shards until it is full, so that of all these processes only one reads a shard.
+    """Compressed shards in memory that is shared with forked children, so that one process reads a shard for all.
 
-    A million samples with labels and checksums take 24 MiB. In random batches of 64 they cost 0.80 metadata requests
-    and 1.7 ms of processor time a sample with the LRU of shards alone, and 66 µs once each shard was read by one of
-    the processes. Processes that were not forked (spawn, a cluster's workers) have a mapping each: to share one they
+    A million samples with labels and checksums take 24 MiB. In random batches of 64 a sample costs 0.80 metadata
+    requests and 1.7 ms of processor time with the LRU of shards alone, and 66 µs once one of the processes has read
+    each shard. Processes that were not forked (spawn, workers of a cluster) have a mapping each: to share one they
     would need a named file, which has to be protected, bounded and removed, and a lock that survives a killed writer.
 
     For threads, and for processes forked from the one that made it. No call waits: a shard is kept only if the lock is
@@ -187,7 +185,7 @@ class CompactShards:
             self._lock.release()
 
     def get(self, number: int, offsets: Sequence[int]) -> list[SampleMeta] | None:
-        """These samples of a shard, or None if it is not kept."""
+        """Return these samples of a shard, or None if it is not kept."""
         length = int(self._lengths[number])
         if not length:
             return None

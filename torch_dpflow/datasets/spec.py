@@ -1,4 +1,4 @@
-"""The storage specification: every file of a dataset store, as typed structs (thesis, section 3.3.1).
+"""The storage specification: names of datasets, checksums, and every file of a store (thesis, section 3.3.1).
 
 ::
 
@@ -8,12 +8,12 @@
     <store>/<namespace>/<name>/data/...                           the data, if it is in the store
     <store>/<namespace>/<name>/drafts/<version>/<variant>/...     progress of an unfinished import
 
-A version is published by writing its `Dataset` file, once and last; no file that it refers to changes afterwards.
-Shards have `shard_size` samples each, the last one of a variant the rest, so the shard of a sample is
-computed. A later version may refer to shards of an earlier one: appending writes only new samples.
+A version is published by writing its `Dataset` file, once and last. No file that it refers to changes afterwards.
+Every shard but the last of a variant has `shard_size` samples, so the shard of a sample is computed. A later version
+may refer to shards of an earlier one: appending writes only new samples.
 
-Every file has its kind and the format's number; unknown fields are refused. So a file that is damaged,
-misplaced or written by a later release causes an error that names it.
+Every file has its kind and the format's number, and unknown fields are refused. A file that is damaged, misplaced or
+written by a later release therefore causes an error that names it.
 """
 
 from __future__ import annotations
@@ -38,26 +38,45 @@ from torch_dpflow.errors import (
     OptionTypeError,
 )
 
-#: One half of an id. No dots, so that no id can be the path of a file of the store or lead out of it.
+#: One half of an id. It has no dots, so that no id can be the path of a file of the store or lead out of it.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
 #: A version or a variant.
 LABEL = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}"
-
 #: The lookahead is for Python, whose `$` also matches before a newline at the end.
 END = r"$(?!\n)"
 ID_PATTERN = f"^{NAME}/{NAME}{END}"
 LABEL_PATTERN = f"^{LABEL}{END}"
-
 _REFERENCE = re.compile(f"(?P<id>{NAME}/{NAME})(:(?P<version>{LABEL})(:(?P<variant>{LABEL}))?)?")
+
+ChecksumAlgorithm = Literal["crc32", "sha256"]
+CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
+
+#: The format that this release writes and the newest that it reads; for metadata shards the newest.
+FORMAT = 1
+SHARD_FORMAT = 2
+
+#: Errors of decoding bytes that are not the expected JSON.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
+
+WholeNumber = Annotated[int, msgspec.Meta(ge=0)]
+DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
+Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
+Revision = Annotated[str, msgspec.Meta(pattern=REVISION_PATTERN, description="ETag or HTTP date")]
+# Encoded in memory: only the annotations of samples that are read are decoded.
+EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
+Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
 
 
 @dataclass(frozen=True)
 class DatasetRef:
-    """Names a dataset, or a version of it, or a variant of a version, as in `core/mscoco:v1:train2017`.
+    """The name of a dataset, a version or a variant, as in `core/mscoco:v1:train2017`.
 
     Raises:
         OptionError: a part has characters that are not allowed; a variant is named without a version.
-        OptionTypeError: a part is no string.
+        OptionTypeError: a part is not a string.
     """
 
     id: str
@@ -85,7 +104,7 @@ class DatasetRef:
 
     @classmethod
     def parse(cls, text: str) -> DatasetRef:
-        """Undo `str()`. Raises OptionError, or OptionTypeError when `text` is no string."""
+        """Undo `str()`. Raises OptionError, or OptionTypeError if `text` is not a string."""
         if not isinstance(text, str):
             raise OptionTypeError(
                 f"a dataset is named by a string such as 'core/x:v1:train', not by {text!r}"
@@ -102,26 +121,21 @@ class DatasetRef:
 
 
 def version_order(version: str) -> tuple[tuple[int, int | str], ...]:
-    """A sorting key that puts v2 before v10: runs of digits compare as numbers."""
+    """Return a sorting key that puts v2 before v10: runs of digits compare as numbers."""
     parts = re.split(r"(\d+)", version)
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts if part)
 
 
 def next_version(version: str) -> str:
-    """The next version's name: the last run of digits incremented (v9 → v10), or `.2` appended."""
+    """Return the next version's name: the last run of digits incremented (v9 → v10), or `.2` appended."""
     found = re.search(r"\d+(?=\D*$)", version)
     if found is None:
         return f"{version}.2"
     return f"{version[: found.start()]}{int(found.group()) + 1}{version[found.end() :]}"
 
 
-ChecksumAlgorithm = Literal["crc32", "sha256"]
-
-CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
-
-
 def sha256_of(data: bytes | memoryview) -> str:
-    """The SHA-256 as 64 hexadecimal digits."""
+    """Return the SHA-256 as 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -134,7 +148,7 @@ assert _ALGORITHMS.keys() == set(get_args(ChecksumAlgorithm))
 
 
 def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
-    """The checksum of a sample's bytes: "crc32" detects accidents cheaply, "sha256" forgeries too."""
+    """Return `algorithm:hexadecimal digest`. "crc32" detects accidents cheaply, "sha256" forgeries too."""
     return f"{algorithm}:{_ALGORITHMS[algorithm](data)}"
 
 
@@ -144,31 +158,12 @@ def matches(data: bytes | memoryview, checksum: str) -> bool:
     return _ALGORITHMS[algorithm](data) == digest
 
 
-#: The format that this release writes, and the newest that it reads; of metadata shards the newest.
-FORMAT = 1
-SHARD_FORMAT = 2
-
-#: Errors of decoding bytes that are not the expected JSON.
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
-
-WholeNumber = Annotated[int, msgspec.Meta(ge=0)]
-DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
-Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
-Revision = Annotated[str, msgspec.Meta(pattern=REVISION_PATTERN, description="ETag or HTTP date")]
-# Encoded in memory: only the annotations of samples that are read are decoded.
-EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
-Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
-
-
 class SpecStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The base of all structs of the specification; `kw_only` is not inherited."""
+    """Base of all structs of the specification. `kw_only` is not inherited."""
 
 
 class StoreRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-store"):
-    """`store.json`: this is a dataset store. Datasets are found by listing, so importers do not contend."""
+    """`store.json`: marks a dataset store. Datasets are found by listing, so importers do not contend."""
 
     #: Never omitted: readers check it first.
     format: Literal[1]
@@ -181,12 +176,12 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
 
     #: Relative to the variant's data root, or a URL.
     path: Location
-    #: Where the sample begins inside the object, bytes; None: the sample is the whole object.
+    #: Where the sample begins in the object, bytes; None: the sample is the whole object.
     offset: WholeNumber | None = None
-    #: Bytes of the sample; None: not known (then `offset` is None too).
+    #: Bytes of the sample; None: unknown (then `offset` is None too).
     length: WholeNumber | None = None
     checksum: Checksum | None = None
-    #: The state of the object in S3 or OSS when it was imported; None: not known, or there is a checksum.
+    #: State of the object in S3 or OSS when it was imported; None: unknown, or there is a checksum.
     revision: Revision | None = None
     #: The annotations as a JSON object, still encoded: a shard costs little more in memory than on disk.
     meta: EncodedObject
@@ -196,7 +191,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
             raise ValueError("a sample with an offset needs a length")
 
     def fields(self) -> dict[str, Any]:
-        """The annotations, decoded at each call, so that writing to them changes nothing here.
+        """Decode the annotations, anew at each call, so that callers may change the result.
 
         Raises:
             DamagedStoreError: they are no JSON object.
@@ -225,9 +220,9 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
-    """A version's reference to a shard, with which it is found and checked."""
+    """A version's reference to a shard, with what is needed to find and check it."""
 
-    #: The version in whose directory the shard is.
+    #: The version whose directory has the shard.
     version: Label
     #: Size of the file.
     bytes: WholeNumber
@@ -256,13 +251,13 @@ class Variant(SpecStruct, frozen=True, kw_only=True):
     source: dict[str, Any] = {}
 
     def locate(self, index: int) -> SamplePlace:
-        """The place of the metadata of sample `index` (0 to samples - 1). Raises IndexError."""
+        """Return the place of the metadata of sample `index` (0 to samples - 1). Raises IndexError."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} is out of range; there are {self.samples}, from 0")
         return SamplePlace(*divmod(index, self.shard_size))
 
     def shard_samples(self, number: int) -> int:
-        """The number of samples in shard `number`."""
+        """Return the number of samples in shard `number`."""
         return min(self.shard_size, self.samples - number * self.shard_size)
 
 
@@ -282,7 +277,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
     digest: Sha256 | Literal[""] = ""
 
     def variant(self, name: str | None = None) -> Variant:
-        """A variant by name; None: the only one. Raises DatasetNotFoundError."""
+        """Return a variant by name; None: the only one. Raises DatasetNotFoundError."""
         if name is None and len(self.variants) == 1:
             return next(iter(self.variants.values()))
         if name is None or name not in self.variants:
@@ -293,7 +288,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
         return self.variants[name]
 
     def shard_path(self, variant: str, number: int) -> str:
-        """The path of a shard, relative to the dataset's directory."""
+        """Return the path of a shard, relative to the dataset's directory."""
         return shard_path(self.variants[variant].shards[number].version, variant, number)
 
     def decode_shard(
@@ -337,12 +332,12 @@ def decode_shard(data: bytes, name: str, entry: ShardEntry, identity: ShardIdent
 
 
 def shard_path(version: str, variant: str, number: int) -> str:
-    """The path of a shard that `version` wrote, relative to the dataset's directory."""
+    """Return the path of a shard that `version` wrote, relative to the dataset's directory."""
     return f"meta/{version}/{variant}/ms-{number}.json"
 
 
 def data_url(dataset_url: str, root: str, path: str) -> str:
-    """The URL of a sample's object: `path` under the data's `root`, under the dataset's directory.
+    """Return the URL of a sample's object: `path` under the data's `root`, under the dataset's directory.
 
     Each of them may be a URL, which replaces what precedes it.
 
@@ -353,7 +348,10 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
 
 
 def url_below(url: str, path: str) -> str:
-    """The URL of `path` below `url`; or `path`, if it is a URL. Raises DamagedStoreError if it leads out of `url`."""
+    """Return the URL of `path` below `url`, or `path` if it is a URL.
+
+    Raises DamagedStoreError if it leads out of `url`.
+    """
     if "://" in path:
         return path
     if path.startswith("/") or (".." in path and ".." in path.split("/")):
@@ -393,17 +391,17 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
 
 
 def encode_file(record: SpecStruct) -> bytes:
-    """The bytes of a file of the store, the same for equal records."""
+    """Return the bytes of a file of the store, the same for equal records."""
     return msgspec.json.encode(record, order="deterministic")
 
 
 def sealed(dataset: Dataset) -> Dataset:
-    """The same version with its digest filled in."""
+    """Return the same version with its digest filled in."""
     return msgspec.structs.replace(dataset, digest=_digest(dataset))
 
 
 def decode_dataset(data: bytes, name: str) -> Dataset:
-    """Decode a version's file and check all that can be checked without reading another.
+    """Decode a version's file, and check all that can be checked without reading another.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.

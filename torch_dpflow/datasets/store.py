@@ -31,19 +31,19 @@ _RECORD = "store.json"
 
 
 class DatasetStore:
-    """Finds datasets by name under one directory, by convention called `datasets`.
+    """Datasets by name under one directory, by convention called `datasets`.
 
-    Opening reads one small file; opening a dataset reads one more, however many samples it has. Nothing is
-    cached, so newly published versions are seen at once. Safe to use from any thread, to pickle, and after a fork.
+    Opening reads one small file; opening a dataset reads one more, however many samples it has. Nothing is cached, so
+    newly published versions are seen at once. Thread-safe, picklable, and usable after a fork.
 
     Args:
-        url: the directory: a local path or any URL of fsspec's, such as "oss://bucket/datasets".
+        url: the directory: a local path or any URL of fsspec, such as "oss://bucket/datasets".
         read_options: timeouts and retries of reading metadata.
         storage_options: fsspec's options for it; for S3 and OSS alike `key`, `secret`, `token`, `endpoint`.
 
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
-        DamagedStoreError, NewerFormatError: there is one that cannot be read.
+        DamagedStoreError, NewerFormatError: the store cannot be read.
         StorageError: access is denied, or the storage does not answer.
     """
 
@@ -54,7 +54,7 @@ class DatasetStore:
         read_options: ReadOptions | None = None,
         **storage_options: Any,
     ) -> None:
-        self.files = Files(_as_text(url), storage_options, read_options)
+        self.files = Files(url, storage_options, read_options)
         try:
             data = self.files.read(_RECORD)
         except FileNotFoundError as error:
@@ -73,7 +73,7 @@ class DatasetStore:
         **storage_options: Any,
     ) -> DatasetStore:
         """Open a store, or make an empty one if there is none."""
-        files = Files(_as_text(url), storage_options, read_options)
+        files = Files(url, storage_options, read_options)
         if not files.exists(_RECORD):
             with suppress(FileExistsError):  # another process may be faster
                 files.create(_RECORD, encode_file(StoreRecord(format=1, created=now())))
@@ -85,7 +85,7 @@ class DatasetStore:
         return self.files.url
 
     def ids(self) -> list[str]:
-        """The ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace.
+        """Return the ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace.
 
         The thesis (figure 3-9) has a file that lists all datasets instead. Concurrent importers would change that file:
         object stores have no lock for it, and a lost update would lose a dataset.
@@ -94,7 +94,7 @@ class DatasetStore:
             AccessDeniedError: these credentials may not list the store.
         """
         namespaces = self.files.children()
-        if not namespaces:  # not even the store's own file: some storages answer so if listing is not allowed
+        if not namespaces:  # not even the store's own file: some storages do this if listing is not allowed
             raise AccessDeniedError(
                 f"{self.url} cannot be listed, though {_RECORD} in it can be read; ask for the right to list it"
             )
@@ -107,7 +107,7 @@ class DatasetStore:
         ]
 
     def versions(self, dataset_id: str) -> list[str]:
-        """The published versions of a dataset, v2 before v10."""
+        """Return the published versions of a dataset, v2 before v10."""
         files = self.files.children(f"{DatasetRef(dataset_id).id}/versions")
         names = [
             file.name.removesuffix(".json")
@@ -117,12 +117,12 @@ class DatasetStore:
         return sorted(names, key=version_order)
 
     def drafts(self, dataset_id: str) -> list[str]:
-        """The versions whose import is unfinished, v2 before v10."""
+        """Return the versions whose import is unfinished, v2 before v10."""
         found = {file.name for file in self.files.children(f"{DatasetRef(dataset_id).id}/drafts")}
         return sorted(found - set(self.versions(dataset_id)), key=version_order)
 
     def load(self, dataset_id: str, version: str | None = None) -> Dataset:
-        """The description of a version; None: the last one, which costs a listing.
+        """Return the description of a version; None: the last one, which costs a listing.
 
         Raises:
             DatasetNotFoundError: no such dataset or version is published.
@@ -143,7 +143,7 @@ class DatasetStore:
         return dataset
 
     def open(self, ref: DatasetRef | str) -> StoredDataset:
-        """A variant to read, such as "core/mscoco:v1:train2017"; without a version the last one.
+        """Open a variant to read, such as "core/mscoco:v1:train2017"; without a version the last one.
 
         Raises:
             DatasetNotFoundError: there is none; or the version has several variants and none is named.
@@ -152,9 +152,8 @@ class DatasetStore:
         """
         ref = ref if isinstance(ref, DatasetRef) else DatasetRef.parse(ref)
         dataset = self.load(ref.id, ref.version)
-        variant = dataset.variant(ref.variant)
+        dataset.variant(ref.variant)  # raises if there is none, or several and no name
         name = ref.variant or next(iter(dataset.variants))
-        assert dataset.variants[name] is variant
         return StoredDataset(files=self.files.at(ref.id), dataset=dataset, variant_name=name)
 
     def _last_version(self, dataset_id: str) -> str:
@@ -164,7 +163,7 @@ class DatasetStore:
         return versions[-1]
 
     def not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
-        """The error for a version that is not published, with those that are."""
+        """Return the error for a version that is not published; it names those that are."""
         versions, drafts = self.versions(ref.id), self.drafts(ref.id)
         if ref.version in drafts or (ref.version is None and drafts):
             which = ref.version or drafts[-1]
@@ -190,10 +189,7 @@ class DatasetStore:
 
 @dataclass(frozen=True)
 class StoredDataset:
-    """A variant of a published version, ready to be read.
-
-    It has the version's own file and no metadata of samples. Picklable; safe to use from any thread.
-    """
+    """A variant of a published version, ready to be read. It has no metadata of samples. Thread-safe and picklable."""
 
     files: Files
     dataset: Dataset
@@ -201,7 +197,7 @@ class StoredDataset:
 
     @property
     def ref(self) -> DatasetRef:
-        """Its full name."""
+        """The full name."""
         return DatasetRef(self.dataset.id, self.dataset.version, self.variant_name)
 
     @property
@@ -234,21 +230,21 @@ class StoredDataset:
         return self.dataset.decode_shard(self.variant_name, number, data, url=join_url(self.url, path))
 
     def sample(self, index: int) -> SampleMeta:
-        """The metadata of one sample: reads its shard. Raises IndexError."""
+        """Read the metadata of one sample, with its shard. Raises IndexError."""
         place = self.variant.locate(index)
         return self.shard(place.shard).samples[place.offset]
 
     def samples(self) -> Iterator[SampleMeta]:
-        """The metadata of all samples, in order; one shard is in memory at a time."""
+        """Yield the metadata of all samples, in order. One shard is in memory at a time."""
         for number in range(len(self.variant.shards)):
             yield from self.shard(number).samples
 
     def data_url(self, sample: SampleMeta) -> str:
-        """The URL of a sample's object."""
+        """Return the URL of a sample's object."""
         return data_url(self.url, self.variant.data, sample.path)
 
     def own_path(self, sample: SampleMeta) -> str | None:
-        """The path of a sample's object in the dataset's directory; None: it is named by a URL."""
+        """Return the path of a sample's object in the dataset's directory; None if a URL names it."""
         if "://" in self.variant.data or "://" in sample.path:
             return None
         return f"{self.variant.data}/{sample.path}"
@@ -258,9 +254,5 @@ class StoredDataset:
 
 
 def now() -> str:
-    """The time in UTC, ISO 8601, to the second."""
+    """Return the time in UTC, ISO 8601, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _as_text(url: str | os.PathLike[str]) -> str:
-    return os.fspath(url) if isinstance(url, os.PathLike) else url

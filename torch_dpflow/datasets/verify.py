@@ -1,4 +1,4 @@
-"""Checks a stored dataset: its metadata, and the data that this describes."""
+"""Checking a stored dataset: its metadata, and the data that this describes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _Numbered = tuple[int, str, SampleMeta]
 
 @dataclass
 class Compared:
-    """How samples were compared, with `data=True`."""
+    """How many samples were compared in which way, with `data=True`."""
 
-    #: by their checksum
+    #: by checksum
     checksums: int = 0
-    #: without a checksum, by the size of their object
+    #: without a checksum, by the size of the object
     sizes: int = 0
-    #: without either; their object exists
+    #: without either: the object exists
     presence: int = 0
 
 
@@ -41,10 +41,10 @@ class Problem(NamedTuple):
 
 
 def checksums_in(stored: StoredDataset) -> Counter[str]:
-    """Count the samples with each algorithm of checksums, "" for those without, in two shards of each version.
+    """Count the samples with each algorithm of checksums ("" for none) in two shards of each version.
 
-    These are the first and the last shard that the version has written: one import takes checksums of all samples or of
-    none, unless its source has some. Raises DamagedStoreError if one cannot be read.
+    These are the first and the last shard that the version has written. One import takes checksums of all samples or of
+    none, unless its source has some. Raises DamagedStoreError if a shard cannot be read.
     """
     shards: dict[str, list[int]] = {}
     for number, entry in enumerate(stored.variant.shards):
@@ -63,18 +63,18 @@ def verify(
     progress: Callable[[int], None] = lambda samples: None,
     compared: Compared | None = None,
 ) -> Iterator[Problem]:
-    """The problems of a dataset, as they are found. Keeps one shard in memory.
+    """Yield the problems of a dataset as they are found. Keeps one shard in memory.
 
     Args:
         stored: the dataset to check; opening it has checked its version's own file.
         data: check every sample's object too: its presence, its size and, if there is a checksum, its bytes, which
-            reads it.
+            are read.
         own: check only objects in the dataset's directory, none that URLs name.
         options: fsspec's options for the data; None: those of the store.
-        progress: called with the number of samples that are checked, after every shard.
+        progress: called with the number of checked samples, after every shard.
         compared: counts the samples without problems.
 
-    Raises OptionTypeError if `stored` is no StoredDataset, or a switch neither True nor False.
+    Raises OptionTypeError for an argument of the wrong type.
     """
     if not isinstance(stored, StoredDataset):
         raise OptionTypeError(f"stored={stored!r:.80}: give what DatasetStore.open('namespace/name') returns")
@@ -114,7 +114,7 @@ def _check(
     own: bool,
     compared: Compared,
 ) -> Iterator[Problem]:
-    """The problems of the samples of a shard, whose first sample has number `first`."""
+    """Yield the problems of the samples of a shard, whose first sample has number `first`."""
     numbered: list[_Numbered] = []
     for number, sample in enumerate(samples, first):
         try:

@@ -1,9 +1,10 @@
-"""Writes one variant of a version: metadata shards, packs, and the import's progress."""
+"""Writing one variant of a version: metadata shards, packs, and the import's progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import cast
 
 import msgspec
 
@@ -13,6 +14,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.import_progress import DraftRecord, ImportedShard, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.spec import (
+    ChecksumAlgorithm,
     DatasetRef,
     DatasetShardMeta,
     SampleMeta,
@@ -34,18 +36,26 @@ ProgressCallback = Callable[[int], None]
 class VariantWriter:
     """Imports one source into one variant, continuing an earlier run that was killed.
 
-    A shard is written after its samples' data, and recorded after it is written; so a kill at any time
-    leaves complete shards and at most one that is not recorded, which the next run writes again.
+    A shard is written after its samples' data, and recorded after it is written. A kill at any time therefore leaves
+    complete shards and at most one that is not recorded, which the next run writes again.
 
     Args:
         files: the dataset's directory.
         ref: dataset, version and variant.
         record: what is imported, and how.
-        base: the variant of the version that is appended to, if there is one.
+        base: the variant of the version that is appended to, if any.
+        importer: the source.
+        progress: see `ProgressCallback`.
     """
 
     def __init__(
-        self, files: Files, ref: DatasetRef, record: DraftRecord, base: StoredDataset | None = None
+        self,
+        files: Files,
+        ref: DatasetRef,
+        record: DraftRecord,
+        base: StoredDataset | None,
+        importer: Importer,
+        progress: ProgressCallback,
     ) -> None:
         assert ref.version is not None
         assert ref.variant is not None
@@ -53,97 +63,105 @@ class VariantWriter:
         self._id, self._version, self._variant = ref.id, ref.version, ref.variant
         self._record = record
         self._base = base
+        self._base_samples = 0 if base is None else len(base)
+        self._importer = importer
+        self._report = progress
         self._progress = ImportProgress(files, ref.version, ref.variant)
+        self._describer = Describer(
+            importer,
+            dataset_url=files.url,
+            data=record.data,
+            checksum=cast("ChecksumAlgorithm | None", record.checksum),
+        )
 
-    def write(self, importer: Importer, describer: Describer, progress: ProgressCallback) -> Variant:
+    def write(self) -> Variant:
         """Import the missing samples, and return the whole variant.
 
         Raises:
             OptionError: an import of something else is unfinished.
-            SourceError: the source is not laid out as it should be, is empty, or has changed since.
+            SourceError: the source does not have the expected layout, is empty, or has changed since.
         """
         self._progress.begin(self._record)
         finished = self._progress.finished()
         if finished is not None:
-            progress(finished.samples - self._base_samples)
+            self._report(finished.samples - self._base_samples)
             return finished
-        variant = self._write_rest(importer, describer, progress)
+        variant = self._write_rest()
         self._progress.finish(variant)
         return variant
 
-    @property
-    def _base_samples(self) -> int:
-        return 0 if self._base is None else len(self._base)
-
-    def _write_rest(self, importer: Importer, describer: Describer, progress: ProgressCallback) -> Variant:
-        size = self._record.shard_size
+    def _write_rest(self) -> Variant:
+        size, base = self._record.shard_size, self._base
         kept = self._base_samples // size
         noted = self._progress.shards(kept)
-        entries = [*self._base_entries(kept), *(shard.entry for shard in noted)]
+        entries = [*(() if base is None else base.variant.shards[:kept]), *(shard.entry for shard in noted)]
         count = kept * size + sum(shard.samples for shard in noted)
-        carried = [] if noted else self._carried(kept)
-        items = self._drawn(noted, count - self._base_samples, importer, describer)
-        progress(max(0, count - self._base_samples))
-        while samples := self._describe(items, size - len(carried), len(entries), describer):
+        carried: list[SampleMeta] = []
+        if not noted and base is not None and kept < len(base.variant.shards):
+            # The base's last shard is not full: the first new one begins with its samples.
+            carried = base.shard(kept).samples
+        items = self._items(noted, count - self._base_samples)
+        self._report(max(0, count - self._base_samples))
+        while samples := self._describe(items, size - len(carried), len(entries)):
             if count % size:
                 raise self._changed(f"it had {count - self._base_samples} samples and has more now")
             entries.append(self._write_shard(len(entries), [*carried, *samples]))
             count += len(carried) + len(samples)
             carried = []
-            progress(count - self._base_samples)
+            self._report(count - self._base_samples)
         if count <= self._base_samples:
-            raise SourceError(f"there is nothing to import from {describe_source(importer)}")
-        info = msgspec.json.decode(encode_annotations(importer.info(), "all samples (`info`)"))
+            raise SourceError(f"there is nothing to import from {self._source}")
+        info = msgspec.json.decode(encode_annotations(self._importer.info(), "all samples (`info`)"))
         return Variant(
             data=self._record.data,
             samples=count,
             shard_size=size,
             shards=entries,
-            info={**({} if self._base is None else self._base.variant.info), **info},
+            info={**({} if base is None else base.variant.info), **info},
             source=self._record.source,
         )
 
-    def _describe(
-        self, items: Iterator[Item], count: int, shard: int, describer: Describer
-    ) -> list[SampleMeta]:
+    def _describe(self, items: Iterator[Item], count: int, shard: int) -> list[SampleMeta]:
         packs = ShardPacks(self._files, f"data/{self._version}/{self._variant}", shard)
-        samples = describer.describe(islice(items, count), packs)
+        samples = self._describer.describe(islice(items, count), packs)
         packs.flush()
         return samples
 
-    def _base_entries(self, kept: int) -> list[ShardEntry]:
-        return [] if self._base is None else self._base.variant.shards[:kept]
-
-    def _carried(self, kept: int) -> list[SampleMeta]:
-        """The samples of the base's last shard if that is not full: the first new shard begins with them."""
-        if self._base is None or kept == len(self._base.variant.shards):
-            return []
-        return self._base.shard(kept).samples
-
-    def _drawn(
-        self, noted: list[ImportedShard], start: int, importer: Importer, describer: Describer
-    ) -> Iterator[Item]:
-        """The rest of the source. A missing file of the source is a SourceError, unlike one of the store."""
+    def _items(self, noted: list[ImportedShard], start: int) -> Iterator[Item]:
+        """Yield the rest of the source. A missing file of the source is a SourceError, unlike one of the store."""
         try:
-            yield from self._items_after(noted, start, importer, describer)
+            yield from self._items_after(noted, start)
         except (FileNotFoundError, FileExistsError) as error:
             raise SourceError(
-                f"{describe_source(importer)} cannot be read further: {type(error).__name__}: {error}; repair the "
+                f"{self._source} cannot be read further: {type(error).__name__}: {error}; repair the "
                 "source and import it again, which continues this import"
             ) from error
 
-    def _items_after(
-        self, noted: list[ImportedShard], start: int, importer: Importer, describer: Describer
-    ) -> Iterator[Item]:
-        """The items that are not written yet; the last written sample must come just before them."""
+    def _items_after(self, noted: list[ImportedShard], start: int) -> Iterator[Item]:
+        """Return the items that are not written yet. The last written sample must come just before them."""
         if not noted:
-            return importer.items()
-        items = importer.items(start - 1)
+            return self._importer.items()
+        items = self._importer.items(start - 1)
         last = self._read_shard(noted[-1]).samples[-1]
         item = next(items, None)
-        if item is None or not _is_same(item, last, describer):
+        if item is None or not self._is_same(item, last):
             raise self._changed(f"sample {start - 1} was {last.path} with {bytes(last.meta).decode()}")
         return items
+
+    def _is_same(self, item: Item, sample: SampleMeta) -> bool:
+        """Whether an item was written as this sample."""
+        if encode_annotations(item.meta, sample.path) != sample.meta:
+            return False
+        if item.data is not None:
+            found = (len(item.data), self._describer.checksum(item.data))
+            return found == (sample.length, sample.checksum)
+        described = self._describer.found(item)
+        return (described.path, described.offset) == (sample.path, sample.offset)
+
+    @property
+    def _source(self) -> str:
+        """The source in one line."""
+        return ", ".join(f"{key}={value!r}" for key, value in self._importer.source.items())
 
     def _changed(self, how: str) -> SourceError:
         return SourceError(
@@ -174,18 +192,3 @@ class VariantWriter:
             noted.entry,
             ShardIdentity(self._id, self._version, self._variant, noted.shard, noted.samples),
         )
-
-
-def describe_source(importer: Importer) -> str:
-    """The source in one line."""
-    return ", ".join(f"{key}={value!r}" for key, value in importer.source.items())
-
-
-def _is_same(item: Item, sample: SampleMeta, describer: Describer) -> bool:
-    """Whether an item was written as this sample."""
-    if encode_annotations(item.meta, sample.path) != sample.meta:
-        return False
-    if item.data is not None:
-        return (len(item.data), describer.checksum(item.data)) == (sample.length, sample.checksum)
-    described = describer.found(item)
-    return (described.path, described.offset) == (sample.path, sample.offset)

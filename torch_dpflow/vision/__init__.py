@@ -1,13 +1,13 @@
-"""Decoding images into tensors: JPEGs by libjpeg-turbo, of other formats and unusual files what Pillow makes of them.
+"""Decoding of images to tensors: JPEGs by libjpeg-turbo, other formats and unusual files by Pillow.
 
-Results are uint8 tensors of shape (3, height, width), as `torchvision.transforms.v2` takes them, pixel by pixel in
-memory. torch's default collate sorts them into planes; `collate_channels_last` leaves them as they are::
+Results are uint8 tensors of shape (3, height, width) for `torchvision.transforms.v2`, with the channels of a pixel
+beside each other in memory. torch's default collate sorts them into planes; `collate_channels_last` keeps them::
 
     ImageFolder(root, loader=load_rgb, transform=...)
     ImageFolder(root, loader=DecodeRandomResizedCrop(224), transform=...)
     DecodedImages(ImageFolder(root).samples, DecodeRandomResizedCrop(224), transform=...)  # quickest
 
-Needs the extra `vision`. Nothing of torch_dpflow imports it unasked.
+Needs the extra `vision`. The rest of torch_dpflow imports it only on use.
 """
 
 from torch_dpflow._core.channels_last import collate_channels_last

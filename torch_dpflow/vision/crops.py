@@ -1,4 +1,4 @@
-"""Decoding, cropping and resizing in one, as torchvision's recipes for training and for validation do them."""
+"""Decoding, cropping and resizing in one step, as in torchvision's recipes for training and for validation."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Box: TypeAlias = tuple[int, int, int, int]
 #: torchvision's defaults.
 SCALE: Range = (0.08, 1.0)
 RATIO: Range = (3 / 4, 4 / 3)
-#: An image is decoded smaller where the crop has so many times the output's pixels even then, along both sides: with
-#: less the decoder's averages over squares would show.
+#: An image is decoded smaller if the crop even then has so many times the output's pixels along both sides. With less,
+#: the decoder's averages over squares would be visible.
 _GAP = 2
 _TRIES = 10
-#: Of how many images the files are in memory at a time.
+#: Images whose files are in memory at a time.
 _GROUP = 32
 
 
 class _Drawn:
-    """A number and a place that a thread draws, and their memory as numpy sees it.
+    """A thread's tensors for a drawn number and a drawn place, and numpy views of their memory.
 
-    Between two images each call of torch's takes tens of microseconds, as the decoder's pixels have thrown its code out
-    of the processor's caches; making tensors and asking them for their items was half of these calls.
+    Between two images each call of torch takes tens of microseconds, as the decoder's pixels have evicted its code from
+    the processor's caches. Making tensors and getting their items was half of these calls.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        with torch.inference_mode(False):  # what is made in it cannot be changed outside
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be changed outside
             self.number = torch.empty(1, dtype=dtype, device="cpu")
             self.place = torch.empty(1, dtype=torch.int64, device="cpu")
-        # numpy has no bfloat16; a tensor gives its item too, only later.
+        # numpy has no bfloat16. A tensor's item is the same, but takes longer.
         in_numpy = dtype in (torch.float32, torch.float64)
         self.number_here: Any = self.number.numpy() if in_numpy else self.number
         self.place_here = self.place.numpy()
@@ -55,7 +55,7 @@ _HERE = threading.local()
 
 
 def _drawn() -> _Drawn:
-    """The thread's own, in the default dtype, in which torchvision draws."""
+    """Return this thread's tensors, in the default dtype, in which torchvision draws."""
     dtype = torch.get_default_dtype()
     drawn: _Drawn | None = getattr(_HERE, "drawn", None)
     if drawn is None or drawn.number.dtype is not dtype:
@@ -64,12 +64,12 @@ def _drawn() -> _Drawn:
 
 
 def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
-    """The box that torchvision's `RandomResizedCrop` draws from torch's generator, bit for bit, with the same draws.
+    """Draw the box of torchvision's `RandomResizedCrop`, bit for bit, with the same draws from torch's generator.
 
     Args:
-        height: of the image, in pixels, as `width`.
-        scale: the crop's part of the area, least and most.
-        ratio: its width over its height, least and most.
+        height, width: of the image, in pixels.
+        scale: the crop's part of the area, minimum and maximum.
+        ratio: its width over its height, minimum and maximum.
     """
     area = height * width
     drawn = _drawn()
@@ -103,9 +103,9 @@ def decode_random_resized_crop(
 ) -> torch.Tensor:
     """Decode a random part of an image and resize it, with antialiasing: uint8 RGB, (3, height, width).
 
-    It lies pixel by pixel in memory, as from `load_rgb`. Draws from torch's generator what torchvision's
-    `RandomResizedCrop` does. Rows below the crop are not decoded; of JPEGs much larger than the output a half, a
-    quarter or an eighth is.
+    The channels of a pixel are beside each other in memory, as from `load_rgb`. The draws from torch's generator are
+    those of torchvision's `RandomResizedCrop`. Rows below the crop are not decoded, and JPEGs much larger than the
+    output are decoded at a half, a quarter or an eighth of their size.
 
     Args:
         source: the path of a file, or its bytes.
@@ -113,7 +113,7 @@ def decode_random_resized_crop(
         scale, ratio: as in `random_resized_crop_params`.
 
     Raises:
-        What `load_rgb` raises.
+        The errors of `load_rgb`.
     """
     return decode_random_resized_crops([source], size, scale, ratio, interpolation)[0]
 
@@ -125,10 +125,11 @@ def decode_random_resized_crops(
     ratio: Range = RATIO,
     interpolation: Interpolation = "bilinear",
 ) -> torch.Tensor:
-    """`decode_random_resized_crop` of several images: uint8 RGB, (images, 3, height, width), in `torch.channels_last`.
+    """Decode random parts of several images: uint8 RGB, (images, 3, height, width), in `torch.channels_last`.
 
-    The draws are those of one image after the other. It takes less processor time than these: files are read and
-    boxes drawn before anything is decoded, and the decoder's pixels throw neither out of the processor's caches.
+    The draws are those of `decode_random_resized_crop` of one image after the other. It takes less processor time:
+    files are read and boxes drawn before anything is decoded, so the decoder's pixels do not evict that code from the
+    processor's caches.
     """
     crops = _empty(len(sources), _pair(size))
     for first in range(0, len(sources), _GROUP):
@@ -148,8 +149,8 @@ def decode_center_crop(
 ) -> torch.Tensor:
     """Decode an image, resize its shorter side to `resize` and cut out the centre: uint8 RGB, (3, height, width).
 
-    As torchvision's `Resize(resize)` and `CenterCrop(size)`; `resize` is to be no less than `size`. Raises what
-    `load_rgb` raises.
+    Like torchvision's `Resize(resize)` and `CenterCrop(size)`. `resize` must be at least `size`. Raises the errors of
+    `load_rgb`.
     """
     image = open_image(source)
     whole = _resized_size(image, resize)
@@ -220,18 +221,18 @@ def _empty(images: int, size: tuple[int, int]) -> torch.Tensor:
 
 
 def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpolation) -> None:
-    """Fill `out`, a batch of one in `torch.channels_last`, with what is in the box."""
+    """Fill `out`, a batch of one in `torch.channels_last`, with the contents of the box."""
     top, left, height, width = box
     size = (out.shape[2], out.shape[3])
     reduce = _reduction(min(height / size[0], width / size[1]), image.unevenness)
     pixels = image.pixels(top + height, reduce=reduce)
     if reduce > 1:
-        # The crop's edges lie between the smaller image's pixels, where only Pillow can begin.
+        # The crop's edges are between pixels of the smaller image, where only Pillow can begin.
         edges = (left / reduce, top / reduce, (left + width) / reduce, (top + height) / reduce)
         out.copy_(torch.from_numpy(resized_part(pixels, edges, size, mode)).permute(2, 0, 1))
         return
-    # Cut out behind an axis of the batch, by numpy, which is quicker at it: torch then sees pixels side by side, and
-    # sorts them into no planes.
+    # Cut out with a batch axis in front, by numpy, which is quicker: torch then keeps the pixels side by side instead of
+    # sorting them into planes.
     part = pixels.reshape(1, *pixels.shape)[:, top : top + height, left : left + width]
     batch = torch.from_numpy(part.transpose(0, 3, 1, 2))
     if (height, width) == size:
@@ -241,10 +242,10 @@ def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpola
 
 
 def _reduction(times: float, unevenness: int | None) -> int:
-    """The largest reduction for a crop of so many times the output's size."""
+    """Return the largest reduction for a crop of so many times the output's size."""
     if unevenness is None:
         return 1
-    # The decoder reduces colours along both sides alike, also along one where they are subsampled already.
+    # The decoder reduces colours along both sides equally, also along one where they are subsampled already.
     return next((k for k in (8, 4, 2) if times >= _GAP * unevenness * k), 1)
 
 
@@ -270,9 +271,9 @@ def _check_size(size: Size) -> None:
 
 
 def _check_range(name: str, given: Range) -> None:
-    check_type(name, given, tuple, "(least, most)")
+    check_type(name, given, tuple, "(minimum, maximum)")
     if len(given) != 2 or given[0] > given[1]:
-        raise OptionError(f"{name}={given!r}: give (least, most)")
+        raise OptionError(f"{name}={given!r}: give (minimum, maximum)")
     for number in given:
         check_number(name, number, exclusive=True)
 

@@ -1,4 +1,4 @@
-"""A dataset of image files that are decoded a batch at a time."""
+"""Dataset of image files that are decoded a batch at a time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch_dpflow.vision.encoded import Source, naming
 
 
 class DecodedImages(Dataset[tuple[Any, Any]]):
-    """Images and their targets, as `ImageFolder` of torchvision gives them, decoded a batch at a time.
+    """Images and their targets, like torchvision's `ImageFolder`, decoded a batch at a time.
 
-    torch's loader and ours ask for a batch by `__getitems__`. Each sample is (image, target)::
+    torch's loader and ours fetch a batch by `__getitems__`. Each sample is (image, target)::
 
         DecodedImages(ImageFolder(root).samples, DecodeRandomResizedCrop(224), transform=...)
 
-    An error of an image names its file. For a batch, the crops of all its images are drawn first, then what the
-    transforms draw, image after image.
+    An error of an image names its file. For a batch, the crops of all its images are drawn first, then the random
+    numbers of the transforms, image after image.
 
     Args:
-        samples: (path, target) of each image; encoded images in place of paths are allowed.
-        decode: makes an image of one; `DecodeRandomResizedCrop` has a way for several.
-        transform, target_transform: of an image, and of a target, as ImageFolder has them.
+        samples: (path, target) of each image; encoded images instead of paths are allowed.
+        decode: decodes one image. If it has a method `batch`, like `DecodeRandomResizedCrop`, that decodes several.
+        transform, target_transform: of an image, and of a target, as in ImageFolder.
 
     Raises:
         OptionTypeError: an argument is not allowed.
@@ -60,7 +60,7 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
             return self._transformed(self._decode(source), target)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """The samples of a batch."""
+        """Return the samples of a batch."""
         samples = [self.samples[index] for index in indices]
         images = self._decoded([source for source, _ in samples])
         found = []

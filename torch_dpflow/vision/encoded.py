@@ -26,42 +26,41 @@ try:
 except ModuleNotFoundError:
     simplejpeg = None
 
-#: What decodes JPEGs here: "simplejpeg", or "pillow" where that is not installed. Both give the same pixels, bit for
-#: bit, where they have the same release of libjpeg-turbo.
+#: The decoder of JPEGs: "simplejpeg", or "pillow" if that is not installed. With the same release of libjpeg-turbo both
+#: give the same pixels, bit for bit.
 DECODER = "pillow" if simplejpeg is None else "simplejpeg"
 
-#: libjpeg's warning of what follows the last row, after which all rows are there.
+#: libjpeg's warning about bytes after the last row, when all rows are decoded.
 _MORE_FOLLOWS = "extraneous bytes before marker"
 
-#: The path of a file, or what it holds.
+#: The path of a file, or its contents.
 Source: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 
 class EncodedImage(Protocol):
-    """An image whose size is known."""
+    """An encoded image whose size is known."""
 
     height: int
     width: int
-    #: How much more its colours are subsampled along one side than along the other; None: `pixels` cannot be asked for
-    #: a half, a quarter or an eighth.
+    #: How much more its colours are subsampled along one side than along the other; None: `pixels` cannot reduce.
     unevenness: int | None
 
     def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
-        """RGB of shape (height, width, 3), writable; raises what Pillow raises for a file that is broken.
+        """Decode to RGB of shape (height, width, 3), writable. Raises the errors of Pillow for a broken file.
 
         Args:
-            rows: as many from the top are needed, in those of the whole image; more may come.
-            reduce: 2, 4 and 8 give one row for so many, and one column.
+            rows: needed rows from the top, of the whole image; the result may have more.
+            reduce: 2, 4 or 8: one row and one column for so many.
         """
 
     def close(self) -> None:
-        """Close the file where it is open still, as `pixels` does."""
+        """Close the file if it is still open. `pixels` closes it too."""
 
 
 @contextmanager
 def naming(source: Any) -> Iterator[None]:
-    """Have an error raised inside name the file, if `source` is the path of one. Its type stays the same."""
+    """Add the file's name to an error raised inside, if `source` is a path. Its type stays the same."""
     try:
         yield
     except Exception as error:
@@ -76,14 +75,14 @@ def naming(source: Any) -> Iterator[None]:
 
 
 def open_image(source: Source) -> EncodedImage:
-    """The image of a file, or of its content. Raises what Pillow raises where there is none."""
+    """Open the image of a file, or of its contents. Raises the errors of Pillow if there is none."""
     if simplejpeg is not None:
         data: Any = source
         if isinstance(source, str | os.PathLike):
             with naming(source), open(source, "rb", buffering=0) as file:
                 data = file.read()
         frame = read_frame(data)
-        # Of more pixels than this Pillow warns, or refuses them.
+        # Pillow warns about more pixels than this, or refuses them.
         if frame and frame.height * frame.width <= (Image.MAX_IMAGE_PIXELS or float("inf")):
             return _TurboJpeg(source, data, frame)
     return _PillowImage(source)
@@ -92,28 +91,28 @@ def open_image(source: Source) -> EncodedImage:
 def load_rgb(source: Source) -> torch.Tensor:
     """Decode an image: uint8 RGB of shape (3, height, width). A `loader` for torchvision's ImageFolder.
 
-    The pixels are those of Pillow's `Image.open(source).convert("RGB")`, which leaves an orientation in EXIF as it is.
-    In memory they lie pixel by pixel, as torchvision's own decoders leave them.
+    The pixels are those of Pillow's `Image.open(source).convert("RGB")`, which ignores the orientation in EXIF. The
+    channels of a pixel are beside each other in memory, as from torchvision's own decoders.
 
     Args:
         source: the path of a file, or its bytes.
 
     Raises:
-        What Pillow raises: OSError, of which UnidentifiedImageError is one; SyntaxError; DecompressionBombError. The
-            message names the file.
+        OSError (with UnidentifiedImageError), SyntaxError, DecompressionBombError: from Pillow; the message names the
+            file.
     """
     return torch.from_numpy(open_image(source).pixels()).permute(2, 0, 1)
 
 
 def load_image(source: Source) -> Any:
-    """The same as an image of Pillow's."""
+    """Decode an image to an image of Pillow."""
     return Image.fromarray(open_image(source).pixels())
 
 
 def resized_part(
     pixels: Pixels, edges: tuple[float, float, float, float], size: tuple[int, int], mode: str
 ) -> Pixels:
-    """What lies between `edges` (left, top, right, bottom), as an image of size (height, width)."""
+    """Resize the part between `edges` (left, top, right, bottom) to an image of size (height, width)."""
     return np.array(Image.fromarray(pixels).resize(size[::-1], Image.Resampling[mode.upper()], edges))
 
 
@@ -130,10 +129,10 @@ class _TurboJpeg:
         return _PillowImage(self._source).pixels(reduce=reduce) if pixels is None else pixels
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def _decoded(self, height: int, reduce: int) -> Pixels | None:
-        """None for a file that is damaged or in unusual colours: what comes of it is for Pillow to say."""
+        """Decode with simplejpeg. None for a damaged file or unusual colours, which Pillow decodes or refuses."""
         data = self._of_height(height)
         size = -(-height // reduce), -(-self.width // reduce)
         least = {"min_height": size[0], "min_width": size[1]}
@@ -148,9 +147,9 @@ class _TurboJpeg:
         return pixels
 
     def _of_height(self, height: int) -> Any:
-        """The same file, saying that it is lower: the decoder ends with the last row that is needed.
+        """Return the same file with a lower height in it, so that the decoder ends with the last row that is needed.
 
-        Entropy decoding is most of a decoder's work; no binding with wheels can be asked to end it early.
+        Entropy decoding is most of a decoder's work, and no binding with wheels can end it early.
         """
         if height == self.height:
             return self._data
@@ -168,10 +167,10 @@ class _PillowImage:
             file = source if isinstance(source, str | os.PathLike) else io.BytesIO(source)
             self._image: Any = Image.open(file)
             if self._image.format == "JPEG":
-                with suppress(ValueError):  # what Pillow does not say is not reduced
+                with suppress(ValueError):  # without factors from Pillow the image is not reduced
                     layers = getattr(self._image, "layer", ())
                     self.unevenness = unevenness([(across, down) for _, across, down, _ in layers])
-            else:  # some formats know their size only then
+            else:  # the size of some formats is known only after decoding
                 with self._image as image:
                     self._image = image.convert("RGB")
             self.width, self.height = self._image.size
@@ -187,12 +186,11 @@ class _PillowImage:
 
 
 SOI, EOI = b"\xff\xd8\xff", b"\xff\xd9"
-_SOS, _DCT_FRAMES = (
-    0xDA,
-    (0xC0, 0xC1, 0xC2),
-)  # baseline, extended sequential, progressive; all with Huffman codes
+_SOS = 0xDA
+#: Baseline, extended sequential, progressive; all with Huffman codes.
+_DCT_FRAMES = (0xC0, 0xC1, 0xC2)
 _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
-#: Of a segment: 0xFF, its marker, its length. Of a frame: bits, height, width, components.
+#: A segment: 0xFF, its marker, its length. A frame: bits, height, width, components.
 _SEGMENT, _FRAME = struct.Struct(">BBH").unpack_from, struct.Struct(">BHHB").unpack_from
 #: Rows and columns of a block of coefficients.
 _BLOCK = 8
@@ -203,23 +201,23 @@ class JpegFrame(NamedTuple):
 
     height: int
     width: int
-    #: Rows that are decoded together.
+    #: rows that are decoded together
     mcu_height: int
-    #: Where in the file the height stands.
+    #: offset of the height in the file
     height_at: int
-    #: How much more the colours are subsampled along one side than along the other: 4 for 4:1:1 and 4:4:1.
+    #: how much more the colours are subsampled along one side than along the other: 4 for 4:1:1 and 4:4:1
     unevenness: int = 1
 
     def rows_to_decode(self, rows: int) -> int:
-        """The height that the file may state for its first `rows` to be decoded as they are in the whole.
+        """Return the height to write into the file so that its first `rows` are decoded as in the whole image.
 
-        One row more than asked for: where colour is subsampled, a row takes part of it from the next.
+        It is at least one row more: with subsampled colours, a row takes part of them from the next.
         """
         return min(self.height, -(-(rows + 1) // self.mcu_height) * self.mcu_height)
 
 
 def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
-    """The frame of a whole JPEG; None where anything is unusual, which is for Pillow to judge."""
+    """Read the frame of a whole JPEG in microseconds (ITU-T T.81, annex B). None if anything is unusual."""
     if bytes(data[:3]) != SOI:
         return None
     frame, at = None, 2
@@ -242,7 +240,7 @@ def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
 
 
 def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
-    """Raises ValueError."""
+    """Parse a frame header. Raises ValueError."""
     bits, height, width, components = _FRAME(data, at + 4)
     if bits != 8 or components not in (1, 3) or not height or not width:
         raise ValueError("neither grey nor of three colours")
@@ -252,7 +250,7 @@ def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
 
 
 def unevenness(factors: Sequence[tuple[int, int]]) -> int:
-    """`JpegFrame.unevenness` of the components' sampling factors, across and down. Raises ValueError."""
+    """Return `JpegFrame.unevenness` for the sampling factors, across and down. Raises ValueError."""
     if not factors or not all(across > 0 and down > 0 for across, down in factors):
         raise ValueError("no sampling factors")
     ratios: list[int] = [max(side) // min(side) for side in zip(*factors)]
@@ -260,5 +258,5 @@ def unevenness(factors: Sequence[tuple[int, int]]) -> int:
 
 
 def _ends(data: bytes | bytearray | memoryview, start: int) -> bool:
-    """Whether the image has an end: one that was cut short has none, and Pillow refuses it."""
+    """Whether the image has an end mark. One that was cut short has none, and Pillow refuses it."""
     return (data if isinstance(data, bytes | bytearray) else bytes(data)).rfind(EOI, start) > 0

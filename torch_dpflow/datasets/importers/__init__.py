@@ -29,7 +29,7 @@ IMPORTERS = {
 def importer_class(name: str) -> Any:
     """Return the class of an importer. Raises OptionError for an unknown name."""
     if name not in IMPORTERS:
-        raise OptionError(f"importer {name!r} does not exist; choose one of {sorted(IMPORTERS)}")
+        raise OptionError(f"there is no importer {name!r}; there are {sorted(IMPORTERS)}")
     module, attribute = IMPORTERS[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 

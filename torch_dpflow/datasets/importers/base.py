@@ -1,4 +1,4 @@
-"""The contract of an importer: yields the samples of a source one by one, from any position on."""
+"""The contract of an importer: it yields the samples of a source one by one, from any position on."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Item:
     Raises SourceError, which names the field, for values that a store cannot hold.
     """
 
-    #: Annotations: values that JSON can hold, numpy scalars and arrays too.
+    #: Annotations: values that JSON can hold, and numpy scalars and arrays.
     meta: Mapping[str, Any] = field(default_factory=dict)
-    #: Relative to the importer's root, or a URL, or an absolute path below a local root; an absolute path object is a
+    #: Relative to the importer's root, or a URL, or an absolute path below a local root. An absolute path object is a
     #: local file. Stored as text.
     path: str | os.PathLike[str] | None = None
     data: bytes | None = None
     #: The sample's offset in the object; None: it is the whole object.
     offset: int | None = None
-    #: Bytes; None: not known.
+    #: Bytes; None: unknown.
     length: int | None = None
-    #: "crc32:" or "sha256:" and hexadecimal digits. That of `data` is compared with it at once.
+    #: "crc32:" or "sha256:" and hexadecimal digits. `data` is compared with it at once.
     checksum: str | None = None
-    #: The state of the object in S3 or OSS: its ETag, in quotes, or the time of its last change as an HTTP date. Used
-    #: where there is no checksum.
+    #: State of the object in S3 or OSS: its ETag in quotes, or the time of its last change as an HTTP date. Used if
+    #: there is no checksum.
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +57,13 @@ class Item:
         if self.offset is not None and self.length is None:
             raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
         object.__setattr__(self, "checksum", _checksum(self.checksum))
-        _check_revision(self.revision)
+        revision: Any = self.revision
+        if revision is not None and not (
+            isinstance(revision, str) and re.fullmatch(REVISION_PATTERN, revision)
+        ):
+            raise SourceError(
+                f"revision={revision!r:.80}: give an ETag in quotes, a time as 'Mon, 03 Oct 2016 22:32:00 GMT', or None"
+            )
         if self.data is not None:
             self._check_data(self.data)
 
@@ -72,7 +78,7 @@ class Item:
 
 
 def local_url(path: os.PathLike[str]) -> str:
-    """The URL of a path object, which is a file of this machine."""
+    """Return the URL of a path object, which is a file of this machine."""
     return f"file://{os.path.abspath(path)}"
 
 
@@ -91,7 +97,7 @@ def _check_path(path: Any) -> None:
 
 
 def _bytes_count(name: str, value: Any) -> int | None:
-    """`value`, which may be numpy's, as an int. Whole floats are refused too: they may have been rounded."""
+    """Convert `value`, which may be of numpy, to an int. Whole floats are refused too, as they may be rounded."""
     if value is None:
         return None
     try:
@@ -116,13 +122,6 @@ def _checksum(value: Any) -> str | None:
     return lowered
 
 
-def _check_revision(value: Any) -> None:
-    if value is not None and not (isinstance(value, str) and re.fullmatch(REVISION_PATTERN, value)):
-        raise SourceError(
-            f"revision={value!r:.80}: give an ETag in quotes, a time as 'Mon, 03 Oct 2016 22:32:00 GMT', or None"
-        )
-
-
 class Importer(Protocol):
     """Reads one source, in a fixed order, so that an import that was killed can be continued."""
 
@@ -136,17 +135,17 @@ class Importer(Protocol):
         """The source, described in JSON. An unfinished import is continued only with an equal description."""
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """The samples will be appended to others with this `info`. Called before `items`."""
+        """Prepare to append to samples with this `info`. Called before `items`."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        """The samples from number `start` on. Memory must not grow with their number.
+        """Yield the samples from number `start` on. Memory must not grow with their number.
 
         Raises:
             SourceError: the source does not have the expected layout.
         """
 
     def total(self) -> int | None:
-        """The number of samples, if it is cheap to know; for a progress bar."""
+        """Return the number of samples if it is cheap to know, for a progress bar."""
 
     def info(self) -> Mapping[str, Any]:
-        """Information for all samples, such as the names of classes; complete after the last item."""
+        """Return information for all samples, such as the names of classes. Complete after the last item."""

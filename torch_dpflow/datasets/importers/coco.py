@@ -1,4 +1,4 @@
-"""Imports images with COCO's detection annotations, from a file of any size."""
+"""Importer of images with COCO's detection annotations, from a file of any size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch_dpflow.datasets.importers.json_arrays import read_arrays
 from torch_dpflow.datasets.storage.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
 
-#: The fields of images and annotations that are kept; COCO's other fields are for other tasks.
+#: The fields of images and annotations that are kept. COCO's other fields are for other tasks.
 _IMAGE_FIELDS = ("id", "file_name", "width", "height")
 _ANNOTATION_FIELDS = ("id", "category_id", "bbox", "area", "iscrowd")
 #: Pages that SQLite keeps in memory, KiB.
 _CACHE_KIB = 32 * 1024
-#: SQLite's integers, and those of other JSON readers, have 64 bits.
+#: Integers of SQLite and of other JSON readers have 64 bits.
 _ID_LIMIT = 2**63
 
 # Ids have columns without a type: SQLite would convert texts of digits to numbers in a typed one.
@@ -42,9 +42,10 @@ class CocoImporter:
 
     Annotations: `image_id`, `file_name`, `width`, `height` and `annotations`, a list of COCO's own records.
     `info` has `categories`. Ids are integers of 64 bits or texts, and keep their type and spelling: 7, "7" and "007"
-    are three images. The file may be larger than memory and have its arrays in any order: it is read
-    once, as a stream, into a temporary SQLite file, which joins images with their annotations and is about as large as
-    the fields that are kept.
+    are three images.
+
+    The file may be larger than memory and have its arrays in any order. It is read once, as a stream, into a temporary
+    SQLite file, which joins images with their annotations and is about as large as the fields that are kept.
 
     Args:
         annotations: the file; a path or a URL.
@@ -81,7 +82,7 @@ class CocoImporter:
         }
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """Samples of this kind do not depend on those before them."""
+        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         check_folder(self._images)
@@ -100,10 +101,9 @@ class CocoImporter:
 
     @contextmanager
     def _joined(self) -> Iterator[sqlite3.Connection]:
-        """The file as tables."""
-        with closing(
-            sqlite3.connect("")
-        ) as database:  # a file without a name: it ends with the process, however
+        """Open the file as tables."""
+        # A file without a name, which the system removes however the process ends.
+        with closing(sqlite3.connect("")) as database:
             for setting in ("journal_mode = off", "synchronous = off", f"cache_size = -{_CACHE_KIB}"):
                 database.execute(f"pragma {setting}")
             database.executescript(_TABLES)

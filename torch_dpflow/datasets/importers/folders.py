@@ -16,16 +16,16 @@ from torch_dpflow.errors import OptionError, SourceError
 class FoundFile(NamedTuple):
     """A file of a tree."""
 
-    #: Relative to the listed root.
+    #: relative to the listed root
     path: str
     #: bytes; None if the storage does not report it
     size: int | None
-    #: see `Item`
+    #: as in `Item`
     revision: str | None = None
 
 
 def check_folder(files: Files) -> None:
-    """Raise SourceError unless the folder exists; on object stores an empty one does not."""
+    """Raise SourceError unless the folder exists. On object stores an empty one does not."""
     if not files.exists(""):
         raise SourceError(
             f"there is no folder {files.url}; check the source's path, and on object stores the right to list it"
@@ -33,7 +33,7 @@ def check_folder(files: Files) -> None:
 
 
 def files_below(files: Files, folder: str) -> list[FoundFile]:
-    """All files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does.
+    """Return all files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does.
 
     Links to directories are followed, except those to a directory that contains them.
     """
@@ -52,10 +52,7 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
 
 
 def check_links(files: Files, found: Iterable[FoundFile]) -> None:
-    """Raise SourceError for a broken link: ignoring it would hide that its file is lost.
-
-    Raises StorageError for a pipe, socket or device.
-    """
+    """Raise SourceError for a broken link, whose file is lost, and StorageError for a pipe, socket or device."""
     for file in found:
         if not file.size:
             files.check_regular(file.path)
@@ -66,28 +63,28 @@ def check_links(files: Files, found: Iterable[FoundFile]) -> None:
 
 
 def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
-    """Endings of files in lower case, each with its dot. Raises OptionError if one is empty."""
+    """Return endings of files in lower case, each with its dot. Raises OptionError if one is empty."""
     found = tuple(f".{ending.strip().lower().removeprefix('.')}" for ending in endings)
     if not found or "." in found:
         raise OptionError(f"endings={endings!r}: give endings such as .jpg,.png")
     return found
 
 
-#: The endings that torchvision's ImageFolder takes for images.
+#: The endings of images for torchvision's ImageFolder.
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class ImageFolderImporter:
-    """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's.
+    """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's ImageFolder.
 
-    Annotations: `label` (number of the class) and `class` (its name). `info` has `classes`, by label.
-    The listing of one class is in memory at a time.
+    Annotations: `label` (number of the class) and `class` (its name). `info` has `classes`, by label. The listing of
+    one class is in memory at a time.
 
     Args:
         root: the directory that holds the classes; a path or a URL.
         endings: the endings of images, in any case; other files are ignored.
-        classes: names of the first labels, in order; other classes get the next labels. None:
-            the directories' names, sorted.
+        classes: names of the first labels, in order; other classes get the next labels. None: the sorted names of the
+            directories.
         options: fsspec's options for `root`.
     """
 
@@ -117,7 +114,7 @@ class ImageFolderImporter:
         }
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """The classes of `info` keep their labels."""
+        """Keep the labels of the classes in `info`."""
         known = info.get("classes", [])
         self._known = [*known, *(name for name in self._known if name not in known)]
 
@@ -139,7 +136,7 @@ class ImageFolderImporter:
         return {"classes": list(self._labels)}
 
     def _find_classes(self) -> dict[str, str]:
-        """The directory of each class that is present, in the order of their names."""
+        """Return the directory of each class that is present, in the order of their names."""
         folders = [child.name for child in self._files.children(all_keys=True) if child.is_directory]
         present = dict(sorted((self._files.label(folder), folder) for folder in folders))
         if len(present) < len(folders):
@@ -192,7 +189,7 @@ class SpeechImporter:
         self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """Samples of this kind do not depend on those before them."""
+        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         return islice(self._all_items(), start, None)

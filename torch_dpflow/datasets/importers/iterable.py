@@ -1,4 +1,4 @@
-"""Imports any iterable."""
+"""Importer of any iterable."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ IterableItem = Item | tuple[bytes, Mapping[str, Any]]
 class IterableImporter:
     """Reads any iterable, or any dataset that can be indexed and has a length, of `(bytes, annotations)`.
 
-    Bytes are packed into larger objects in the store. To continue after a kill, give an iterable that repeats
-    the same items in the same order; an indexable one continues at once, others are read from the start again.
+    Bytes are packed into larger objects in the store. To continue after a kill, give an iterable that repeats the same
+    items in the same order. An indexable one continues at once; others are read from the start again.
 
     Args:
         iterable: the samples to import.
@@ -58,7 +58,7 @@ class IterableImporter:
 
     @classmethod
     def from_text(cls, source: str, **settings: Any) -> IterableImporter:
-        """Of "package.module:name": an iterable, or a function without arguments that returns one.
+        """Make an importer of "package.module:name": an iterable, or a function without arguments that returns one.
 
         Raises:
             OptionError: there is no such module or name, or calling it failed.
@@ -84,7 +84,7 @@ class IterableImporter:
         return cls(iterable, **{"name": source, **settings})
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """Samples of this kind do not depend on those before them."""
+        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         for position, found in enumerate(self._from(start), start):

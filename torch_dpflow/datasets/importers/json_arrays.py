@@ -1,4 +1,4 @@
-"""Reads arrays of a JSON file as streams, so that the file may be larger than memory."""
+"""Streaming reader of the arrays of a JSON file, which may be larger than memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch_dpflow._core.depth import is_too_deep, may_be_too_deep
 
 #: Bytes that are read at a time.
 _BLOCK = 2**18
-#: Most characters of an element, so that malformed JSON cannot fill the memory.
-_LONGEST = 2**26
-
-#: A number at the end of the text in memory may continue after it: 0 may be the beginning of 0.5, and 1 of 1e+5.
+#: Maximum characters of an element, so that malformed JSON cannot fill the memory.
+_MAX_ELEMENT = 2**26
+#: A number at the end of the text in memory may continue after it: 0 may begin 0.5, and 1 may begin 1e+5.
 _NUMBER_TAIL = len("e+")
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -38,11 +37,11 @@ _SCANNER = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=_object
 
 
 def read_arrays(file: IO[bytes], names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The elements of the arrays `names` in the object of a JSON file: (name, element), in the file's order.
+    """Yield (name, element) for the arrays `names` in the object of a JSON file, in the file's order.
 
-    The file is read once; one block of it and one element are in memory. Other JSON parsers build a document as
-    a whole, or build elements in Python from events; here `json`'s C scanner decodes one
-    element after the other, which is as fast as decoding the whole (240 MB of COCO: 12 s, with ijson 67 s).
+    The file is read once; one block of it and one element are in memory. Other JSON parsers build a document as a
+    whole, or build elements in Python from events. Here `json`'s C scanner decodes one element after the other, which
+    is as fast as decoding the whole (240 MB of COCO: 12 s, with ijson 67 s).
 
     Raises:
         ValueError: the file is no JSON object, has a name twice in one object, or ends in its middle.
@@ -71,7 +70,7 @@ def read_arrays(file: IO[bytes], names: Collection[str]) -> Iterator[tuple[str, 
 
 
 def _elements(text: _Text) -> Iterator[Any]:
-    """The elements of the array after its opening bracket."""
+    """Yield the elements of an array after its opening bracket."""
     if text.skip_if("]"):
         return
     yield text.value()
@@ -93,31 +92,31 @@ class _Text:
         self._ended = False
 
     def skip_if(self, character: str) -> bool:
-        """Skip `character` if it is next; returns whether it was."""
+        """Skip `character` if it is next. Returns whether it was."""
         if self._next() != character:
             return False
         self._at += 1
         return True
 
     def expect(self, character: str) -> None:
-        """Skip `character`; "" is the end of the file. Raises ValueError if it is not next."""
+        """Skip `character` ("": the end of the file). Raises ValueError if it is not next."""
         if not self.skip_if(character):
             raise self._malformed(f"expected {repr(character) if character else 'its end'}", self._at)
 
     def name(self) -> str:
-        """The next value, which is the name of a member. Raises ValueError if it is no string."""
+        """Return the next value, a name. Raises ValueError if it is no string."""
         if self._next() != '"':
             raise self._malformed("expected a name in quotes", self._at)
         return str(self.value())
 
     def value(self) -> Any:
-        """The next value."""
+        """Return the next value."""
         self._next()
         while True:
             try:
                 value, end = _SCANNER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended or len(self._text) - self._at > _LONGEST:
+                if self._ended or len(self._text) - self._at > _MAX_ELEMENT:
                     raise self._malformed(error.msg, error.pos) from None
             except RecursionError:
                 raise self._malformed("a value is nested too deeply", self._at) from None
@@ -130,7 +129,7 @@ class _Text:
             self._read()
 
     def _next(self) -> str:
-        """The next character that is no space; "" at the end of the file."""
+        """Return the next character that is no space; "" at the end of the file."""
         while True:
             found = _SPACE.match(self._text, self._at)
             assert found is not None

@@ -1,4 +1,4 @@
-"""Imports tables that list samples: CSV, TSV and Parquet."""
+"""Importer of tables that list samples: CSV, TSV and Parquet."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PARQUET = ".parquet"
 
 
 class ListingImporter:
-    """Reads a table with a column of paths, or of the samples' bytes; its other columns become annotations.
+    """Reads a table with a column of paths, or of the samples' bytes. Its other columns become annotations.
 
-    Null values are left out. A CSV or TSV file is quoted as RFC 4180 says, and read twice: a column has the type that
-    all of its rows allow. Integers with leading zeros, and those above 64 bits, stay text. The table may be larger
-    than memory.
+    Null values are left out. The table may be larger than memory. A CSV or TSV file is quoted as in RFC 4180, and read
+    twice: a column has the type that all of its rows allow. Integers with leading zeros, and those above 64 bits, stay
+    text.
 
     Args:
         listing: a path or URL that ends with .csv, .tsv or .parquet; or a directory of Parquet files, which are read
@@ -94,7 +94,7 @@ class ListingImporter:
         }
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """Samples of this kind do not depend on those before them."""
+        """Do nothing: samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         rows = self._parquet_rows(start) if self._ending == _PARQUET else self._text_rows(start)
@@ -110,7 +110,7 @@ class ListingImporter:
 
     @property
     def _used(self) -> dict[str, str]:
-        """The columns of an Item's fields, by the field."""
+        """The column of each field of an Item."""
         return {field: column for field, column in self._columns.items() if column is not None}
 
     def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:
@@ -181,7 +181,7 @@ class ListingImporter:
                 raise SourceError(f"{name} cannot be read: {error}") from error
 
     def _parquet_files(self) -> list[str]:
-        """The file, or those of the directory. Raises SourceError if it has none, or is partitioned."""
+        """Return the file, or those of the directory. Raises SourceError if there are none, or if it is partitioned."""
         if self._name:
             return [self._name]
         children = self._files.children()
@@ -237,7 +237,7 @@ def _taken(row: dict[str, Any], column: str) -> Any:
     return value
 
 
-#: Most characters of a cell. Python's own limit, 128 KiB, is too small for outlines and transcripts.
+#: Maximum characters of a cell. Python's own limit, 128 KiB, is too small for outlines and transcripts.
 _MAX_CELL = 2**24
 #: Rows whose distinct cells are matched at a time.
 _ROWS = 4096
@@ -245,8 +245,8 @@ _ROWS = 4096
 _MISSING = frozenset(["", "NULL", "null", "NA", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "NaN", "nan"]).union(
     ["-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"]
 )
-_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-#: Integers that JSON's readers hold; longer ones are mostly identifiers, and stay texts.
+_BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+#: Integers that JSON readers can hold. Longer ones are mostly identifiers, and stay texts.
 _INTEGERS = range(-(2**63), 2**64)
 #: The largest integer up to which every one is equal to a float.
 _EXACT = 2**53
@@ -261,12 +261,12 @@ _TIME = re.compile(
     re.ASCII,
 )
 
-#: What a cell may be. Integers that are not small may not be equal to any float.
-_Kind = Literal["small integer", "integer", "number", "truth", "time", "text"]
+#: Kinds of cells. Integers that are not small may not be equal to any float.
+_Kind = Literal["small integer", "integer", "number", "boolean", "time", "text"]
 
 
 class DelimitedRows:
-    """The rows of a CSV or TSV file, quoted as RFC 4180 says, in UTF-8 with or without a byte-order mark.
+    """The rows of a CSV or TSV file, quoted as in RFC 4180, in UTF-8 with or without a byte-order mark.
 
     Args:
         file: the file, at its start.
@@ -297,7 +297,7 @@ class DelimitedRows:
             yield cells
 
     def _cells(self) -> Iterator[list[str]]:
-        """The cells of each row that is not empty."""
+        """Yield the cells of each row that is not empty."""
         while True:
             try:
                 cells = next(self._reader, None)
@@ -321,13 +321,13 @@ class DelimitedRows:
 
 
 class ColumnTypes:
-    """The types of the columns of a file, as all of its rows allow: integers, numbers, truths, times or texts.
+    """The types of a file's columns that all rows allow: integers, numbers, booleans, times or texts.
 
     Times keep their spelling. Missing values are None in every column but those of texts.
 
     Args:
-        columns: how many there are.
-        texts: numbers of columns that are texts, whatever they hold.
+        columns: their number.
+        texts: numbers of columns that are texts in any case.
         padded: numbers of columns in which leading zeros have no meaning.
     """
 
@@ -336,7 +336,7 @@ class ColumnTypes:
         self._padded = padded
 
     def observe(self, rows: Iterable[list[str]]) -> int:
-        """Take all rows into account; returns their number."""
+        """Take all rows into account. Returns their number."""
         count, rows = 0, iter(rows)
         while block := list(islice(rows, _ROWS)):
             count += len(block)
@@ -346,7 +346,7 @@ class ColumnTypes:
         return count
 
     def converters(self) -> list[Callable[[str], Any]]:
-        """A function of a cell for each column. It raises ValueError or KeyError for cells that were not observed."""
+        """Return a function of a cell for each column. It raises ValueError or KeyError for unobserved cells."""
         return [_converter(frozenset(kinds)) for kinds in self._kinds]
 
 
@@ -357,7 +357,7 @@ def _kind_of(cell: str, may_be_padded: bool) -> _Kind:
         return "small integer" if abs(value) <= _EXACT else "integer" if value in _INTEGERS else "text"
     if _INFINITY.fullmatch(stripped) or (_NUMBER.fullmatch(stripped) and isfinite(float(stripped))):
         return "number"
-    return "truth" if stripped in _TRUTHS else "time" if _TIME.fullmatch(stripped) else "text"
+    return "boolean" if stripped in _BOOLEANS else "time" if _TIME.fullmatch(stripped) else "text"
 
 
 def _converter(kinds: frozenset[_Kind]) -> Callable[[str], Any]:
@@ -365,15 +365,15 @@ def _converter(kinds: frozenset[_Kind]) -> Callable[[str], Any]:
         return lambda cell: None if cell in _MISSING else int(cell)
     if kinds <= {"small integer", "number"}:
         return lambda cell: None if cell in _MISSING else float(cell)
-    if kinds == {"truth"}:
-        return lambda cell: None if cell in _MISSING else _TRUTHS[cell.strip()]
+    if kinds == {"boolean"}:
+        return lambda cell: None if cell in _MISSING else _BOOLEANS[cell.strip()]
     if kinds == {"time"}:
         return lambda cell: None if cell in _MISSING else cell
     return str
 
 
 def check_names(names: Collection[str], table: str) -> None:
-    """Raise SourceError for a column name that comes twice in a table, which errors call `table`."""
+    """Raise SourceError for a column name that occurs twice in the table, which errors call `table`."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise SourceError(f"{table} has several columns of the name {twice}; give each a name of its own")

@@ -1,4 +1,4 @@
-"""The cells of a table as Python values, without pandas."""
+"""Cells of an Arrow table as Python values, without pandas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BINARY = (
 
 
 def field_names(schema: pyarrow.Schema) -> Iterator[str]:
-    """The names of all columns, and those of the fields of their structs, as in "image.path"."""
+    """Yield the names of all columns, and of the fields of their structs, as in "image.path"."""
     pending = [(field.name, field.type) for field in schema]
     while pending:
         name, kind = pending.pop()
@@ -28,7 +28,7 @@ def field_names(schema: pyarrow.Schema) -> Iterator[str]:
 
 
 def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a batch. Times that Python's types cannot represent, such as nanoseconds, become ISO 8601 text.
+    """Return the rows of a batch. Times that Python cannot represent, such as nanoseconds, become ISO 8601 text.
 
     Args:
         batch: some rows of a table.
@@ -36,7 +36,7 @@ def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = Non
         data_column: the column, or the field of a struct as in "image.bytes", that may have bytes.
 
     Raises:
-        SourceError: a column, which it names, has a value that Python cannot represent, or bytes.
+        SourceError: a column has a value that Python cannot represent, or bytes.
     """
     names = batch.schema.names
     for column, title in zip(batch.columns, names):
@@ -53,7 +53,7 @@ def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = Non
 
 
 def _bytes_in(column: pyarrow.Array, name: str) -> Iterator[str]:
-    """The names of a column, or of the fields of its structs, that have bytes."""
+    """Yield the names of a column, or of the fields of its structs, that have bytes."""
     kind = column.type
     if any(is_binary(kind) for is_binary in _BINARY):
         if column.null_count < len(column):
@@ -91,9 +91,9 @@ def _values(column: pyarrow.Array, name: str) -> list[Any]:
 
 
 def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
-    """Times in nanoseconds as microseconds: if pandas is installed, Arrow would convert them to pandas' values.
+    """Convert nanoseconds to microseconds, as Arrow would convert them to values of pandas if that is installed.
 
-    Raises ValueError if one has nanoseconds.
+    Raises ValueError if a value is no multiple of a microsecond.
     """
     wanted = _coarser(column.type)
     return column if wanted == column.type else column.cast(wanted)
