@@ -191,7 +191,7 @@ class WorkerViews:
         self.levels: list[dict[WorkerId, WorkerView]] = [{} for _ in range(window + 2)]
         #: How many unfinished tasks are suspects. While there are none, no view is searched for them.
         self.suspects = 0
-        #: Mirrors to fill at the end of the present event: they are new, their level fell, or they are idle and others
+        #: Views to fill at the end of the present event: they are new, their level fell, or they are idle and others
         #: have other tasks to steal. May contain a view twice, and views of lost workers.
         self.freed: list[WorkerView] = []
         #: All levels below this one are empty.
