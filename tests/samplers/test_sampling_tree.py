@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.later import Later
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import sampling_group
-from torch_dpflow.samplers.buffered import MAX_MEMBERS, Cells, bits_of, free_bit
+from torch_dpflow.samplers.buffered import MAX_JOBS, Cells, bits_of, free_bit
 from torch_dpflow.samplers.joader import sample_round
 
 stats = Later("scipy.stats")
@@ -106,16 +106,6 @@ def test_equal_sets_always_draw_the_same_and_disjoint_ones_never() -> None:
         assert len(set(sample_round(apart, [0, 1], rng).values())) == 2
 
 
-def test_a_cell_that_was_empty_when_it_was_restored_takes_samples() -> None:
-    cells, again = cells_of({1}, {1, 2}), Cells(SIZE)
-    (place,) = cells.needed_by(2, short_of=1)
-    assert cells.take((place, 0), 2) == 2
-    again.load_state_dict(cells.state_dict())
-    (place,) = again.needed_by(3)
-    assert again.take((place, 0), 1) == 1
-    assert needs_of(again) == {1: {1}}
-
-
 def test_a_job_that_sits_out_loses_nothing() -> None:
     cells = cells_of(range(20), range(20), range(20))
     for _ in range(20):
@@ -146,7 +136,7 @@ def test_what_some_jobs_need_is_found_among_any_number_of_cells(jobs: int) -> No
 
 def test_there_is_a_limit_to_the_jobs_and_leaving_frees_a_place() -> None:
     assert free_bit([0, 2]) == 1
-    for strategy, limit in (("dynagcs", 64), ("joader", MAX_MEMBERS)):
+    for strategy, limit in (("dynagcs", 64), ("joader", MAX_JOBS)):
         group = sampling_group(strategy, 4)
         for k in range(limit):
             group.join(f"job-{k}")

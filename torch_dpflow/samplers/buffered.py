@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
 #: Most jobs of a group: the bits of a mask.
-MAX_MEMBERS = 256
+MAX_JOBS = 256
 #: Bits of a word of masks in an array.
 _WORD_BITS = 64
 #: Up to so many cells are searched in plain Python, because a call of numpy costs as much.
@@ -43,7 +43,7 @@ class Cells:
         self._place: dict[int, int] = {}
         self._samples: list[CompactArray] = []
         #: For each bit, the number of samples that the job needs.
-        self.needed = [0] * MAX_MEMBERS
+        self.needed = [0] * MAX_JOBS
         #: `masks` as an array of words, once there are many; out of date where it is shorter.
         self._mask_array: NDArray[np.uint64] = _words_of([], 1)
 
@@ -153,9 +153,7 @@ class Cells:
             self.sizes.append(0)
         length, samples = self.sizes[place], self._samples[place]
         if length == len(samples):
-            # The array of a cell that was empty when it was restored has length 0.
-            samples = np.concatenate([samples, np.empty(max(8, length), samples.dtype)])
-            self._samples[place] = samples
+            samples = self._samples[place] = np.concatenate([samples, np.empty_like(samples)])
         samples[length] = sample
         self.sizes[place] = length + 1
 
@@ -173,24 +171,8 @@ class Cells:
         samples = np.concatenate([np.empty(0, np.int64), *(samples for _, samples in self.items())])
         assert len(np.unique(samples)) == len(samples)
         assert 0 not in self._place
-        for job in range(MAX_MEMBERS):
+        for job in range(MAX_JOBS):
             assert self.needed[job] == self.samples_in(self.needed_by(1 << job)), job
-
-    def state_dict(self) -> dict[str, Any]:
-        """All cells in copies, empty ones too, because the order of cells determines later draws."""
-        cells = [
-            (mask, self._samples[place][: self.sizes[place]].copy()) for mask, place in self._place.items()
-        ]
-        return {"cells": cells, "needed": list(self.needed)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of cells of the same size."""
-        self.masks = [mask for mask, _ in state["cells"]]
-        self.sizes = [len(samples) for _, samples in state["cells"]]
-        self._place = {mask: place for place, mask in enumerate(self.masks)}
-        self._samples = [samples.copy() for _, samples in state["cells"]]
-        self._mask_array = _words_of([], 1)
-        self.needed = list(state["needed"])
 
 
 def _words_of(masks: list[int], words: int) -> NDArray[np.uint64]:
@@ -207,7 +189,7 @@ def bits_of(mask: int) -> Iterable[int]:
         mask ^= low
 
 
-def free_bit(taken: Iterable[int], limit: int = MAX_MEMBERS) -> int:
+def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
     """The lowest job number below `limit` that is not taken; OptionError if all are."""
     used = set(taken)
     for job in range(limit):
@@ -226,7 +208,7 @@ class BufferedGroup(SamplingGroup):
     """
 
     #: Most jobs of a group.
-    max_jobs: ClassVar[int] = MAX_MEMBERS
+    max_jobs: ClassVar[int] = MAX_JOBS
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
@@ -304,19 +286,3 @@ class BufferedGroup(SamplingGroup):
             member = self._members[name]
             left = member.length - member.position
             assert len(buffer) + self._unpicked(member) == left, name
-
-    def _details(self) -> dict[str, Any]:
-        return {
-            "cells": self._cells.state_dict(),
-            "rng": self._rng.bit_generator.state,
-            "bits": dict(self._bits),
-            "buffers": {name: list(buffer) for name, buffer in self._buffers.items()},
-        }
-
-    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        cells, rng = Cells(self.size), np.random.default_rng()
-        cells.load_state_dict(details["cells"])
-        rng.bit_generator.state = details["rng"]
-        buffers = {name: deque(buffer) for name, buffer in details["buffers"].items()}
-        self._bits = {name: details["bits"][name] for name in members}
-        self._cells, self._rng, self._buffers = cells, rng, buffers

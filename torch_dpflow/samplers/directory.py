@@ -1,7 +1,5 @@
 """Directory of the samples that the caches hold together, in load order, and of the next to evict."""
 
-from typing import Any
-
 import numpy as np
 
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
@@ -140,29 +138,3 @@ class Directory:
         assert np.array_equal(np.sort(listed), np.flatnonzero(self._held))
         assert len(listed) == self._residents <= self.capacity
         assert (np.diff(self._numbers[: self._length]) > 0).all()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residents, counts and the next victims, in copies."""
-        self._compact()
-        return {
-            "protected": self.protected,
-            "needed": self.needed.copy(),
-            "loads": self._loads,
-            "samples": self._samples[: self._length].copy(),
-            "numbers": self._numbers[: self._length].copy(),
-            "finished": [samples.copy() for samples in self._finished],
-            "victims": self._victims.copy(),
-            "chosen_as": self._chosen_as.copy(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a directory of the same size and capacity."""
-        self.protected, self._loads = state["protected"], state["loads"]
-        self.needed = state["needed"].copy()
-        self._samples, self._numbers = state["samples"].copy(), state["numbers"].copy()
-        self._length = self._residents = len(self._samples)
-        self._held[:] = False
-        self._held[self._samples] = True
-        self._loaded[self._samples] = self._numbers
-        self._finished = [samples.copy() for samples in state["finished"]]
-        self._victims, self._chosen_as = state["victims"].copy(), state["chosen_as"].copy()

@@ -5,7 +5,6 @@ the same work without that fault.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -149,17 +148,6 @@ class DynaGCSGroup(BufferedGroup):
                 self._buffers[name].extend(taken[place] for place in places)
                 if not self._cells.needed[bit]:
                     self._leave_tree(bit)
-
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {
-            "nodes": {count: list(level) for count, level in self._tree.nodes.items()}
-        }
-
-    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        nodes = {count: list(level) for count, level in details["nodes"].items()}
-        super()._restore_details(members, details)
-        self._tree = IntersectionTree(self._cells, self._speeds)
-        self._tree.nodes = nodes
 
 
 def group_size(served: list[Member]) -> int:

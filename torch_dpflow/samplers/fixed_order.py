@@ -1,7 +1,6 @@
 """Groups in which a job's order is fixed when its epoch begins, whatever the other jobs do."""
 
 from abc import abstractmethod
-from typing import Any
 
 import numpy as np
 
@@ -50,13 +49,6 @@ class FixedOrderGroup(SamplingGroup):
     def _validate(self) -> None:
         for name, order in self._orders.items():
             assert np.array_equal(np.sort(order), np.sort(self._members[name].samples())), name
-
-    def _details(self) -> dict[str, Any]:
-        return {"orders": {name: order.copy() for name, order in self._orders.items()}}
-
-    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        self._orders = {name: order.copy() for name, order in details["orders"].items()}
-        self._next_orders = {}
 
     def _order_of(self, member: Member, epoch: int) -> CompactArray:
         known = self._next_orders.get(member.name)

@@ -6,13 +6,13 @@ calls give the same draws. It is not thread-safe: one thread at a time may call 
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from torch_dpflow._core.checks import check_int, check_number
-from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
+from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.indices import (
     MAX_SEED,
@@ -96,7 +96,6 @@ class Member:
         return places if self.indices is None else self.indices[places]
 
 
-STATE_VERSION = 1
 #: More samples than any memory holds the numbers of.
 MAX_SIZE = 2**40
 _NOTHING: IndexArray = np.empty(0, np.int64)
@@ -124,7 +123,7 @@ class SamplingGroup(ABC):
 
     A job calls ``join``, then for every epoch ``start_epoch`` and ``draw`` until nothing is left, then
     ``leave``. Every epoch that is drawn to its end is a permutation of the job's set, whatever the other jobs
-    do meanwhile. A call that raises leaves the group as it was.
+    do meanwhile. A call that raises leaves the group as it was. A pickle or deep copy continues like its original.
 
     Args:
         size: number of samples that the jobs choose from; at least 1.
@@ -289,37 +288,6 @@ class SamplingGroup(ABC):
         self.capacity = check_int("capacity", capacity, minimum=1)
         return self._resized()
 
-    # -- state -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to continue exactly from here, as plain data and copies of arrays. No side effect."""
-        return {
-            "version": STATE_VERSION,
-            "strategy": self.strategy,
-            "size": self.size,
-            "capacity": self.capacity,
-            "seed": self.seed,
-            "members": [asdict(member) for member in self._members.values()],
-            "details": self._details(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a group of the same strategy, size and capacity, members included.
-
-        Raises:
-            StateError: it is another strategy's or another group's, or it is damaged.
-        """
-        self._check_state(state)
-        try:
-            members = [
-                Member(**{f.name: entry[f.name] for f in fields(Member)}) for entry in state["members"]
-            ]
-            restored = {member.name: member for member in members}
-            self._restore_details(restored, state["details"])
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise StateError(f"the state of the sampling group is damaged: {error!r}") from error
-        self._members, self.seed = restored, state["seed"]
-
     def validate(self) -> None:
         """Check invariants, for tests; an AssertionError is a fault of the group itself."""
         for member in self._members.values():
@@ -359,14 +327,6 @@ class SamplingGroup(ABC):
     def _validate(self) -> None:
         """See `validate`."""
 
-    @abstractmethod
-    def _details(self) -> dict[str, Any]:
-        """The strategy's part of `state_dict`, sharing no array with the group."""
-
-    @abstractmethod
-    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        """Restore what `_details` returned, for these members; changes nothing if it raises."""
-
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _member(self, job: str) -> Member:
@@ -386,17 +346,3 @@ class SamplingGroup(ABC):
                 f"done has {int(read[~known][0])}, which is not in the set of job {member.name!r}"
             )
         return read
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or "strategy" not in state or "version" not in state:
-            raise StateError("this is no state of a sampling group; pass what its state_dict() returned")
-        if state["version"] != STATE_VERSION:
-            raise StateError(
-                f"the state is of version {state['version']!r}; this release reads {STATE_VERSION}"
-            )
-        for name in ("strategy", "size", "capacity"):
-            if state.get(name) != getattr(self, name):
-                raise StateError(
-                    f"the state is of a group with {name} {state.get(name)!r}, this one has "
-                    f"{getattr(self, name)!r}; make the group as the one that it was taken from"
-                )

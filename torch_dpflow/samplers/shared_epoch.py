@@ -1,7 +1,6 @@
 """One job's epoch in a shared log: the samples that it still needs, its own order, and what it may follow."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,16 +59,6 @@ class Partition:
     def _masks(self) -> Iterable[BoolArray]:
         for key in self._readers:
             yield np.unpackbits(np.frombuffer(key, np.uint8), count=self.size).astype(np.bool_)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Sets and classes, in copies."""
-        labels = None if self.labels is None else self.labels.copy()
-        return {"count": self.count, "labels": labels, "readers": dict(self._readers)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a partition of the same size."""
-        self.count, self._readers = state["count"], dict(state["readers"])
-        self.labels = None if state["labels"] is None else state["labels"].copy()
 
 
 #: States of a sample in `SharedEpoch.need`.
@@ -246,8 +235,6 @@ class SharedEpoch:
         self.need[picks] = _READ
         return picks
 
-    # -- state -----------------------------------------------------------------------------------------------
-
     def validate(self) -> None:
         """AssertionError unless the unread samples fit the positions left and the backlog is in order."""
         needed = self.need[self._pile] != _READ
@@ -262,30 +249,6 @@ class SharedEpoch:
         listed = self._backlog[: self._backlog_length]
         listed = np.sort(listed[self.need[listed] == _LISTED])
         assert np.array_equal(listed, np.flatnonzero(self.need == _LISTED))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies from which `restored` makes an equal epoch."""
-        return {
-            "need": self.need.copy(),
-            "backlog": self._backlog[: self._backlog_length].copy(),
-            "drawn": self._drawn,
-            "sequence": None if self._sequence is None else self._sequence.copy(),
-            "pile": self._pile.copy(),
-            "ends": self._ends.copy(),
-            "heads": self._next_leads.copy(),
-            "unread": self._unread.copy(),
-        }
-
-    @classmethod
-    def restored(cls, state: dict[str, Any]) -> "SharedEpoch":
-        """Make an epoch from its state."""
-        epoch = cls.__new__(cls)
-        epoch.need, epoch._pile = state["need"].copy(), state["pile"].copy()
-        epoch._backlog, epoch._backlog_length = state["backlog"].copy(), len(state["backlog"])
-        epoch._sequence = None if state["sequence"] is None else state["sequence"].copy()
-        epoch._drawn = state["drawn"]
-        epoch._ends, epoch._next_leads, epoch._unread = (state[k].copy() for k in ("ends", "heads", "unread"))
-        return epoch
 
 
 def _select(

@@ -1,6 +1,6 @@
 """The shared log: jobs follow what others have just loaded, or lead; every epoch stays uniformly random."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -172,21 +172,3 @@ class SharedLogGroup(SamplingGroup):
             assert int(np.count_nonzero(epoch.need)) == member.length - member.position, name
             needed += epoch.need != 0
         assert np.array_equal(needed, self._directory.needed)
-
-    def _details(self) -> dict[str, Any]:
-        return {
-            "partition": self._partition.state_dict(),
-            "directory": self._directory.state_dict(),
-            "epochs": {name: epoch.state_dict() for name, epoch in self._epochs.items()},
-            "chance": {name: rng.bit_generator.state for name, rng in self._rngs.items()},
-        }
-
-    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        partition, directory = Partition(self.size), Directory(self.size, self.capacity)
-        partition.load_state_dict(details["partition"])
-        directory.load_state_dict(details["directory"])
-        epochs = {name: SharedEpoch.restored(state) for name, state in details["epochs"].items()}
-        rngs = {name: np.random.default_rng() for name in details["chance"]}
-        for name, rng in rngs.items():
-            rng.bit_generator.state = details["chance"][name]
-        self._partition, self._directory, self._epochs, self._rngs = partition, directory, epochs, rngs
