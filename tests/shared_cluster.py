@@ -46,7 +46,7 @@ print(os.getpid(), flush=True)
 sys.stdout = open(os.devnull, "w")
 os.dup2(sys.stdout.fileno(), 1)
 os.dup2(os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-with stopped_by_signals(cluster):
+with stopped_by_signals(cluster.stop):
     cluster.serve()
 """
 

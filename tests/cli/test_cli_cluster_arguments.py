@@ -109,11 +109,11 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         ),
         (
             ["--web-token-file", "token"],
-            "--web-token-file without --web: say where, by --web HOST:PORT, or leave it out",
+            "--web-token-file without --web: give --web HOST:PORT too, or leave it out",
         ),
         (
             ["--metrics-public"],
-            "--metrics-public without --metrics: say where, by --metrics HOST:PORT, or leave it out",
+            "--metrics-public without --metrics: give --metrics HOST:PORT too, or leave it out",
         ),
         (["--state", "/none/state"], "cannot be used"),
         (["--state", "/"], "cannot be used"),
@@ -137,7 +137,7 @@ def test_up_refuses_what_it_cannot_have(arguments: list[str], message: str, tmp_
         (None, "key file '{}': No such file or directory; give one that `dpflow keygen` has written"),
         (
             b'{"address": ',
-            "key file '{}' is not one of ours, or damaged: Input data was truncated; write another",
+            "key file '{}' is not a valid one, or damaged: Input data was truncated; write another",
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_up_writes_over_no_file_that_is_not_its_own(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("years of work")
     path.chmod(0o600)
-    refused(run("up", "--connection-file", str(path)), "is not one of ours")
+    refused(run("up", "--connection-file", str(path)), "is not a valid one")
     assert path.read_text() == "years of work"
 
 
@@ -216,7 +216,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
             pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         state = ["--state", str(tmp_path / "state"), "--connection-file", str(tmp_path / "other")]
-        refused(run("up", *state), "another cluster keeps its flows there")
+        refused(run("up", *state), "another cluster stores its flows there")
         assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
         content = Path(first.address).read_text()
         refused(run("up", "--connection-file", first.address), "a cluster is up already at ipc://")
@@ -239,7 +239,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
     [
         (None, "No such file or directory; is the cluster up? Start one by `dpflow up`"),
         (b"", "truncated; give the one that `dpflow up` has written"),
-        (b"\x00\xff garbage", "is not one of ours"),
+        (b"\x00\xff garbage", "is not a valid one"),
         (
             b'{"address": "ipc:///x", "server_public": "x", "client_public": "x", "client_secret": "x"}',
             "40 bytes",
@@ -258,7 +258,7 @@ def test_a_connection_file_that_is_none_is_told(
 
 def test_a_connection_file_that_others_may_read_is_not_used(gone: str) -> None:
     os.chmod(gone, 0o644)
-    refused(run("status", "--address", gone), "closed to others (chmod 600;")
+    refused(run("status", "--address", gone), "others must not read it (chmod 600;")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def test_a_host_that_was_killed_comes_back(cluster: TestCluster, hosts: Hosts) -
     try:
         read_through(cluster, "back", hosts, disturb)
         wait(
-            lambda: nodes_of(cluster).get("a", before).silent_s < 5 and "given up" in cluster.log.read_text()
+            lambda: (
+                nodes_of(cluster).get("a", before).silent_s < 5 and "has expired" in cluster.log.read_text()
+            )
         )
         await_nodes(cluster, "a", "b")
         wait(lambda: nodes_of(cluster)["a"].shards == 1, what="its shard")

@@ -121,7 +121,7 @@ def up(
     _warn_of_another_address(options.path)
     announce = go_on_in_background(options.path.with_suffix(".log")) if detach else click.echo
     cluster = LocalCluster(options)
-    with stopped_by_signals(cluster):
+    with stopped_by_signals(cluster.stop):
         try:
             cluster.serve(ready=lambda: _announce_cluster(announce, cluster, options, as_json=as_json))
         finally:
@@ -271,7 +271,7 @@ def node(
             log=LogOptions(format=log_format, level=log_level),
         )
     )
-    with stopped_by_signals(joined):
+    with stopped_by_signals(joined.stop):
         try:
             joined.serve(ready=lambda: _announce_node(joined, as_json=as_json))
         finally:

@@ -85,4 +85,4 @@ def test_where_no_cluster_answers_the_flow_is_named_and_keys_are_thought_of(
     spec = spec_with(None, JobOptions())
     with pytest.raises(DeadlineError, match="flow 'images': no cluster answers at") as raised:
         register(find_cluster(address), spec, b"", reconnect_timeout_s=0.1)
-    assert ("clients that have other keys" in str(raised.value)) == hints
+    assert ("clients with other keys" in str(raised.value)) == hints

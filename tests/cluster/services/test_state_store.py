@@ -116,7 +116,7 @@ def test_keys_and_values_have_limits(
 
 def test_a_store_that_is_no_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("this is not a database " * 100)
-    with pytest.raises(StateError, match=r"give the path of one that .* has made, or where there is no file"):
+    with pytest.raises(StateError, match=r"give the path of one that .* has made, or of no file"):
         open_store(str(tmp_path / "text"))
     with pytest.raises(StateError, match="cannot be used"):
         open_store(str(tmp_path / "no" / "folder"))

@@ -161,9 +161,9 @@ def test_workers_go_with_the_last_job_and_come_with_the_next(cluster: CommandedC
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for text in ("5:2", ":", "", "4", "-1:4", "0:0", "0:5000", "a:b", "1:2:3", "0 :4"):
-        with pytest.raises(OptionError, match="give MIN:MAX, the least and the most workers"):
+        with pytest.raises(OptionError, match="give MIN:MAX, bounds of the number of workers"):
             ClusterOptions(autoscale=text)
-    with pytest.raises(OptionError, match="--workers 8 and --autoscale '0:16' disagree"):
+    with pytest.raises(OptionError, match="--workers 8 and --autoscale '0:16' differ"):
         ClusterOptions(autoscale="0:16", limits=ClusterLimits(workers=8))
     path = tmp_path / "dpflow.toml"
     monkeypatch.setenv("DPFLOW_CONFIG", str(path))

@@ -93,7 +93,7 @@ def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str,
             assert "bytes of samples, and this node has" in str(node)
             assert not nodes_of(cluster)
         assert sorted(seen + keys(batches)) == [*range(240)]
-        assert "given up" not in cluster.log.read_text()
+        assert "has expired" not in cluster.log.read_text()
 
 
 def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def _release() -> str:
 def test_who_is_no_node_of_this_cluster_is_told_why(cluster: TestCluster) -> None:
     assert "has torch_dpflow 0 and the cluster" in refused(cluster, release="0").text
     text = refused(cluster, proof="0" * 64).text
-    assert "has not the key by which this cluster's services listen" in text
+    assert "does not have the server key of this cluster" in text
     other = {**versions_here(), "python": "2.7.1"}
     assert "functions travel as bytecode" in refused(cluster, versions=other).text
     assert not nodes_of(cluster)
@@ -233,7 +233,7 @@ def file_of(folder: Path, **changes: Any) -> str:
         ({"address": "ipc:///x"}, "can be reached on its own host only; start it by `dpflow up --listen"),
         (
             {"sends_code": True},
-            "workers run on a platform and call its own host, so it has no nodes; start it by",
+            "run on a platform and connect to its own host, so it has no nodes; start it by",
         ),
         ({"address": "tcp://127.0.0.1:0"}, "no cluster's address"),
         ({"address": "tcp://127.0.0.1:99999"}, "is not tcp://ADDRESS:PORT"),
@@ -279,7 +279,7 @@ def test_addresses_at_which_no_job_could_find_a_node(cluster_at: str, listen: st
 def test_other_keys_get_no_answer(cluster: TestCluster, tmp_path: Path) -> None:
     file = file_of(tmp_path, address=find_cluster(cluster.address).address)
     joining = Joining(find_cluster(file), read_connection_file(file), "a", "127.0.0.1")
-    with pytest.raises(UsageError, match="does not answer clients that have other keys"):
+    with pytest.raises(UsageError, match="does not answer clients with other keys"):
         joining.join(is_over=lambda: True)
 
 
@@ -337,7 +337,7 @@ def test_nodes_are_told_of_a_signal_that_ends_their_cluster(tmp_path: Path, numb
         os.kill(cluster.pid, number)
         assert node.process.wait() == 0, node
         assert "the cluster ends" in node.log.read_text()
-        assert "is asked again" not in node.log.read_text()
+        assert "does not answer, retrying" not in node.log.read_text()
         wait(lambda: has_ended(cluster.pid), what="the cluster's end")
 
 

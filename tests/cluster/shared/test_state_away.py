@@ -147,7 +147,7 @@ def test_a_coordinator_without_its_state_says_why_it_serves_nobody(
         wait(lambda: has_ended(killed), what="the coordinator's end")
         wait(lambda: "the state store" in said_by(cluster), what="a coordinator that waits for its state")
         impatient = JobOptions(reconnect_timeout_s=3.0)
-        with pytest.raises(DeadlineError, match=r"the state store .* is it up\?; call again .waited 3 s"):
+        with pytest.raises(DeadlineError, match=r"the state store .* is it up\?; retry .waited 3 s"):
             open_job(flow, Numbers(400), address=cluster.address, options=impatient)
         listed = CliRunner().invoke(root, ["flow", "list", "--address", cluster.address])
         assert listed.exit_code == 1

@@ -211,7 +211,7 @@ def test_connection_file_with_something_else_is_refused(tmp_path: Path, content:
     path = tmp_path / "cluster.json"
     write_connection_file(path, CLUSTER)
     path.write_bytes(content)
-    with pytest.raises(OptionError, match="not one of ours"):
+    with pytest.raises(OptionError, match="not a valid one"):
         read_connection_file(path)
 
 

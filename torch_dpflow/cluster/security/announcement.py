@@ -1,4 +1,4 @@
-"""Publishes a cluster's connection file; only one cluster at a time may have a given path."""
+"""Publication of the connection file of a running cluster; one cluster at a time can have a given path."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch_dpflow.cluster.security.connection_file import (
 )
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 
-#: How often a cluster checks whether its file exists, seconds.
+#: Interval at which a cluster checks whether its file exists, seconds.
 CHECK_S = 2.0
 
 
 class Announcement:
     """The connection file of a running cluster, locked while it runs.
 
-    A thread writes the file again if it disappears, as soon as its folder exists: systemd removes the folder of a
-    user's session at logout. The cluster itself does not need the file, but jobs and people do.
+    A thread writes the file again if it disappears and its folder exists: systemd removes the folder of a user's
+    session at logout. Only jobs and people need the file.
 
     Raises:
         OptionError: the file cannot be written, or another kind of file is there.
@@ -47,14 +47,14 @@ class Announcement:
         self._renewal.start()
 
     def track(self, current_address: Callable[[], str]) -> None:
-        """Update the file when the coordinator's address changes.
+        """Update the file when the address of the coordinator changes.
 
-        current_address: its address, empty while that is unknown; called in another thread.
+        current_address: returns that address, empty while unknown; called in another thread.
         """
         self._current_address = current_address
 
     def remove(self) -> None:
-        """Remove the file, unless it is another cluster's by now. To be called when the cluster ends."""
+        """Remove the file unless another cluster owns it by now. To be called when the cluster ends."""
         self._renewal.stop()
         self._renewal.join()
         with suppress(OSError):
@@ -88,14 +88,14 @@ class Announcement:
 
 
 def check_vacant(path: Path) -> None:
-    """Raise UsageError if a running cluster has its file at `path`, OptionError if that is another kind of file."""
+    """Raise UsageError if a running cluster has its file at `path`, OptionError for another kind of file."""
     leftover = _lock_leftover(path)
     if leftover is not None:
         os.close(leftover)
 
 
 def lock_file(path: Path) -> int | None:
-    """A descriptor that locks the file until it is closed; None if another process has locked it."""
+    """Return a descriptor that locks the file until it is closed; None if another process has locked it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ def lock_file(path: Path) -> int | None:
 
 
 def _publish(path: Path, connection: ConnectionFile) -> int:
-    """Create the file and return a descriptor that locks it. The file is complete and locked before it is visible."""
+    """Create the file, complete and locked, and return a descriptor that locks it."""
     draft = draft_connection_file(path, connection)
     lock = lock_file(draft)
     assert lock is not None
@@ -117,7 +117,7 @@ def _publish(path: Path, connection: ConnectionFile) -> int:
                 return lock
             except FileExistsError:
                 leftover = _lock_leftover(path)
-            if leftover is not None:  # its lock keeps other clusters from replacing it too
+            if leftover is not None:  # its lock prevents other clusters from replacing it too
                 draft.replace(path)
                 os.close(leftover)
                 return lock
@@ -129,10 +129,10 @@ def _publish(path: Path, connection: ConnectionFile) -> int:
 
 
 def _lock_leftover(path: Path) -> int | None:
-    """Lock the file that a killed cluster has left; None if there is none. Raises as `check_vacant`."""
+    """Lock the file that a killed cluster has left; None without one. Raises as `check_vacant`."""
     while path.exists():
         try:
-            found = read_connection_file(path, advice="remove it if it was a cluster's")
+            found = read_connection_file(path, advice="remove it if it belonged to a cluster")
         except OptionError as error:
             raise OptionError(f"{error}, or give another --connection-file") from error
         lock = lock_file(path)

@@ -34,22 +34,22 @@ _NEWEST = 2
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of a cluster's connection file."""
 
-    #: Where the cluster's coordinator listens.
+    #: Address of the coordinator.
     address: str
     server_public: str
     client_public: str
     client_secret: str
-    #: For processes that start services; jobs need none.
+    #: For processes that start services; absent from files for jobs.
     server_secret: str | None = None
-    #: 2: there may be certificates.
+    #: 2 with certificates.
     version: int = 1
-    #: Whether workers run elsewhere and need the modules of jobs.
+    #: Whether workers run on a platform and need the modules of jobs.
     sends_code: bool = False
     #: For servers of the pool that are reached over a network.
     certificates: ClusterCertificates | None = None
 
     def for_jobs(self) -> ConnectionFile:
-        """Without what only those need who start services."""
+        """Return it without the secrets of services."""
         certificates = self.certificates
         if certificates is not None:
             certificates = msgspec.structs.replace(certificates, server=None)
@@ -60,7 +60,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, certificates=certificates, version=_NEWEST)
 
     def client_keys(self) -> ClientKeys:
-        """The keys of a job or worker."""
+        """Return the keys of a job or worker."""
         return ClientKeys(
             public=self.client_public.encode(),
             secret=self.client_secret.encode(),
@@ -68,7 +68,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def server_keys(self) -> ServerKeys:
-        """The keys of a service. Raises OptionError if the file is for jobs only."""
+        """Return the keys of a service. Raises OptionError if the file is for jobs only."""
         if self.server_secret is None:
             raise OptionError(
                 "the connection file holds no server_secret, so no service can listen with it; use the file of the "
@@ -126,9 +126,9 @@ def read_connection_file(
 ) -> ConnectionFile:
     """Read and check the connection file of a cluster.
 
-    advice: what to do if it is none.
+    advice: what to do if the file is something else.
 
-    Raises OptionError if it does not exist, others may read it, or it holds something else.
+    Raises OptionError if it does not exist, others can read it, or it is something else.
     """
     return _read(
         path,
@@ -149,24 +149,23 @@ def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
 
 
 def _is_closed(status: os.stat_result) -> bool:
-    """Whether only those can read a file, or write to it, who are meant to."""
+    """Return whether only its owner can use the file, or the group of a Kubernetes pod can read it."""
     mode = stat.S_IMODE(status.st_mode)
     if not mode & 0o077:
         return status.st_uid in (os.getuid(), 0)
-    # A secret that is mounted for a container which is not root: Kubernetes makes it root's, gives it to the pod's
-    # group, and lets nobody write to it. Any user's own file of mode 0440 may be an accident of his, as of a umask;
-    # this one nobody but root can have made, and nobody but root can change it or its mode. Who is in that group was
-    # chosen by root as well. One that a group may write to is refused: who writes keys has this process
-    # trust a cluster of his, whose answers are unpickled.
+    # Kubernetes mounts a secret for a container that is not root as root's file, readable by the group of the pod and
+    # not writable. Mode 0440 of a user's own file may be an accident, such as of a umask; this file only root can have
+    # created or changed, and root chose the members of the group. A file that a group can write to is refused: its
+    # writers could make this process trust a cluster of theirs, whose answers are unpickled.
     groups = {os.getegid(), *os.getgroups()}
     return status.st_uid == 0 and status.st_gid in groups and not mode & ~0o440
 
 
 def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
-    """what: it is called in messages. missing, other: what to do if it is missing, or something else."""
+    """what: its name in messages. missing, other: what to do if it is missing, or something else."""
     name = f"{what} {os.fspath(path)!r}"
     try:
-        # Without O_NONBLOCK a FIFO is waited for until somebody writes to it.
+        # Without O_NONBLOCK, opening a FIFO would block.
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             content = file.read(1 << 16) if stat.S_ISREG(status.st_mode) else b""
@@ -182,15 +181,15 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
     if not _is_closed(status):
         raise OptionError(
             f"{name}: mode {mode:o}, owner {status.st_uid}, group {status.st_gid}; "
-            "it holds keys, so it must be yours and closed to others (chmod 600; the volume of a Kubernetes secret: "
-            "defaultMode: 0400, and fsGroup where the container is not root)"
+            "it holds keys, so you must own it and others must not read it (chmod 600; the volume of a Kubernetes "
+            "secret: defaultMode: 0400, and fsGroup where the container is not root)"
         )
     try:
         check_json(content)
         connection = msgspec.json.decode(content, type=ConnectionFile)
         connection.client_keys()
     except (msgspec.MsgspecError, OptionError, RecursionError) as error:
-        raise OptionError(f"{name} is not one of ours, or damaged: {error}; {other}") from error
+        raise OptionError(f"{name} is not a valid one, or damaged: {error}; {other}") from error
     if not 1 <= connection.version <= _NEWEST:
         raise OptionError(
             f"{name} has version {connection.version}, and this release of torch_dpflow reads 1 to {_NEWEST}; {other}, "
@@ -199,7 +198,7 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
     return connection
 
 
-#: The environment variable with the default `address` of `find_cluster`.
+#: Environment variable with the default `address` of `find_cluster`.
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
 #: The name of a node's socket in the directory of its cluster.
 NODE_SOCKET = "node"
@@ -208,18 +207,18 @@ LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Where `dpflow up` writes the connection file, and "auto" finds it."""
+    """Return the path at which `dpflow up` writes the connection file and "auto" finds it."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
 
 def keys_hint(address: str) -> str:
-    """What may be wrong with the keys if a cluster does not answer; empty if the address needs none."""
+    """Return a hint about keys for a cluster that does not answer; empty if the address needs none."""
     if not address.startswith("tcp://"):
         return ""
     return (
-        "A cluster does not answer clients that have other keys either: use the connection file that `dpflow up` wrote "
-        "when it was last started."
+        "A cluster does not answer clients with other keys: use the connection file that `dpflow up` wrote when it was "
+        "last started."
     )
 
 
@@ -227,18 +226,18 @@ def keys_hint(address: str) -> str:
 class Cluster:
     """How clients reach a cluster."""
 
-    #: Its coordinator's address.
+    #: Address of the coordinator.
     address: str
     transport: TransportOptions
-    #: Whether its workers run elsewhere, and need the user's modules and nobody's keys.
+    #: Whether workers run on a platform: they need the modules of jobs, and no keys of a cluster.
     sends_code: bool = False
 
     def connect(
         self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0
     ) -> RpcClient:
-        """A client of one of its services; without an address, of the coordinator.
+        """Return a client of one of its services; without an address, of the coordinator.
 
-        shared_bytes: most shared memory to lend it, bytes, for calls with large payloads.
+        shared_bytes: most shared memory for calls with large payloads, bytes.
         """
         return RpcClient(
             self.address if address is None else address,
@@ -248,12 +247,12 @@ class Cluster:
 
 
 def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
-    """The cluster at `address`.
+    """Return the cluster at `address`.
 
-    address: "auto" or None for the one that `DPFLOW_ADDRESS` names, or else the one that this user has started on
+    address: "auto" or None for the cluster that `DPFLOW_ADDRESS` names, or else the one that this user has started on
         this host; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
 
-    Raises OptionError if the connection file does not exist or others may read it; OptionTypeError if `address` is
+    Raises OptionError if the connection file does not exist or others can read it; OptionTypeError if `address` is
     neither text nor a path.
     """
     if not isinstance(address, str | os.PathLike | None):
@@ -278,7 +277,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
 
 
 def _check_direct(address: str) -> None:
-    """Raise OptionError unless `address` can be that of a service on this host that needs no keys."""
+    """Raise OptionError unless `address` can be that of a service on this host without keys."""
     scheme, _, rest = address.partition("://")
     try:
         parts = urlsplit(address)
@@ -299,15 +298,15 @@ def _check_direct(address: str) -> None:
 
 
 def node_proof(keys: ConnectionFile, name: str) -> str:
-    """What only a process with the cluster's server key can say of a node of this name, 64 hexadecimal digits.
+    """Return the proof that a node of this name has the server key of the cluster, 64 hexadecimal digits.
 
-    It is sent through a connection that is encrypted for that key. So whoever has a job's file, which lacks the key,
-    can neither make one nor read another's. Raises OptionError for such a file.
+    It is sent through a connection that is encrypted for that key. A file for jobs lacks the key, so its holder can
+    neither make a proof nor read one. Raises OptionError for such a file.
     """
     secret = keys.server_keys().secret
     return hmac.new(secret, b"dpflow node " + name.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proved(keys: ConnectionFile, name: str, proof: str) -> bool:
-    """Whether `proof` is that of a process with this cluster's server key."""
+    """Return whether `proof` is from a process with the server key of this cluster."""
     return hmac.compare_digest(node_proof(keys, name).encode(), proof.encode())

@@ -1,8 +1,7 @@
-"""The contents of flows, their pickled datasets, as files: at the coordinator, and once on each host.
+"""The contents of flows (pickled datasets) as files: at the coordinator, and once on each host.
 
-A content may have hundreds of megabytes. So it is transferred in pieces and identified by its digest, and no service
-holds one in memory or waits while it is hashed or written: the coordinator has a thread for that, and workers fetch
-their content themselves.
+A content may have hundreds of megabytes. It is identified by its digest and transferred in pieces. No service holds one
+in memory or waits for hashing and writing: the coordinator has a thread for that, and workers fetch their content.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from torch_dpflow.log import SERVICE
 
 #: Most simultaneous uploads to the coordinator, and most calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32
-#: How long the coordinator may take to answer for a piece, seconds.
+#: Timeout of the transfer of a piece, seconds.
 PIECE_S = 30.0
-#: A fetch fails after so long without a piece; how often others on the host check whether it has finished, seconds.
+#: Timeout of a fetch without a piece; the interval at which other processes of the host check for its end; seconds.
 FETCH_S, POLL_S = 120.0, 0.5
 _DRAFT, _LOCK = ".part", ".lock"
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A content that has been received in part."""
+    """A content that was received in part."""
 
     file: IO[bytes]
     size: int
@@ -56,7 +55,7 @@ class ContentFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        #: The complete ones. Any thread may read this.
+        #: Complete contents. Any thread may read this.
         self.digests: set[str] = set()
         self._drafts: OrderedDict[str, _Draft] = OrderedDict()
         try:
@@ -70,10 +69,10 @@ class ContentFiles:
             raise self._broken(error) from error
 
     def receive(self, piece: ContentPiece, data: memoryview) -> int:
-        """Store a piece; returns how many bytes are stored, which is the offset of the next piece, or the size.
+        """Store a piece. Return the number of bytes stored, which is the offset of the next piece or the size.
 
-        A piece at another offset is ignored, since several clients may upload one content.
-        Raises UsageError if the whole has another digest.
+        A piece at another offset is ignored, as several clients may upload one content.
+        Raises UsageError if the complete content has another digest.
         """
         if piece.digest in self.digests:
             return piece.size
@@ -81,7 +80,7 @@ class ContentFiles:
             draft = self._draft_for(piece)
             if piece.offset == draft.held:
                 left = data
-                while left:  # a disk that is filling up causes a short write first; the next one raises
+                while left:  # a full disk causes a short write first; the next one raises
                     left = left[draft.file.write(left) :]
                 draft.digest.update(data)
                 draft.held += data.nbytes
@@ -93,7 +92,7 @@ class ContentFiles:
         return draft.held
 
     def read(self, request: ContentRequest) -> tuple[int, bytes]:
-        """The size of a content, bytes, and a piece of it."""
+        """Return the size of a content, bytes, and a piece of it."""
         try:
             with open(self._directory / request.digest, "rb") as file:
                 file.seek(request.offset)
@@ -145,7 +144,7 @@ class ContentFiles:
 
 
 class Contents:
-    """A coordinator's contents, written and read by a thread of their own. All methods belong to the coordinator's.
+    """The contents of a coordinator, with a thread that reads and writes. The coordinator's thread calls all methods.
 
     Raises StateError if the directory cannot be used.
     """
@@ -157,16 +156,16 @@ class Contents:
 
     @property
     def digests(self) -> set[str]:
-        """The complete contents."""
+        """Complete contents."""
         return self._files.digests
 
     @property
     def is_busy(self) -> bool:
-        """Whether so many calls wait for the thread that others should be refused."""
+        """Whether too many calls wait for the thread to accept more."""
         return self._work.qsize() >= MAX_WAITING
 
     def receive(self, piece: ContentPiece, data: memoryview, done: Callable[[int | Exception], None]) -> None:
-        """As `ContentFiles.receive`; `done` is called in the contents' thread with the result or the error."""
+        """As `ContentFiles.receive`; the thread calls `done` with the result or the error."""
         self._begin(lambda: self._files.receive(piece, data), done)
 
     def read(self, request: ContentRequest, done: Callable[[tuple[int, bytes] | Exception], None]) -> None:
@@ -197,9 +196,9 @@ class Contents:
 def open_content(
     place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str
 ) -> IO[bytes]:
-    """Open a content. The first process of this host that needs it fetches it from the coordinator, for all of them.
+    """Open a content. The first process of this host that needs it fetches it from the coordinator for all.
 
-    It stays on the host while any of them has it open, and then until another one is fetched.
+    It stays on the host while a process has it open, and then until another content is fetched.
 
     on_progress: called repeatedly meanwhile.
     coordinator: the id of the coordinator's process.

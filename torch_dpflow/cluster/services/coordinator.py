@@ -1,7 +1,7 @@
-"""The coordinator of a cluster: its flows and their life cycle, the content of their datasets, and what is to run.
+"""The coordinator of a cluster: its flows, their life cycle and datasets, and what is to run (thesis 4.3.2).
 
-Thesis 4.3.2. Jobs ask it for their router's address when they begin, and do not need it while they read. Its state is
-in a state store; its node reports what runs.
+Jobs request the address of their router at the start and read without the coordinator. Its state is in a state store;
+its node reports what runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.worker_listener import ports_in
 
-#: What it is called for: the type of the arguments, and whether a repeated call gets the first one's reply.
+#: Methods: type of the argument, and whether a repeated call is answered with the first reply.
 METHODS: dict[str, tuple[Any, bool]] = {
     "register": (FlowSpec, True),
     "store": (ContentPiece, True),
@@ -62,8 +62,8 @@ METHODS: dict[str, tuple[Any, bool]] = {
     "flows": (None, False),
     "processes": (None, False),
 }
-#: How long a job's call waits for the router of its flow, seconds: less than a job waits for any answer, so that it
-#: can tell services that start from a coordinator that is away.
+#: How long a job's call waits for the router of its flow, seconds. Shorter than a job's timeout, so that a job can
+#: distinguish services that start from an absent coordinator.
 ACCESS_S = 2.0
 _encode = msgspec.msgpack.encode
 
@@ -72,7 +72,7 @@ _encode = msgspec.msgpack.encode
 class _WaitingCall:
     call: IncomingCall
     instance: str
-    #: When it is answered even if the router does not run yet, seconds.
+    #: When it is answered even without a router, seconds.
     until: float
 
 
@@ -82,13 +82,13 @@ class Coordinator:
     Args:
         server: methods are registered with it; the caller serves.
         store: where flows are stored.
-        contents: the pickled datasets that workers load.
+        contents: pickled datasets that workers load.
         limits: of all flows together.
         changed: called when the desired processes may have changed.
-        members: where shards have their workers; None: from their node.
-        nodes: those on other hosts; None: there can be none.
+        members: where workers run; None: the nodes start them.
+        nodes: those of other hosts; None: there can be none.
         price_per_hour: of a worker, for reports.
-        host_bytes: memory of the cluster's host, where no other host can join it; None: not known.
+        host_bytes: memory of the cluster's host if no other host can join it.
     """
 
     def __init__(
@@ -118,27 +118,27 @@ class Coordinator:
         self._scaling = FlowScaling(limits.autoscale, price_per_hour=price_per_hour)
         #: Flows whose services are to run, by instance.
         self._running: dict[str, FlowSpec] = {}
-        #: The addresses of the routers that run, by instance.
+        #: Addresses of running routers, by instance.
         self._routers: dict[str, str] = {}
-        #: What the cluster's own node runs.
+        #: Processes of the cluster's own node.
         self._observed: list[ProcessView] = []
-        #: Whether the node has reported what runs: an earlier coordinator may have started more than this one.
+        #: Whether the node has reported: an earlier coordinator may have started more than this one.
         self._has_observed = False
         self._waiting: list[_WaitingCall] = []
         self._restore()
         for name, (body, remembered) in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
         if nodes is not None:
-            nodes.use(self._orders_of, lambda: self._observed, changed)
+            nodes.use(self._assigned_to, lambda: self._observed, changed)
 
     # -- what runs -------------------------------------------------------------------------------------------
 
     def desired(self) -> list[Launch]:
-        """The processes that the cluster's own node is to run now."""
+        """Return the processes that the cluster's own node is to run."""
         return [launch for launch in self._launches() if not launch.node]
 
-    def _orders_of(self, node: str) -> list[Launch] | None:
-        """Those of a joined node; None: an earlier coordinator may have started more than this one knows of."""
+    def _assigned_to(self, node: str) -> list[Launch] | None:
+        """Return the processes of a joined node; None while an earlier coordinator may have started more."""
         return [one for one in self._launches() if one.node == node] if self._has_observed else None
 
     def _launches(self) -> list[Launch]:
@@ -158,7 +158,7 @@ class Coordinator:
         return launches
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """These processes run on the cluster's own node."""
+        """Record the processes of the cluster's own node, and apply leases and deadlines."""
         now = self._clock()
         self._observed = processes
         if self._nodes is not None:
@@ -175,7 +175,7 @@ class Coordinator:
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
-        """The flows and the processes, for people."""
+        """Return flows and processes, for people."""
         now, parts = self._clock(), self._parts()
         return [self._view(flow, parts, now) for flow in self._registry.flows], self._processes
 
@@ -189,7 +189,7 @@ class Coordinator:
 
     @property
     def _processes(self) -> list[ProcessView]:
-        """What all nodes run."""
+        """Processes of all nodes."""
         return self._observed if self._nodes is None else [*self._observed, *self._nodes.processes]
 
     @property
@@ -220,7 +220,7 @@ class Coordinator:
             before = [flow.jobs for flow in self._registry.flows if flow.spec.instance == instance]
             if not jobs and any(before):
                 taken_s = self._scaling.worker_seconds(instance).total
-                text = "no job reads it any more; its workers have taken %.0f worker-seconds"
+                text = "no job reads the flow now; its workers have run %.0f worker-seconds"
                 SERVICE.info(text, taken_s, extra={"flow": instance})
             reading = view.status.get("reading")
             reading = reading if isinstance(reading, int) else None
@@ -274,7 +274,7 @@ class Coordinator:
         most = self._limits.shards
         if self._members is not None and most is not None and shards > most:
             raise UsageError(
-                f"shards={shards}: each takes a port at which workers call, and `dpflow up --worker-listen "
+                f"shards={shards}: each takes a port at which workers connect, and `dpflow up --worker-listen "
                 f"{self._members.listen_at}` has {most}; give no more, or start it with more ports, as "
                 "tcp://HOST:FIRST-LAST"
             )
@@ -312,7 +312,7 @@ class Coordinator:
         return LATER
 
     def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
-        """A content has arrived as a whole."""
+        """Accept a content that was received completely."""
         flow = self._registry.flow_of_content(piece.digest)
         try:
             if flow is not None and (flow.spec.content == piece.digest or not self._is_stored(flow)):
@@ -320,7 +320,7 @@ class Coordinator:
         except DPFlowError as error:
             call.fail(error)
             return
-        self._drop_content(piece.digest)  # unless it has become a flow's
+        self._drop_content(piece.digest)  # unless a flow uses it now
         call.answer(None if flow is None else piece.size)
 
     def _on_content(self, call: IncomingCall) -> Later:
@@ -340,14 +340,14 @@ class Coordinator:
 
     def _refuse_if_busy(self) -> None:
         if self._contents.is_busy:
-            raise OverloadedError("too many contents are being transferred; call again")
+            raise OverloadedError("too many contents are being transferred; retry")
 
     def _on_access(self, call: IncomingCall) -> Result | Later:
         access: Access = call.body
         flow, instructions = self._registry.access(access.flow, access.version, self._clock())
         if not self._is_stored(flow):
             raise UnknownFlowError(f"the content of flow {access.flow!r} is not stored; store it first")
-        self._make_room_for(flow)
+        self._free_capacity_for(flow)
         self._scaling.begin(flow.spec, self._clock())
         self._changed()
         self._apply(instructions)
@@ -357,13 +357,11 @@ class Coordinator:
         self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + ACCESS_S))
         return LATER
 
-    def _make_room_for(self, flow: Flow) -> None:
+    def _free_capacity_for(self, flow: Flow) -> None:
         """Stop unread flows until this one fits the cluster's limits. Raises OverloadedError if it has to wait."""
         most = self._limits.flows
         if most is not None and not self._has_observed:
-            raise OverloadedError(
-                "the coordinator has just started and does not know yet what runs; call again"
-            )
+            raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
         if most is None or flow.spec.instance in self._running or len(self._running) < most:
             return
         while len(self._running) >= most and (ended := self._registry.stop_unread(self._clock())):
@@ -392,7 +390,7 @@ class Coordinator:
         text = "flow scaled to %d shards and %d workers"
         SERVICE.info(text, spec.shards, spec.workers, extra={"flow": spec.instance})
         view = self._view(flow, self._parts(), self._clock())
-        # Acknowledged when written: unlike a registration, nobody would repeat it after this process's death.
+        # Acknowledged when written: unlike a registration, it is not repeated after the death of this process.
         self._store.once_written(partial(_acknowledge, call, view))
         return LATER
 

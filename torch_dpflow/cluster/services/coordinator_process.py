@@ -1,4 +1,4 @@
-"""The process of a coordinator: loads its state, serves, and reconciles what its node runs with what is desired."""
+"""The process of a coordinator: load its state, serve, and have its node run what is desired."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 
 class Reconciler:
-    """Two daemon threads: one observes what the node runs, one sends it what is desired."""
+    """Two daemon threads: one observes what the node runs, one sends the node what is desired."""
 
     def __init__(self, service: ServiceSpec, server: RpcServer) -> None:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
         self._server = server
         self._observe: Callable[[list[ProcessView]], None]
         self._desired: Callable[[], list[Launch]]
-        #: The latest revision of the node's processes that was observed; 0 before the first.
+        #: Latest observed revision of the node's processes; 0 before the first.
         self._seen = 0
-        #: What the node was last sent; None before anything was.
+        #: What was last sent to the node.
         self._applied: list[Launch] | None = None
-        # Without a pause: the node answers as soon as anything changes, or after half a second with fresh figures. An
-        # idle cluster takes 6 ms of processor time a second so; with polling it took 15.
+        # Without a pause: the node answers as soon as anything changes, or after half a second with new figures. So an
+        # idle cluster takes 6 ms of processor time a second; polling took 15.
         self._observer = PeriodicCall(
             self._observe_once, 0.0, "dpflow-observe", what="observing the node's processes"
         )
@@ -50,13 +50,13 @@ class Reconciler:
     ) -> None:
         """Start the threads. To be called once.
 
-        observe: called with what runs. desired: returns what is to run. Both are called in the server's thread.
+        observe: called with what runs. desired: returns what is to run. Both run in the server's thread.
         """
         self._observe, self._desired = observe, desired
         self._observer.start()
 
     def changed(self) -> None:
-        """The desired processes may have changed. Any thread may call."""
+        """Send the desired processes soon, if they have changed. Any thread may call."""
         self._applier.wake()
 
     def _observe_once(self) -> None:
@@ -64,7 +64,7 @@ class Reconciler:
         ask_in(self._server, partial(self._observe, running.processes))
         self._seen = running.revision
         self._applier.wake()
-        # Not earlier: a coordinator that has not observed anything desires nothing, which would end all.
+        # Not earlier: before its first observation a coordinator desires nothing, which would end all processes.
         if not self._applier.is_alive():
             self._applier.start()
 
@@ -75,7 +75,7 @@ class Reconciler:
             self._applied = desired
 
 
-#: How long it waits for a message when nothing else is due, and while it loads its state, seconds.
+#: Longest wait for a message, and while the state is loaded, seconds.
 IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 
 
@@ -88,8 +88,8 @@ def run(service: ServiceSpec) -> None:
     heartbeats = HeartbeatSender(service, server.address, status={WAITING: ""})
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
     _load(state, server, heartbeats)
-    # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
-    # that needs it brings it again.
+    # In the cluster's directory and not in the state store: a pickled dataset may hold credentials of a storage, and
+    # jobs that need it upload it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
     reconciler = Reconciler(service, server)
     nodes.append(JoinedNodes(server, state, service.place, incarnation=service.incarnation))
@@ -113,13 +113,13 @@ def run(service: ServiceSpec) -> None:
 
 
 def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSender) -> None:
-    """Load the state, and until that is done refuse every call, with the reason.
+    """Load the state, and meanwhile refuse every call with the reason.
 
-    Flows that are stored and not known yet may be in force and read, so none can be registered, scaled or deleted.
+    Until then stored flows are unknown and may be read, so no flow can be registered, scaled or deleted.
     """
 
     def refuse(call: IncomingCall) -> None:
-        raise OverloadedError(f"{state.failure or 'the coordinator is starting'}; call again")
+        raise OverloadedError(f"{state.failure or 'the coordinator is starting'}; retry")
 
     def serve_meanwhile() -> None:
         server.step(LOADING_POLL_S)
@@ -136,7 +136,7 @@ def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSende
 def _stop_node(
     service: ServiceSpec, server: RpcServer, nodes: Sequence[JoinedNodes], call: IncomingCall
 ) -> Later:
-    """Have the node end everything, including this process; before that, tell the nodes that have joined."""
+    """Stop the node and all its processes, including this one, after the joined nodes were notified."""
 
     def stop() -> None:
         until = time.monotonic() + END_NOTICE_S
@@ -147,7 +147,7 @@ def _stop_node(
         with service.place.connect(service.place.node_address) as node:
             node.call("stop")
 
-    # Answered before it stops: the transport sends messages in the order in which it was given them.
+    # Answered first: the transport sends messages in order.
     call.answer(None)
     threading.Thread(target=stop, name="dpflow-stop", daemon=True).start()
     return LATER

@@ -31,6 +31,7 @@ from torch_dpflow.cluster.messages.node import (
     Running,
 )
 from torch_dpflow.cluster.messages.shard import ShardSettings
+from torch_dpflow.cluster.monitoring.page_access import listen_at
 from torch_dpflow.cluster.security.connection_file import (
     Cluster,
     ConnectionFile,
@@ -421,9 +422,7 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
     if host.is_loopback and not is_loopback(cluster):
         raise OptionError(f"--listen {str(host)!r}: the cluster at {cluster} and its jobs cannot reach it")
     try:
-        socket.create_server(
-            (str(host), 0), family=socket.AF_INET6 if host.version == 6 else socket.AF_INET
-        ).close()
+        listen_at(str(host), 0).close()
     except OSError as error:
         raise OptionError(
             f"--listen {str(host)!r}: {error.strerror or error}; give an address of this host"
@@ -434,8 +433,8 @@ def _keys_of(path: str) -> ConnectionFile:
     keys = read_connection_file(path)
     if keys.sends_code:
         raise OptionError(
-            f"--join {path!r}: that cluster's workers run on a platform and call its own host, so it has no nodes; "
-            "start it by `dpflow up --listen tcp://ADDRESS:PORT` without --platform"
+            f"--join {path!r}: the workers of that cluster run on a platform and connect to its own host, so it "
+            "has no nodes; start it by `dpflow up --listen tcp://ADDRESS:PORT` without --platform"
         )
     if not keys.address.startswith("tcp://"):
         raise OptionError(

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import re
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -21,7 +20,7 @@ from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLi
 from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
 from torch_dpflow.cluster.messages.node import END_NOTICE_S, Launch
 from torch_dpflow.cluster.monitoring.metrics_server import check_metrics_address
-from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page
+from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page, listen_at
 from torch_dpflow.cluster.security.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.cluster.security.connection_file import (
     default_connection_file,
@@ -35,7 +34,7 @@ from torch_dpflow.cluster.services.node import (
     check_installed,
     fork_platform,
     keep_fork_server_in,
-    most_workers,
+    max_workers,
     private_directory,
 )
 from torch_dpflow.cluster.services.service import (
@@ -60,32 +59,30 @@ class ClusterOptions:
     """The options of a cluster.
 
     Args:
-        connection_file: the path of the file by which jobs find it. None: where "auto" looks.
-        state: the address of a state store; None: one that is removed with the cluster.
+        connection_file: path of the file by which jobs find it; None: the path that "auto" uses.
+        state: address of a state store; None: one that is removed with the cluster.
         listen: tcp://HOST:PORT, with keys; None: sockets on this host that only this user can reach.
-        keys: a connection file whose keys to use, with `listen`; None: new ones are generated.
+        keys: with `listen`, a connection file whose keys to use; None: generate new ones.
         limits: of all flows together.
-        metrics: HOST:PORT at which Prometheus finds metrics; None: nowhere.
-        metrics_public: whether `metrics` may be reached from other hosts, without a key.
-        web: HOST:PORT at which people find the live page; None: nowhere.
-        web_token_file: the path of a file with the token that its readers need, which is needed for any HOST but this
-            machine's own; None: they need none.
-        pool_memory: bytes of a server of the pool, which holds datasets in memory for this user on this host;
-            None: there is none.
+        metrics: HOST:PORT at which to serve metrics for Prometheus; None: no metrics.
+        metrics_public: whether other hosts can reach `metrics`, without a key.
+        web: HOST:PORT of the live page; None: no page.
+        web_token_file: path of a file with the token of the page, required if other machines can reach HOST; None: no
+            token.
+        pool_memory: memory of a pool server, which holds datasets for this user on this host, bytes; None: no server.
         log: how its processes log.
-        preload: modules to import once for all workers, as "torchvision" (2 s and 130 MB a worker less): workers start
-            at once and share their memory. Not derived from flows: a client must not choose what the fork server
-            imports. Not for modules that start threads when they are imported.
-        platform: the name of a platform that runs the flows' workers, as "ray"; None: they are processes of this host.
-        autoscale: MIN:MAX, between which the workers of all flows together follow what jobs need; None: as the settings
-            say, and where they do not, flows have as many as they ask for. With a number of workers in `limits`, MAX is
-            that number.
-        worker_listen: with `platform`, where its workers call the shards: tcp://HOST:PORT, port 0 for a free one, or
-            tcp://HOST:FIRST-LAST, of which each shard takes one. None: where the platform says.
+        preload: modules to import once for all workers, such as "torchvision" (saves 2 s and 130 MB a worker). Not
+            derived from flows, as a client must not choose what the fork server imports. Not for modules that start
+            threads when they are imported.
+        platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
+        autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: as in the
+            settings, or else as many as flows request. MAX must be the number of workers in `limits`, if given.
+        worker_listen: with `platform`, the address at which shards listen for workers: tcp://HOST:PORT, port 0 for a
+            free one, or tcp://HOST:FIRST-LAST with one port for each shard. None: the default of the platform.
 
     Raises:
-        OptionError: `listen`, `metrics` or `web` is not such an address, or cannot be used; a module of `preload` is
-            not installed; or an option is given that would have no effect.
+        OptionError: `listen`, `metrics` or `web` is invalid or cannot be used; a module of `preload` is not installed;
+            or an option would have no effect.
         MissingExtraError: a package for `metrics` or `web` is not installed.
     """
 
@@ -113,16 +110,14 @@ class ClusterOptions:
             )
         if self.metrics_public and self.metrics is None:
             raise OptionError(
-                "--metrics-public without --metrics: say where, by --metrics HOST:PORT, or leave it out"
+                "--metrics-public without --metrics: give --metrics HOST:PORT too, or leave it out"
             )
         if self.listen is not None:
             _check_listen(self.listen)
         if self.metrics is not None:
             check_metrics_address(self.metrics, public=self.metrics_public)
         if self.web_token_file is not None and self.web is None:
-            raise OptionError(
-                "--web-token-file without --web: say where, by --web HOST:PORT, or leave it out"
-            )
+            raise OptionError("--web-token-file without --web: give --web HOST:PORT too, or leave it out")
         self.page_place()
         for module in self.preload:
             check_installed(module)
@@ -133,7 +128,7 @@ class ClusterOptions:
         if self.worker_listen is not None:
             if self.platform is None:
                 raise OptionError(
-                    f"--worker-listen {self.worker_listen!r} without --platform: workers of this host are not called; "
+                    f"--worker-listen {self.worker_listen!r} without --platform: workers of this host do not use it; "
                     "give both, or neither"
                 )
             check_ports("--worker-listen", self.worker_listen)
@@ -149,17 +144,17 @@ class ClusterOptions:
             check_reachable(self.platform, self.worker_listen or "")
 
     def page_place(self, *, vacant: bool = True) -> PagePlace | None:
-        """Where the live page is to be; None: nowhere. Raises as `check_page`."""
+        """Return the place of the live page; None without one. Raises as `check_page`."""
         return None if self.web is None else check_page("web", self.web, self.web_token_file, vacant=vacant)
 
     @property
     def members(self) -> PlatformSpec | None:
-        """Where workers run; None: on this host. Raises as `resolve`."""
+        """The platform that runs workers; None: this host. Raises as `resolve`."""
         return None if self.platform is None else resolve(self.platform)
 
     @property
     def path(self) -> Path:
-        """The path of the connection file."""
+        """Path of the connection file."""
         return Path(self.connection_file or default_connection_file()).absolute()
 
 
@@ -168,7 +163,7 @@ class LocalCluster:
 
     Raises:
         OptionError: the connection file cannot be written, or `keys` cannot be read.
-        UsageError: a cluster is up that has its connection file there.
+        UsageError: a running cluster has its connection file there.
         StateError: the state store cannot be used.
         TransportError: the address is in use.
         DescriptorLimitError: the limit of open files allows no worker.
@@ -181,19 +176,19 @@ class LocalCluster:
         self._announcement: Announcement | None = None
         check_vacant(self._path)
         raise_limit(WISHED_DESCRIPTORS)
-        #: How many workers the flows may have, by the options and by the limit of open files.
-        self.workers = min(options.limits.workers or MAX_WORKERS, most_workers())
+        #: Most workers of all flows, by the options and the limit of open files.
+        self.workers = min(options.limits.workers or MAX_WORKERS, max_workers())
         autoscale = options.limits.autoscale
-        # More than the limit of open files allows are never had, and the law has to know.
+        # The scaling law must know the limit of open files.
         self._autoscale = autoscale and msgspec.structs.replace(
             autoscale, least=min(autoscale.least, self.workers), most=min(autoscale.most, self.workers)
         )
         self._state = options.state
-        #: Identifies this cluster in the state store; if that is a file, it stays locked while this process runs.
+        #: Identifies this cluster in the state store. A store in a file is locked while this process runs.
         self._owner = secrets.token_hex(16)
         self._state_lock = None if options.state is None else _hold_state(options.state, self._owner)
         self._directory = private_directory()
-        #: Has the coordinator tell nodes of other hosts, where there can be some, that the cluster ends; None: not yet.
+        #: Ends the cluster through the coordinator, which notifies nodes of other hosts.
         self._ending: threading.Thread | None = None
         self._may_have_nodes, self._has_ended = options.listen is not None, threading.Event()
         try:
@@ -219,7 +214,7 @@ class LocalCluster:
             self._clean_up()
 
     def stop(self) -> None:
-        """End it as `dpflow down` does: nodes of other hosts are told. Called again: at once.
+        """Stop it as `dpflow down` does, notifying nodes of other hosts; on a second call, at once.
 
         Any thread may call, and signal handlers.
         """
@@ -230,7 +225,7 @@ class LocalCluster:
             self.node.stop()
 
     def _end(self) -> None:
-        """Have the coordinator end the cluster; where it does not, end it without."""
+        """Have the coordinator end the cluster; if it does not, stop the node."""
         with suppress(DPFlowError):
             with find_cluster(self._path).connect(timeout_s=END_NOTICE_S) as coordinator:
                 coordinator.call("stop")
@@ -287,21 +282,21 @@ class LocalCluster:
         if self._state_lock is not None:
             os.close(self._state_lock)
         if self._state is not None:
-            with suppress(StateError):  # its lease will expire
+            with suppress(StateError):  # otherwise its lease expires
                 _release_state(self._state, self._owner)
 
 
 def scaled_limits(limits: ClusterLimits, text: str | None) -> ClusterLimits:
-    """The limits with those by which workers are scaled: by `--autoscale`, or else by the settings.
+    """Return the limits with the bounds of scaling, from `--autoscale` or else from the settings.
 
-    Raises OptionError if they disagree, or are no numbers of workers.
+    Raises OptionError if they disagree or are invalid.
     """
     table = registry.autoscale()
     if text is not None:
         least, most = _parse_autoscale(text)
         if limits.workers not in (None, most):
             raise OptionError(
-                f"--workers {limits.workers} and --autoscale {text!r} disagree about the most workers: leave out "
+                f"--workers {limits.workers} and --autoscale {text!r} differ in the maximum: leave out "
                 f"--workers, or give --workers {most}"
             )
     elif table.max is not None:
@@ -320,14 +315,14 @@ def _parse_autoscale(text: str) -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2])) if found else (1, 0)
     if not least <= most or not 1 <= most <= MAX_WORKERS:
         raise OptionError(
-            f"--autoscale {text!r:.80}: give MIN:MAX, the least and the most workers, 0 <= MIN <= MAX and MAX from "
+            f"--autoscale {text!r:.80}: give MIN:MAX, bounds of the number of workers, 0 <= MIN <= MAX and MAX from "
             f"1 to {MAX_WORKERS}, as 0:16"
         )
     return least, most
 
 
 def _hold_state(url: str, owner: str) -> int | None:
-    """Claim a state store exclusively; returns a descriptor that locks its file, None if it is not a file.
+    """Claim a state store exclusively. Return a descriptor that locks its file; None if it is not a file.
 
     Raises OptionError or StateError if it cannot be used, UsageError if another cluster uses it.
     """
@@ -337,7 +332,7 @@ def _hold_state(url: str, owner: str) -> int | None:
         return None
     lock = lock_file(Path(url.removeprefix("sqlite://")))
     if lock is None:
-        raise UsageError(f"--state {url!r}: another cluster keeps its flows there; give another path")
+        raise UsageError(f"--state {url!r}: another cluster stores its flows there; give another path")
     return lock
 
 
@@ -365,7 +360,8 @@ def _host_of(listen: str) -> str:
 def _check_listen(listen: str) -> None:
     """Raise OptionError unless this host has that address and the port is free."""
     host, port = _host_of(listen).strip("[]"), urlsplit(listen).port
+    assert port is not None
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        listen_at(host, port).close()
     except OSError as error:
         raise OptionError(f"--listen {listen!r}: {error.strerror or error}; give another address") from error

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from torch_dpflow._core.descriptors import exhausted, soft_limit
 from torch_dpflow._core.processes import PrivateDirectory
@@ -57,35 +57,35 @@ from torch_dpflow.remote.launchers.contract import PlatformSpec
 from torch_dpflow.workers.local_platform import DESCRIPTORS, ForkServerPlatform
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
-#: A process without a heartbeat for so long is killed and restarted, seconds.
+#: A process without a heartbeat for this long is killed and restarted, seconds.
 LEASE_S = 10.0
 #: How often a node checks its processes when nothing happens, seconds.
 CHECK_S = 0.5
-#: How long a call of `changes` waits for a change, seconds; so figures of processes are no older.
+#: How long a call of `changes` waits for a change, seconds: the greatest age of figures.
 HOLD_S = 0.5
-#: How long processes may take to end their members, where these run on a platform, seconds.
+#: How long processes may take to end their workers on a platform, seconds.
 GRACE_S = 8.0
-#: The session of a client that sends nothing for so long is dropped, seconds: processes send a heartbeat each second.
+#: The session of a silent client is dropped after this long, seconds; processes send a heartbeat each second.
 IDLE_CLIENT_S = 30.0
-#: Most messages that are handled before a node checks its processes.
+#: Most messages that a node handles before it checks its processes.
 BURST = 1024
-#: Descriptors that a node keeps for itself, and the limit that it asks for: more than any cluster needs.
+#: Descriptors that a node keeps for itself, and the limit that it requests: more than any cluster needs.
 OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
 
 
-def most_processes() -> int:
-    """How many processes this one may start, by its limit of open files."""
+def max_processes() -> int:
+    """Return how many processes this one can start, by its limit of open files."""
     return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
 
 
-def most_workers() -> int:
-    """How many workers all flows may have together, by the same limit.
+def max_workers() -> int:
+    """Return how many workers all flows can have together, by the limit of open files.
 
     A flow has a router and at least one shard; there are never more flows or shards than workers.
 
     Raises DescriptorLimitError if it allows none.
     """
-    most = (most_processes() - 1) // 3  # beside the coordinator
+    most = (max_processes() - 1) // 3  # beside the coordinator
     if most < 1:
         raise exhausted(
             f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker"
@@ -93,29 +93,22 @@ def most_workers() -> int:
     return most
 
 
-class Stoppable(Protocol):
-    """What signals may stop."""
-
-    def stop(self) -> None:
-        """End it. Any thread may call, and signal handlers."""
-
-
 class Node:
-    """Keeps its own processes running, and those that a coordinator desires. One thread drives it.
+    """Keeps its own processes and those that a coordinator desires running. One thread drives it.
 
-    It saves no state: its clients send what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
+    It saves no state: clients send what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
     restarted at the same address.
 
     Args:
         place: the sockets, keys and token of its processes.
-        own: the processes that it keeps running whatever is desired: the coordinator, a provisioner, the live page, a
-            server of the pool. None of them on a host that has joined a cluster.
+        own: processes that always run: the coordinator, and optionally the provisioner, the live page and a server of
+            the pool. None on a host that has joined a cluster.
         platform: starts its processes; closed with the node.
-        roles: those that may be desired.
-        members: where workers run, for the provisioner; None: this platform runs them.
+        roles: roles that a coordinator may desire.
+        members: for the provisioner, the platform that runs workers; None: `platform` runs them.
 
     Raises:
-        OptionError: the platform cannot run services: nothing could connect to them, or they could not reach the node.
+        OptionError: the platform cannot run services: they could not be reached, or could not reach the node.
     """
 
     def __init__(
@@ -137,28 +130,28 @@ class Node:
         self._platform = platform
         self._lease_s = lease_s
         self._supervisor = Supervisor(
-            lease_s=lease_s, most=most_processes(), max_starting=max(2, len(os.sched_getaffinity(0)))
+            lease_s=lease_s, most=max_processes(), max_starting=max(2, len(os.sched_getaffinity(0)))
         )
-        #: Processes that end by themselves once a heartbeat is answered, id and incarnation: they have members to end.
+        #: Id and incarnation of processes that end once a heartbeat is answered, after they have ended their workers.
         self._leaving: set[tuple[str, int]] = set()
-        #: How many processes could not be started when that was last logged.
+        #: Number of processes that could not be started, as last logged.
         self._refused = 0
         self._clock = SuspendAwareClock()
         self._members = members
         self._own, self._roles = [*own], roles
-        #: Where processes of another host listen, by their ids.
+        #: Addresses of processes of another host, by id.
         self._elsewhere: dict[str, str] = {}
-        #: Processes that have been launched and not been seen to end.
+        #: Processes that were launched and have not ended yet, by id.
         self._processes: dict[str, Handle] = {}
-        #: Calls of `changes`: when to answer at the latest, the revision that the caller has, the call.
-        self._asking: list[tuple[float, int, IncomingCall]] = []
-        #: When to check the processes next, seconds.
+        #: Calls of `changes`: deadline, revision that the caller has, call.
+        self._watching: list[tuple[float, int, IncomingCall]] = []
+        #: Time of the next check of processes, seconds.
         self._check_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
-        #: Why the first coordinator cannot serve; empty: it can, or has not told.
+        #: Why the first coordinator cannot serve; empty if it can, or has not reported yet.
         self._failure = ""
-        # idle_s: a killed process does not sign off, and its successor is another client.
+        # idle_s: a killed process does not close its session, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
         listener = listen(place.node_address)
         listener.watch(platform.wakeup_fd)
@@ -186,10 +179,10 @@ class Node:
                 while handled < BURST and self._server.step(0.0):
                     handled += 1
                 ended = self._platform.take_ended()
-                if ended or time.monotonic() >= self._check_at or self._is_spawn_due():
+                if ended or time.monotonic() >= self._check_at or self._must_spawn():
                     self._check(ended)
                     self._check_at = time.monotonic() + CHECK_S
-                self._answer_asking()
+                self._answer_watching()
             if self._failure:
                 raise StateError(self._failure)
         finally:
@@ -197,7 +190,7 @@ class Node:
             self._server.close()
 
     def address_of(self, id: str) -> str:
-        """Where a process listens; empty until it has reported that. Any thread may call."""
+        """Return the address of a process; empty until it has reported one. Any thread may call."""
         return self._supervisor.address_of(id)
 
     @property
@@ -206,9 +199,9 @@ class Node:
         return not self._processes
 
     def begin(self, token: str, incarnations: int) -> None:
-        """Start the next processes with this token, and with incarnations above that number.
+        """Start the next processes with this token, and with incarnations above `incarnations`.
 
-        To be called while nothing runs and nothing is desired; any thread may.
+        To be called while nothing runs and nothing is desired. Any thread may call.
         """
         self._place = replace(self._place, token=token)
         self._supervisor.begin(incarnations)
@@ -219,14 +212,14 @@ class Node:
         self._server.stop()
 
     def _until_due(self) -> float:
-        """The time until something is due, at most, seconds."""
+        """Return the longest time to wait for messages, seconds."""
         now = time.monotonic()
-        waits = [self._check_at - now, *(until - now for until, _, _ in self._asking)]
+        waits = [self._check_at - now, *(until - now for until, _, _ in self._watching)]
         if (due := self._supervisor.next_due) is not None:
             waits.append(due - self._clock())
         return max(0.0, min(waits))
 
-    def _is_spawn_due(self) -> bool:
+    def _must_spawn(self) -> bool:
         due = self._supervisor.next_due
         return due is not None and due <= self._clock()
 
@@ -252,7 +245,7 @@ class Node:
     def _log_refused(self) -> None:
         refused = self._supervisor.refused
         if refused and refused != self._refused:
-            what = f"{refused} desired processes cannot be started: at most {most_processes()} may run"
+            what = f"{refused} desired processes cannot be started: at most {max_processes()} may run"
             SERVICE.error("%s", exhausted(what))
         self._refused = refused
 
@@ -304,7 +297,7 @@ class Node:
             SERVICE.info("process %s stopped: no longer desired", kill.id, extra=subjects_of(kill.id))
             key = kill.id, kill.incarnation
             if self._place.members is not None and key not in self._leaving:
-                self._leaving.add(key)  # it is killed where it does not end within its lease
+                self._leaving.add(key)  # it is killed if it does not end within its lease
                 return
         process = self._processes.get(kill.id)
         if process is not None and process.incarnation == kill.incarnation:
@@ -337,19 +330,19 @@ class Node:
         return Result(views)
 
     def _on_changes(self, call: IncomingCall) -> Later:
-        # Held until there is a change, so that nobody polls: an idle cluster costs 6 ms of processor time a second
-        # (15 with polling), and every wakeup beside a decoder costs that one its caches.
-        self._asking.append((time.monotonic() + HOLD_S, call.body, call))
+        # Held until there is a change, so that clients need not poll: an idle cluster takes 6 ms of processor time a
+        # second (15 with polling), and every wakeup evicts the processor caches of decoders.
+        self._watching.append((time.monotonic() + HOLD_S, call.body, call))
         return LATER
 
-    def _answer_asking(self) -> None:
+    def _answer_watching(self) -> None:
         revision, now = self._supervisor.revision, time.monotonic()
-        asking, self._asking = self._asking, []
-        for until, seen, call in asking:
+        watching, self._watching = self._watching, []
+        for until, seen, call in watching:
             if seen != revision or now >= until:
                 call.answer(Running(revision, self._supervisor.views(), self._elsewhere))
             else:
-                self._asking.append((until, seen, call))
+                self._watching.append((until, seen, call))
 
     def _on_end(self, call: IncomingCall) -> None:
         ending: Ending = call.body
@@ -367,10 +360,10 @@ class Node:
 
 
 @contextmanager
-def stopped_by_signals(node: Stoppable) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the node. In the main thread."""
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGTERM and SIGINT. In the main thread."""
     numbers = (signal.SIGTERM, signal.SIGINT)
-    previous = [signal.signal(number, lambda *_: node.stop()) for number in numbers]
+    previous = [signal.signal(number, lambda *_: stop()) for number in numbers]
     try:
         yield
     finally:
@@ -379,17 +372,17 @@ def stopped_by_signals(node: Stoppable) -> Iterator[None]:
 
 
 def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
-    """The platform of a node. preload: modules to import once, beside this package's own."""
-    # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node
-    # waits for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `timeouts_s`.
-    # Only the operator chooses what it imports (`preload`), never a client.
+    """Return the platform of a node. preload: modules to import once, in addition to those of this package."""
+    # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node waits
+    # for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `timeouts_s`. Only the
+    # operator chooses what it imports (`preload`), never a client.
     return ForkServerPlatform(preload=[*PRELOAD, *preload], timeouts_s=(LEASE_S, START_S), outlived=True)
 
 
 def keep_fork_server_in(directory: str) -> None:
     """Have multiprocessing put the socket of its fork server into this directory.
 
-    Its own directory would stay for good if this process is killed; the cluster's is removed by the last survivor.
+    Its own directory would never be removed if this process is killed; the cluster's is removed by the last survivor.
     """
     process: Any = multiprocessing.current_process()
     process._config.setdefault("tempdir", directory)
@@ -411,7 +404,7 @@ def check_installed(module: str) -> None:
 
 
 def private_directory() -> PrivateDirectory:
-    """A directory for sockets. Raises OptionError if none can be made."""
+    """Create a directory for sockets. Raises OptionError if that fails."""
     try:
         return PrivateDirectory()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The live page of a cluster: a process that observes its node and its coordinator, and serves what it sees over HTTP.
+"""The live page of a cluster: a process that observes the node and the coordinator and serves the result over HTTP.
 
-It calls them once a second and changes nothing. Processes are asked of the node, so that a coordinator's death shows.
+It calls them once a second. It requests processes from the node, so that the death of the coordinator shows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.log import SERVICE
 
-#: The time between two observations, how long an answer may take, and the time between attempts to listen, seconds.
+#: Interval of observations, timeout of an answer, interval of attempts to listen, seconds.
 INTERVAL_S, ANSWER_S, RETRY_S = 1.0, 2.0, 2.0
 
 
 class ClusterObserver:
-    """Asks a cluster what there is. What does not answer is as it was."""
+    """Observes a cluster. Values of a process that does not answer stay as they were."""
 
     def __init__(self, place: ClusterPlace) -> None:
         self._place = place
@@ -34,22 +34,22 @@ class ClusterObserver:
         self._coordinator: RpcClient | None = None
         self._flows: list[FlowView] = []
         self._processes: list[ProcessView] = []
-        #: Those of nodes that have joined, of which the coordinator alone knows.
+        #: Processes of joined nodes, which only the coordinator knows.
         self._joined: list[ProcessView] = []
 
     def observe(self) -> Observation:
-        """What there is now. Waits for answers, at most three times `ANSWER_S`."""
+        """Return the current state. Waits for answers, up to three times `ANSWER_S`."""
         failure = ""
         try:
             self._processes = self._node.call("processes", reply_type=list[ProcessView]).body
-            self._flows = self._ask_coordinator()
+            self._flows = self._request_flows()
         except RemoteCallError as error:
             failure = f"refuses: {error.text}"
         except DPFlowError:
             failure = "does not answer"
         return observation_of(self._flows, [*self._processes, *self._joined], failure)
 
-    def _ask_coordinator(self) -> list[FlowView]:
+    def _request_flows(self) -> list[FlowView]:
         address = next((view.address for view in self._processes if view.id == COORDINATOR), "")
         if address and (self._coordinator is None or self._coordinator.address != address):
             if self._coordinator is not None:
@@ -79,18 +79,18 @@ def run(service: ServiceSpec) -> None:
         server.observe(observer.observe())
         heartbeats.on_iteration()
         time.sleep(max(0.0, began + INTERVAL_S - time.monotonic()))
-    os._exit(1)  # another takes its place
+    os._exit(1)  # the node starts another one
 
 
 def _listen(place: PagePlace, heartbeats: HeartbeatSender) -> socket.socket:
-    """Listen, once the port is free: somebody may have taken it while no page had it."""
-    told = False
+    """Listen once the port is free: another process may have taken it between two page processes."""
+    is_logged = False
     while True:
         try:
             return listen_at(place.host, place.port)
         except OSError as error:
-            if not told:
+            if not is_logged:
                 SERVICE.error("the page cannot listen at %s: %s", place.url, error.strerror or error)
-        told = True
+        is_logged = True
         heartbeats.on_iteration()
         time.sleep(RETRY_S)

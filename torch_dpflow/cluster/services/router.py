@@ -1,7 +1,4 @@
-"""The router of a flow: its routing table, its jobs and their sampling group.
-
-Thesis 4.3.3, figures 4-8 to 4-10.
-"""
+"""The router of a flow: its routing table, its jobs and their sampling group (thesis 4.3.3, figures 4-8 to 4-10)."""
 
 from __future__ import annotations
 
@@ -53,13 +50,13 @@ from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray, compact
 from torch_dpflow.samplers.passes import RankShares
 
-#: The group's cache capacity is corrected when it is wrong by more than this share of it.
+#: The cache capacity of the group is corrected once it is off by more than this share.
 RESIZED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """A process that reads: a job, or a rank of one."""
+    """A process that reads: a job, or a rank of a job."""
 
     job: str
     rank: int
@@ -72,13 +69,13 @@ class _Job:
     order: JointOrder
     shares: RankShares
     seed: int
-    #: The job's samples; None: all of the flow's.
+    #: Samples of the job; None for all.
     indices: IndexArray | None
     weight: float
-    #: Of a job whose own sampler decides the order: the newest epoch, and its order by rank.
+    #: For a job with its own sampler: the newest epoch, and its order by rank.
     announced_epoch: int = 0
     announced: dict[int, IndexArray] = field(default_factory=dict)
-    #: What the version of its lookahead stands for.
+    #: State of the current version of its lookahead.
     known: tuple[Any, ...] = ()
     version: int = 0
 
@@ -99,17 +96,17 @@ class _Job:
 
 
 class Router:
-    """Serves one flow's jobs. One thread drives it.
+    """Serves the jobs of one flow. One thread drives it.
 
-    Jobs know everything that it knows about them: after a restart of the router they join again and report what they
-    have read of their epoch, which restores the sampling group.
+    Jobs hold all state: after a restart of the router they join again and report what they have read of their epoch,
+    which restores the sampling group.
 
     Args:
         server: methods are registered with it; the caller serves.
         spec: the flow.
-        settings: which shards are to own its keys.
+        settings: name the shards that own its keys.
         token: of the node that starts its shards.
-        incarnation: higher than that of any earlier router of this flow.
+        incarnation: above that of any earlier router of this flow.
     """
 
     def __init__(
@@ -123,8 +120,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
-        # Numbered from the incarnation upwards, and so above all generations of earlier routers. No clock takes part:
-        # clocks differ between hosts, and may be set back.
+        # Above all generations of earlier routers, without a clock: clocks differ between hosts, and may be set back.
         self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
         self._clock = clock
@@ -138,13 +134,13 @@ class Router:
         #: By reader name, and by job name.
         self._readers: dict[str, _Reader] = {}
         self._jobs: dict[str, _Job] = {}
-        #: By reader name: the figures of its last heartbeat.
+        #: By reader name: figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}
         #: Readers that are between two epochs.
         self._resting: set[str] = set()
         #: By shard: how many samples its cache can hold; 0 if that is not known.
         self._cache_samples: dict[str, int] = {}
-        #: Calls that wait for a complete table, and when their callers give up, seconds.
+        #: Calls that wait for a complete table, with their deadlines, seconds.
         self._waiting: list[tuple[IncomingCall, Joined, float]] = []
         for name, handler, body in (
             ("register_shard", self._on_register_shard, RegisterShard),
@@ -159,11 +155,11 @@ class Router:
         server.register("table", self._on_table, body_type=None, remembered=False)
         server.register("holder", self._on_holder, body_type=Name, remembered=False)
         server.register("lookahead", self._on_lookahead, body_type=LookaheadRequest, remembered=False)
-        #: Counts draws: each may change what is known of the jobs whose order is not fixed.
+        #: Counts draws: each may change the lookahead of jobs without a fixed order.
         self._draws = 0
 
     def apply_settings(self, settings: RouterSettings) -> None:
-        """Change which shards are to own keys, and what jobs are told. In the server's thread."""
+        """Apply new settings. In the server's thread."""
         self._limited_by = settings.limited_by
         if settings.shards == self._shards:
             return
@@ -191,7 +187,7 @@ class Router:
             for call, joined, _ in waiting:
                 joined.table = self._routing.table
                 call.answer(joined)
-        else:  # a caller that has given up calls again, and each call holds its indices in memory
+        else:  # a caller whose call timed out repeats it, and each call holds its indices in memory
             self._waiting = [one for one in self._waiting if now < one[2]]
 
     def status(self) -> dict[str, Any]:
@@ -227,7 +223,7 @@ class Router:
         return Result(range_)
 
     def _resize_group(self) -> None:
-        """Set the group's cache capacity to what the shards report, unless the user has given it."""
+        """Set the cache capacity of the group to what the shards report, unless the user has set it."""
         sizes = [self._cache_samples.get(route.shard, 0) for route in self._routing.table.routes]
         if self._spec.cache_samples or not sizes or 0 in sizes:
             return
@@ -268,7 +264,7 @@ class Router:
         return Result(answer, [array.tobytes() for array in arrays])
 
     def _known_epoch(self, name: str, job: _Job) -> KnownEpoch | None:
-        """What is known of a job's newest epoch; None before its first."""
+        """Return what is known of the newest epoch of a job; None before its first."""
         if job.announced:
             order = joint_order(job.announced, job.shares.replicas)
             if len(job.announced) == job.shares.replicas:
@@ -288,7 +284,7 @@ class Router:
         name, now = join.reader, self._clock()
         indices = _indices(call.frames) if join.has_indices else None
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
-            raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the most there may be")
+            raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
         generation = next(self._generations)
         if self._name_leases.admit(
             name, generation, join.holder, now, process=join.process, replaces=join.replaces
@@ -321,7 +317,7 @@ class Router:
         self._readers[join.reader] = _Reader(rank.job, rank.rank)
 
     def _add_job(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
-        """Add a job at the join of its first rank."""
+        """Add a job when its first rank joins."""
         batch = join.batch_size * rank.replicas
         named = not rank.job.startswith(UNNAMED)
         self._group.join(
@@ -384,7 +380,7 @@ class Router:
         reader = self._renew_lease(draw.job)
         order = self._jobs[reader.job].order
         now = self._clock()
-        # By then ranks that an earlier router knew have joined this one, and reported what they have.
+        # By then the ranks of an earlier router have joined this one and reported what they have.
         alone = now - self._began >= JOB_LEASE_S
         self._draws += 1
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
@@ -405,13 +401,13 @@ class Router:
             self._remove_reader(job.name)
 
     def _renew_lease(self, job: JobId) -> _Reader:
-        """Renew a reader's lease and return it. Raises StaleJobError if it has none."""
+        """Renew the lease of a reader and return the reader. Raises StaleJobError if it has none."""
         self._check_flow(job.flow)
         self._name_leases.renew(job.name, job.generation, self._clock())
         return self._readers[job.name]
 
     def _check_flow(self, flow: str) -> None:
-        # A service of another flow may listen at this address after the one that the job knew has ended.
+        # After the router of the job's flow has ended, another one may listen at its address.
         if flow != self._spec.instance:
             raise MisdirectedError(f"this is the router of flow {self._spec.instance!r}, and not of {flow!r}")
 

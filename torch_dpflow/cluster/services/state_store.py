@@ -1,4 +1,4 @@
-"""Stores for the state of a coordinator: bytes by key, in SQLite or Redis, and a store that writes behind."""
+"""Stores for the state of a coordinator: bytes by key, in SQLite or Redis, and a write-behind store."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.log import SERVICE
 
-#: Longest key, characters, and longest value, bytes: the largest one is the description of a flow.
+#: Longest key, characters, and longest value, bytes; the largest values are descriptions of flows.
 MAX_KEY, MAX_VALUE_BYTES = 512, 16 << 20
-#: The prefix of every key in Redis, which may hold other data as well.
+#: Prefix of every key in Redis, which may hold other data too.
 _REDIS_PREFIX = "torch_dpflow:"
 #: The key that holds the owner of the store.
 _REDIS_OWNER = "torch_dpflow-owner"
@@ -42,7 +42,7 @@ class StateStore(Protocol):
     """
 
     def get(self, key: str) -> bytes | None:
-        """The value of `key`; None if there is none."""
+        """Return the value of `key`; None if there is none."""
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of `key`."""
@@ -51,7 +51,7 @@ class StateStore(Protocol):
         """Remove `key`, if it is there."""
 
     def find(self, prefix: str = "") -> list[str]:
-        """Every key that begins with `prefix`, sorted."""
+        """Return the keys that begin with `prefix`, sorted."""
 
     def claim(self, owner: str) -> None:
         """Lease the store to this owner for `LEASE_S`. Raises StateError if another owner renews its lease.
@@ -60,20 +60,20 @@ class StateStore(Protocol):
         """
 
     def renew(self, owner: str) -> bool:
-        """Renew the lease for `LEASE_S`; False if nobody had one, as after the store was emptied.
+        """Renew the lease for `LEASE_S`. Return whether there was one; there is none after the store was emptied.
 
         Raises StateError if another owner has it.
         """
 
     def release(self, owner: str) -> None:
-        """End this owner's lease, if it has it."""
+        """End the lease if this owner has it."""
 
     def close(self) -> None:
         """Close the store. Idempotent."""
 
 
 def open_store(url: str) -> StateStore:
-    """The store at `url`: a path or sqlite:///PATH, or redis://HOST:PORT/NUMBER.
+    """Open the store at `url`: a path or sqlite:///PATH, or redis://HOST:PORT/NUMBER.
 
     Raises OptionError for another kind of address, or if the package for Redis is missing; StateError if the store
     cannot be opened.
@@ -93,7 +93,7 @@ def open_store(url: str) -> StateStore:
 
 
 class SQLiteStore:
-    """A store in one file that only its user may read. One process at a time writes to it.
+    """A store in one file that only its user can read. One process at a time writes to it.
 
     Args:
         path: created if it does not exist.
@@ -164,12 +164,12 @@ class SQLiteStore:
     def _broken(self, error: Exception) -> StateError:
         return StateError(
             f"the state store {os.fspath(self._path)!r} cannot be used: {error}; give the path of one that "
-            "`dpflow up --state` has made, or where there is no file"
+            "`dpflow up --state` has made, or of no file"
         )
 
 
 class RedisStore:
-    """A store in a Redis server. How much survives the server's own death is that server's configuration.
+    """A store in a Redis server, whose configuration decides how much survives its own death.
 
     Args:
         url: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.
@@ -190,7 +190,7 @@ class RedisStore:
             ) from error
         self._url = _without_password(url)
         self._error: type[Exception] = redis.RedisError
-        # One immediate retry, for a connection that was closed meanwhile; how long to go on is up to the caller.
+        # One immediate retry, for a connection that was closed meanwhile; the caller decides about further ones.
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1)
         try:
             self._client: Any = redis.Redis.from_url(
@@ -226,7 +226,7 @@ class RedisStore:
         left_ms = _LEASE_MS + 1
         while not self._is_taken_over(owner):
             before_ms, left_ms = left_ms, self._ask(self._client.pttl, _REDIS_OWNER)
-            if left_ms > before_ms or left_ms == -1:  # its owner has renewed it, or it does not expire
+            if left_ms > before_ms or left_ms == -1:  # it was renewed, or does not expire
                 raise self._taken()
             if before_ms > _LEASE_MS:
                 text = "state store %s is leased to another cluster; waiting %d s for its lease to expire"
@@ -286,18 +286,18 @@ def _fitting(key: str, value: bytes) -> bytes:
 
 
 class WriteBehindStore:
-    """Bytes by key, all of them in memory. A thread writes them to a store whenever that can be used.
+    """Bytes by key in memory, which a thread writes to a store whenever the store can be used.
 
-    A value survives this process once the thread has written it, a moment after `put`. A store that was away, or has
-    been emptied, receives everything again. All methods except `load` belong to one thread.
+    A value survives this process once the thread has written it, shortly after `put`. A store that was absent or has
+    been emptied receives everything again. All methods except `load` belong to one thread.
 
     Args:
         open_store: opens the store, or raises StateError.
-        owner: of the store, as of `StateStore.renew`.
+        owner: of the store: see `StateStore.renew`.
     """
 
-    # Written behind, so that a store that is away blocks nobody. What was put in the last moment before this process
-    # died may be lost; a job whose flow is unknown then registers it again.
+    # Written behind, so that an absent store blocks no call. Values put just before this process dies may be lost; a
+    # job whose flow is unknown then registers it again.
 
     def __init__(self, open_store: Callable[[], StateStore], owner: str) -> None:
         self._open_store = open_store
@@ -305,18 +305,18 @@ class WriteBehindStore:
         self._owner = owner
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        #: Keys whose value in the store is out of date.
+        #: Keys whose stored value is out of date.
         self._unwritten: set[str] = set()
         self._awaiting: queue.SimpleQueue[Callable[[Exception | None], None]] = queue.SimpleQueue()
         self._writer = PeriodicCall(self._write, RENEW_S, "dpflow-state", on_error=self._log_failure)
         self._loaded = threading.Event()
-        #: Why the store could not be used when it was last tried; None if it could. That is logged once.
+        #: Why the store could not be used at the last attempt; None if it could.
         self.failure: Exception | None = None
 
     def load(self, meanwhile: Callable[[], None]) -> None:
-        """Read everything from the store, once that can be used. To be called once, before all others.
+        """Read everything from the store once it can be used. To be called once, before all other methods.
 
-        meanwhile: called again and again until then; is to wait for a moment.
+        meanwhile: called repeatedly until then; should wait briefly.
         """
         self._writer.wake()
         self._writer.start()
@@ -324,11 +324,11 @@ class WriteBehindStore:
             meanwhile()
 
     def get(self, key: str) -> bytes | None:
-        """The value of `key`; None if there is none."""
+        """Return the value of `key`; None if there is none."""
         return self._values.get(key)
 
     def find(self, prefix: str = "") -> list[str]:
-        """Every key that begins with `prefix`, sorted."""
+        """Return the keys that begin with `prefix`, sorted."""
         return sorted(key for key in self._values if key.startswith(prefix))
 
     def put(self, key: str, value: bytes) -> None:
@@ -346,7 +346,7 @@ class WriteBehindStore:
         self._writer.wake()
 
     def once_written(self, done: Callable[[Exception | None], None]) -> None:
-        """Have the thread call `done` when the store has all that was put so far, or with why it cannot be used."""
+        """Have the thread call `done` once all values are stored, or with the error of the store."""
         self._awaiting.put(done)
         self._writer.wake()
 
