@@ -23,16 +23,16 @@ class LookaheadSampler(Protocol):
     """A sampler with lookaheads."""
 
     def lookahead(self) -> Lookahead | None:
-        """What is known of its future draws; None: nothing. Draws nothing."""
+        """Return what is known of its future draws; None: nothing. Draws nothing."""
         ...
 
 
-#: Most calls in an epoch to a sampler that has no new lookahead.
+#: Calls per epoch to a sampler that has no new lookahead, at most.
 _POLLS_PER_EPOCH = 64
 
 
 class LookaheadPoller:
-    """Polls a sampler when the certain samples have been read, and when its `epoch`, if it has one, changes."""
+    """Poll a sampler when the certain samples have been read, and when its `epoch`, if it has one, changes."""
 
     def __init__(self, sampler: LookaheadSampler) -> None:
         if not callable(working(sampler, "lookahead")):
@@ -42,11 +42,11 @@ class LookaheadPoller:
             )
         self.sampler = sampler
         self._epoch: object = None
-        #: reads until the next poll
+        #: Reads until the next poll.
         self._left = 0
 
     def poll(self, count: int) -> Lookahead | None:
-        """The new lookahead, if any, before `count` samples are read. Runs the sampler's code: hold no lock."""
+        """Return the new lookahead, if any, before `count` reads. Runs the sampler's code: hold no lock."""
         epoch = working(self.sampler, "epoch")
         lookahead = None
         if self._left <= 0 or epoch != self._epoch:
@@ -66,38 +66,34 @@ class LookaheadPoller:
 class ALSDCache(Dataset[Any]):
     """A view of a map-style dataset that keeps the samples which are read again soonest.
 
-    Indexing returns `transform` of the dataset's sample: do decoding in the dataset, before the cache,
-    and random augmentation in `transform`, which runs at each read. Samples are kept and returned as copies, so
-    writing to one does not change the cache. Any thread may call. While one thread loads a sample, others
-    that read it wait for that load; an error reaches all of them, and the next read tries again.
+    Indexing returns `transform` of the dataset's sample. Decode in the dataset, before the cache; augment randomly in
+    `transform`, which runs at each read. Samples are kept and returned as copies. Thread-safe: threads that read a
+    sample wait for its running load; an error reaches all of them, and the next read loads again.
 
-    Each process has a cache of its own: a forked worker starts with its parent's samples, any other worker, or a
-    copy from a pickle, starts empty. Under torch's loader use `persistent_workers=True`, or the
-    workers' caches end with the epoch.
+    Each process has its own cache: a forked worker starts with its parent's samples, any other worker or a pickle
+    starts empty. Under torch's loader use `persistent_workers=True`, or the workers' caches end with the epoch.
 
-    Without `sampler` the order is not known: "alsd" then assumes that every sample is read once in an epoch and
-    keeps those that have not been read in this one. With it, samples whose next use is farthest are evicted. The
-    sampler must draw in the process that reads: a copy of it in a worker does not know the position in the epoch, and
-    DynaGCSSampler's has no lookahead there.
+    Without `sampler`, "alsd" assumes that every sample is read once in an epoch, and keeps those not read in this one.
+    With it, samples whose next use is farthest are evicted. The sampler must draw in the process that reads: a copy in
+    a worker has no position in the epoch, and DynaGCSSampler has no lookahead there.
 
-    Where the dataset has a length, an integer is a position: a negative one counts from the end, and one outside is an
-    IndexError. An index that is no number is a key of its own; one that cannot be hashed, such as a list, is passed to
-    the dataset unchanged, and its sample is not kept.
+    If the dataset has a length, an integer is a position: a negative one counts from the end, and one outside raises
+    IndexError. Any other index is a key of its own; one that cannot be hashed is passed to the dataset, and its sample
+    is not kept.
 
-    A sample that is kept does not follow the dataset: after a change of the dataset call `clear()` in each process that
-    reads it, or make the cache anew. Only a change of its length is noticed; it drops all samples and counts.
+    After a change of the dataset call `clear()` in each process that reads it, or make a new cache. Only a change of
+    its length is detected; it drops all samples and counts.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.
-        capacity: bytes as text, such as "16GiB" or "500MB", of the samples as measured; or as an int the
-            number of samples.
+        capacity: measured bytes as text, such as "16GiB" or "500MB"; or the number of samples as an int.
         policy: "alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu" or "minio".
-        transform: applied to each sample that is returned; its result is not kept.
+        transform: applied to each returned sample; its result is not kept.
         sampler: the sampler that draws the indices, if it has a method `lookahead()`.
-        copy: False keeps and returns the dataset's own objects, which nobody may then write to, nor `transform`.
+        copy: False keeps and returns the dataset's own objects, which must not be written to then.
 
     Raises:
-        OptionError: `capacity` or `policy` is not one of those allowed.
+        OptionError: `capacity` or `policy` is not allowed.
         OptionTypeError: an argument is of the wrong type; the dataset is iterable, not map-style.
     """
 
@@ -142,7 +138,7 @@ class ALSDCache(Dataset[Any]):
         return self._transformed(self._store.get(key, partial(operator.getitem, self.dataset, place)))
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """The samples of several indices, in order; missing ones are loaded together if the dataset can."""
+        """Return the samples of several indices, in order; missing ones are loaded together if the dataset can."""
         located = [self._locate(index) for index in indices]
         keys = [key for key, _ in located if key is not None]
         if len(keys) < len(located):
@@ -151,11 +147,11 @@ class ALSDCache(Dataset[Any]):
         return [self._transformed(sample) for sample in samples]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Tell the dataset inside the order of an epoch; see `announcing`."""
+        """Announce the order of an epoch to the dataset inside; see `announcing`."""
         announce_order(self.dataset, order, spread, extends)
 
     def statistics(self) -> CacheStatistics:
-        """This process's counts until now."""
+        """Return this process's counts."""
         return self._store.statistics()
 
     def clear(self) -> None:
@@ -167,7 +163,7 @@ class ALSDCache(Dataset[Any]):
     def _open(self) -> None:
         """Start empty."""
         length = _length_of(self.dataset)
-        #: keys of indices that are not positions
+        #: Keys of indices that are not positions.
         self._names: dict[Hashable, int] = {}
         self._numbers = itertools.count(length or 0)
         poller = None if self.sampler is None else LookaheadPoller(self.sampler)
@@ -185,7 +181,7 @@ class ALSDCache(Dataset[Any]):
         self._length = length  # last: until then other threads open anew too
 
     def _locate(self, index: Any) -> tuple[int | None, Any]:
-        """The key of an index, and the index to load it by; key None: the sample is not kept."""
+        """Return the key of an index, and the index to load it by; key None: the sample is not kept."""
         if self._length is not None and _length_of(self.dataset) != self._length:
             self._open()
         length = self._length

@@ -72,7 +72,7 @@ class NextUseRanking(Ranking):
         return distances
 
     def grow(self, span: int) -> None:
-        """Make room for keys below `span`."""
+        """Grow arrays to hold keys below `span`."""
         self.anchors = np.concatenate([self.anchors, np.zeros(span - len(self.anchors))])
         self._anchor_of = self.anchors.data
         self.timetable.grow(span)
@@ -138,9 +138,9 @@ class EarliestUse(NextUseRanking):
             self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._moments
         ):
             if cell >= 0:
-                due = base + cell * pace
-                if due < moment:
-                    moment = due
+                time = base + cell * pace
+                if time < moment:
+                    moment = time
         self._anchor_of[key] = moment
         return self.distance(key)
 

@@ -47,7 +47,7 @@ class KeyedPolicy(Policy):
         if self._is_too_large(size):
             self._refused += 1
             return (key,)
-        gone = self._make_room(size)
+        gone = self._evict_for(size)
         if gone is None:
             self._bypassed += 1
             return (key,)
@@ -109,7 +109,7 @@ class KeyedPolicy(Policy):
     def _next_victim(self) -> int:
         """The key to evict next; at least one is resident."""
 
-    def _make_room(self, size: int) -> list[int] | None:
+    def _evict_for(self, size: int) -> list[int] | None:
         """Evict until one more key of `size` fits; returns the evicted keys. None: the policy refuses the key."""
         gone: list[int] = []
         while not self._fits(size):
@@ -200,12 +200,12 @@ class LFU(KeyedPolicy):
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
     ) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
-        #: The head of the ring, without keys; its `higher` is the lowest count in use.
-        self._head = _Frequency(0)
+        #: The start of the ring, without keys; its `higher` is the lowest count in use.
+        self._start = _Frequency(0)
         self._frequency_of: dict[int, _Frequency] = {}
 
     def _entered(self, key: int) -> None:
-        self._put(key, self._head)
+        self._put(key, self._start)
 
     def _used(self, key: int) -> None:
         frequency = self._frequency_of[key]
@@ -216,7 +216,7 @@ class LFU(KeyedPolicy):
         self._take(key, self._frequency_of.pop(key))
 
     def _next_victim(self) -> int:
-        return next(iter(self._head.higher.keys))
+        return next(iter(self._start.higher.keys))
 
     def _put(self, key: int, below: _Frequency) -> None:
         """Put `key` one count above `below`."""
@@ -249,5 +249,5 @@ class MinIO(KeyedPolicy):
     def _next_victim(self) -> int:
         return next(reversed(self._sizes))
 
-    def _make_room(self, size: int) -> list[int] | None:
+    def _evict_for(self, size: int) -> list[int] | None:
         return [] if self._fits(size) else None

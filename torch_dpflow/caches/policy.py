@@ -26,8 +26,7 @@ from torch_dpflow._core.checks import BYTES_ALLOWED, check_int, check_number, pa
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.lookahead import Keys, Lookahead
 
-#: The highest key that is allowed.
-LARGEST_KEY = 2**31 - 2
+MAX_KEY = 2**31 - 2
 
 Job = Hashable
 Mask = npt.NDArray[np.bool_]
@@ -90,7 +89,7 @@ class Policy(ABC):
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
     ) -> None:
         if keys is not None:
-            check_int("keys", keys, minimum=0, maximum=LARGEST_KEY + 1)
+            check_int("keys", keys, minimum=0, maximum=MAX_KEY + 1)
         if max_items is None and max_bytes is None:
             raise OptionError("a policy needs a budget: give max_items, max_bytes, or both")
         self.max_items = None if max_items is None else check_int("max_items", max_items, minimum=1)
@@ -102,7 +101,7 @@ class Policy(ABC):
 
     @abstractmethod
     def access(self, key: int, job: Job) -> bool:
-        """`job` reads `key` now; returns whether it is resident. An unknown job joins."""
+        """Record that `job` reads `key` now; returns whether it is resident. An unknown job joins."""
 
     @abstractmethod
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
@@ -117,13 +116,13 @@ class Policy(ABC):
 
     @abstractmethod
     def discard(self, key: int) -> bool:
-        """The owner has lost `key`; returns whether it was resident. Not an eviction."""
+        """Remove a key that the owner has dropped; returns whether it was resident. Not an eviction."""
 
     @abstractmethod
     def join(self, job: Job, *, weight: float = 1.0) -> None:
-        """A job starts to read; its interest counts `weight` times that of a job of weight 1.
+        """Add a job, or change its weight: its interest counts `weight` times that of a job of weight 1.
 
-        For a job that is known already this changes the weight. OptionError unless 0 < weight < infinity.
+        Raises OptionError unless 0 < weight < infinity.
         """
 
     @abstractmethod
@@ -132,10 +131,10 @@ class Policy(ABC):
 
     @abstractmethod
     def forget(self, job: Job) -> None:
-        """The job has left: drop its records. An unknown job is ignored."""
+        """Drop the records of a job that left. An unknown job is ignored."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
-        """`job` reads `keys`, one after the other; returns which are resident, shape as `keys`."""
+        """Record that `job` reads `keys`, in order; returns which are resident, shape as `keys`."""
         check_keys(keys)
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
@@ -152,7 +151,7 @@ class Policy(ABC):
         return np.array([key for key in gone if key not in self], dtype=np.int64)
 
     def statistics(self) -> PolicyStatistics:
-        """The counts until now."""
+        """Return the counts."""
         return PolicyStatistics(
             hits=self._hits,
             misses=self._misses,
@@ -192,20 +191,20 @@ class Policy(ABC):
 
 
 def check_key(key: int) -> None:
-    """OptionError unless `key` is allowed."""
-    if not 0 <= key <= LARGEST_KEY:
-        raise OptionError(f"key {key}: keys from 0 to {LARGEST_KEY} are allowed")
+    """Raise OptionError unless `key` is allowed."""
+    if not 0 <= key <= MAX_KEY:
+        raise OptionError(f"key {key}: keys from 0 to {MAX_KEY} are allowed")
 
 
 def check_keys(keys: Keys) -> None:
-    """OptionError unless all of `keys` are allowed."""
+    """Raise OptionError unless all of `keys` are allowed."""
     if len(keys):
         check_key(int(keys.min()))
         check_key(int(keys.max()))
 
 
 def check_sizes(keys: Keys, sizes: Sizes) -> None:
-    """OptionError unless `sizes` has an allowed size for each of `keys`."""
+    """Raise OptionError unless `sizes` has an allowed size for each of `keys`."""
     if len(sizes) != len(keys):
         raise OptionError(f"{len(sizes)} sizes for {len(keys)} keys: give one for each, or None")
     if len(sizes):
@@ -213,13 +212,13 @@ def check_sizes(keys: Keys, sizes: Sizes) -> None:
 
 
 def check_size(size: int) -> None:
-    """OptionError unless `size` is allowed."""
+    """Raise OptionError unless `size` is allowed."""
     if size < 0:
         raise OptionError(f"size={size}: a number of bytes of at least 0 is required")
 
 
 def check_weight(job: Job, weight: float) -> float:
-    """`weight` if it is allowed; OptionError otherwise."""
+    """Return `weight`. Raises OptionError unless it is above 0 and finite."""
     return check_number(f"job {job!r}: weight", weight, exclusive=True)
 
 

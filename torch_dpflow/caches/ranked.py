@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.caches.policy import (
-    LARGEST_KEY,
+    MAX_KEY,
     Job,
     Mask,
     Policy,
@@ -67,7 +67,7 @@ class RankedPolicy(Policy):
 
     @abstractmethod
     def _grow(self, span: int) -> None:
-        """Make room for keys below `span`."""
+        """Grow arrays to hold keys below `span`."""
 
     # -- the contract ----------------------------------------------------------------------------------------
 
@@ -247,11 +247,9 @@ class RankedPolicy(Policy):
                 self._reach(highest)
 
     def _reach(self, key: int) -> None:
-        """Make room for `key` and some more."""
+        """Grow arrays to hold `key` and some more."""
         check_key(key)
-        span = (
-            key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), LARGEST_KEY + 1)
-        )
+        span = key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), MAX_KEY + 1)
         self._residents.grow(span)
         if self._sizes is not None:
             sizes = np.ones(span, dtype=np.int64)

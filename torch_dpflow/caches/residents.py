@@ -83,7 +83,7 @@ class Residents:
         return np.flatnonzero(self.loads)
 
     def grow(self, span: int) -> None:
-        """Make room for keys below `span`."""
+        """Grow arrays to hold keys below `span`."""
         loads = np.zeros(span, dtype=np.int32)
         loads[: len(self.loads)] = self.loads
         self.loads, self.load_of = loads, loads.data

@@ -52,13 +52,13 @@ class CacheStatistics:
 
 
 class SampleStore:
-    """Samples by key, as many as the policy keeps.
+    """Samples by key, as many as the policy keeps. Thread-safe.
 
-    Any thread may call. The lock is held while the policy decides, never while a sample is loaded, measured
-    or copied, or a sampler is polled. A load may read samples from this store; a sample that its own load reads,
-    also through a cycle of threads, is loaded separately and not kept. If a load raises, the error
-    reaches every thread that waited for it, and the next reader tries again. After a fork the child has
-    its own store with the same samples, or an empty one if another thread was changing it at that moment.
+    The lock is held while the policy decides, never while a sample is loaded, measured or copied, or a sampler is
+    polled. A load may read samples from this store; a sample that its own load reads, also through a cycle of threads,
+    is loaded separately and not kept. If a load raises, the error reaches every thread that waited for it, and the
+    next reader loads again. After a fork the child has its own store with the same samples, or an empty one if another
+    thread was changing it at that moment.
 
     Args:
         make_policy: makes a new policy.
@@ -83,7 +83,7 @@ class SampleStore:
         _STORES.add(self)
 
     def get(self, key: int, load: Callable[[], Any]) -> Any:
-        """The sample of `key`; `load` is called if it is not held and no other thread is loading it."""
+        """Return the sample of `key`; calls `load` if it is not held and no other thread is loading it."""
         lookahead = self._poll(1)
         with self._lock:
             self._hint(lookahead)
@@ -98,7 +98,7 @@ class SampleStore:
         return self._load([key], [future], lambda: [load()])[0]
 
     def get_many(self, keys: Sequence[int], load: Callable[[list[int]], Sequence[Any]]) -> list[Any]:
-        """The samples of `keys`, in order. `load` gets the places in `keys` of the samples to load."""
+        """Return the samples of `keys`, in order. `load` receives the places in `keys` of the samples to load."""
         found: list[Any] = [None] * len(keys)
         own: list[int] = []
         running: dict[int, RunningLoad] = {}
@@ -131,7 +131,7 @@ class SampleStore:
             self._empty()
 
     def statistics(self) -> CacheStatistics:
-        """The counts until now."""
+        """Return the counts."""
         with self._lock:
             policy, counted = self._policy, self._policy.statistics()
             return CacheStatistics(

@@ -166,7 +166,7 @@ class Timetable:
         return progress
 
     def grow(self, span: int) -> None:
-        """Make room for keys below `span`."""
+        """Grow arrays to hold keys below `span`."""
         old = self._span
         cells = np.full((span, self.width), ABSENT, dtype=np.int32)
         cells[:old] = self.cells
@@ -236,8 +236,8 @@ class Timetable:
         column[announced] = UNKNOWN
         column[once_likely] = UNKNOWN
         cells = column[lookahead.certain]
-        due = (cells != READ) & (cells < progress.length)
-        _write(column, lookahead.certain[due], start + np.flatnonzero(due))
+        expected = (cells != READ) & (cells < progress.length)
+        _write(column, lookahead.certain[expected], start + np.flatnonzero(expected))
         cells = column[lookahead.likely]
         likely = lookahead.likely[(cells < 0) & (cells != READ)]
         column[likely] = LIKELY
@@ -317,9 +317,9 @@ class Timetable:
         """
         first = np.zeros(len(keys), dtype=np.bool_)
         first[np.unique(keys, return_index=True)[1]] = True
-        due = first & (cells >= 0) & (cells < progress.length)
-        others = np.cumsum(~due)
-        furthest = np.maximum.accumulate(np.where(due, cells + 1 - others, progress.position))
+        expected = first & (cells >= 0) & (cells < progress.length)
+        others = np.cumsum(~expected)
+        furthest = np.maximum.accumulate(np.where(expected, cells + 1 - others, progress.position))
         positions = others + np.maximum(furthest, progress.position)
         count = len(keys)
         if progress.turns and positions[-1] >= progress.length:
