@@ -120,9 +120,8 @@ class ArrayReader:
                 found = self._objects.read_each(
                     [ByteRange(source.url, base + first * size, base + stop * size) for first, stop in spans]
                 )
-            if (
-                _stamp(source.url, source.options)[1] != source.stamp
-            ):  # after reading, as it may be replaced until then
+            # After reading, as the file may be replaced until then.
+            if _stamp(source.url, source.options)[1] != source.stamp:
                 raise ChecksumError(f"{source.ref} was replaced since it was opened; open it again")
         except DPFlowError as error:
             return [error] * len(spans)

@@ -107,10 +107,8 @@ class PoolFollower:
         self._holdings = holdings
         self._stop = threading.Event()
         #: Separate connections for readers and for commands, which may wait longer.
-        self._reading, self._commands = (
-            _LeaderConnection(leader, _READING_S),
-            _LeaderConnection(leader, _COMMAND_S),
-        )
+        self._reading = _LeaderConnection(leader, _READING_S)
+        self._commands = _LeaderConnection(leader, _COMMAND_S)
         #: The leader's last tables, for readers that start while there is no leader.
         self._tables: dict[tuple[bytes, int], StripeTablePart] = {}
 
@@ -159,7 +157,7 @@ class PoolFollower:
         while not self._stop.is_set():
             try:
                 with PoolConnection(self.leader, silence_s=_SILENCE_S) as connection:
-                    self._enlist(connection)
+                    self._join(connection)
                     SERVICE.info("joined the pool at %s", self.leader)
                     is_lost = False
                     self._serve(connection)
@@ -177,7 +175,7 @@ class PoolFollower:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _enlist(self, connection: PoolConnection) -> None:
+    def _join(self, connection: PoolConnection) -> None:
         for report in self._holdings.reports():
             for part in report.split() if report.stripes else ():
                 connection.request(part)

@@ -59,7 +59,7 @@ from torch_dpflow.pool.transport.segments import IDLE, UNLOADED
 
 #: A server is lost after this much silence, seconds; how long a heartbeat's answer waits for instructions at most.
 LEASE_S = 5.0
-_BEAT_S, _TICK_S = 1.0, 0.5
+_HEARTBEAT_S, _TICK_S = 1.0, 0.5
 
 
 class PoolLeader:
@@ -176,7 +176,7 @@ class PoolLeader:
                     known = self._begin(request)
                 known.is_explicit |= report.is_explicit
                 if not known.take_back(server.name, report):
-                    self._followers.instruction(server.name, DropDataset(report.identity, IDLE))
+                    self._followers.instruct(server.name, DropDataset(report.identity, IDLE))
                 elif known.held is not None:
                     held.setdefault(report.identity, []).extend(report.stripes)
             self._apply(self._allocator.renew(server.name, generation, server.memory, self._clock(), held))
@@ -187,7 +187,7 @@ class PoolLeader:
 
         Raises PeerLostError if it was removed meanwhile, and has to join again.
         """
-        until = time.monotonic() + min(heartbeat.wait_s, _BEAT_S)
+        until = time.monotonic() + min(heartbeat.wait_s, _HEARTBEAT_S)
         with self._changed:
             follower = self._followers.get(name, generation)
             self._apply(self._allocator.renew(name, generation, follower.info.memory, self._clock()))
@@ -305,7 +305,7 @@ class PoolLeader:
 
     def _send(self, server: str, instruction: DatasetPart | DropDataset) -> None:
         if server != self._server.name:
-            self._followers.instruction(server, instruction)
+            self._followers.instruct(server, instruction)
             self._changed.notify_all()
         elif isinstance(instruction, DatasetPart):
             self._holdings.apply(instruction)

@@ -56,7 +56,7 @@ class FollowerRecord:
     last_instruction: dict[bytes, int] = field(default_factory=dict)
     states: dict[bytes, DatasetState] = field(default_factory=dict)
 
-    def instruction(self, instruction: DatasetPart | DropDataset) -> None:
+    def instruct(self, instruction: DatasetPart | DropDataset) -> None:
         """Queue an instruction."""
         parts = [instruction] if isinstance(instruction, DropDataset) else instruction.split()
         self.instructions.extend(parts)
@@ -116,9 +116,9 @@ class Followers:
             )
         return follower
 
-    def instruction(self, name: str, instruction: DatasetPart | DropDataset) -> None:
+    def instruct(self, name: str, instruction: DatasetPart | DropDataset) -> None:
         """Queue an instruction for a follower."""
-        self._followers[name].instruction(instruction)
+        self._followers[name].instruct(instruction)
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
         """Remove followers that do not live."""

@@ -267,9 +267,7 @@ def connect_stream(
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = authenticator.connect(plain)
-        with contextlib.suppress(
-            ConnectionError
-        ):  # the server's alert arrived before the reset; it is read below
+        with contextlib.suppress(ConnectionError):  # the server's alert arrived first, and is read below
             connection.sendall(hello(purpose))
         purpose_of(receive_exactly(connection, HELLO_BYTES))
     except (OSError, MessageError, PeerLostError) as error:

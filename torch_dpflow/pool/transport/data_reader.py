@@ -32,6 +32,8 @@ from torch_dpflow.pool.transport.data_frames import GONE, LATER
 
 #: Content of a record.
 Content: TypeAlias = bytes | memoryview
+#: Servers and the connections to them.
+_Connections: TypeAlias = Sequence[tuple[str, DataConnection]]
 #: Number of upcoming records shown to the window.
 _LOOKAHEAD_RECORDS = 64
 #: Bytes to request from one server of this host before the next: what it sends in two turns.
@@ -131,14 +133,12 @@ class DataReader:
                 except OSError as error:
                     self._lose(batch, owner, error)
 
-    def _take(self, busy: Sequence[tuple[str, DataConnection]], batch: _Batch) -> None:
+    def _take(self, busy: _Connections, batch: _Batch) -> None:
         """Receive one answer from each connection that has one; leave those that were silent for too long."""
         for owner, connection in self._having(busy, batch):
             try:
                 taken = connection.take(copy=batch.copy)
-                connection.received_at = (
-                    time.monotonic()
-                )  # the last bytes may have arrived long after the first
+                connection.received_at = time.monotonic()  # the last bytes may be much later than the first
                 for one, content in taken:
                     self._settle(batch, connection, one, content)
             except (OSError, DPFlowError) as error:
@@ -163,19 +163,14 @@ class DataReader:
         elif content == GONE:
             self.gone.add(batch.identity)
 
-    def _having(
-        self, busy: Sequence[tuple[str, DataConnection]], batch: _Batch
-    ) -> Sequence[tuple[str, DataConnection]]:
+    def _having(self, busy: _Connections, batch: _Batch) -> _Connections:
         """Return the connections that have bytes to receive."""
         if len(busy) == 1 and busy[0][1].requested:
             return busy  # receiving blocks
         if found := [one for one in busy if one[1].has_bytes]:
             return found
         since = time.monotonic()
-        deadline = (
-            min((connection.received_at for _, connection in busy if connection.requested), default=since)
-            + self._silence_s
-        )
+        deadline = min((one.received_at for _, one in busy if one.requested), default=since) + self._silence_s
         ready = {fd for fd, _ in self._poll.poll(max(0.0, deadline - since) * 1000)}
         # Connections that were not ready had no byte by then, however long this thread was suspended since.
         seen = since if ready else max(since, deadline)
@@ -184,10 +179,8 @@ class DataReader:
                 connection.received_at = time.monotonic()
             elif connection.requested and seen >= connection.received_at + self._silence_s:
                 self._lose(batch, owner, TimeoutError())
-            elif (
-                not connection.requested and not ready
-            ):  # the server's storage does not answer; this reader's may
-                connection.later.clear()
+            elif not connection.requested and not ready:
+                connection.later.clear()  # the server's storage does not answer; this reader's may
         return [one for one in busy if one[1].fileno() in ready]
 
     def _connection(self, owner: str) -> DataConnection | None:
