@@ -35,12 +35,7 @@ class StreamState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a copy as a dict."""
-        return {
-            "delivered": self.delivered,
-            "ended": self.ended,
-            "dataset": self.dataset,
-            "rng": deepcopy(self.rng),
-        }
+        return {**vars(self), "rng": deepcopy(self.rng)}
 
 
 @dataclass(kw_only=True)
@@ -103,17 +98,10 @@ class LoaderState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a copy as a dict of plain types. The own states of dataset and sampler are not copied."""
-        shallow = {f.name: getattr(self, f.name) for f in fields(self)}
-        shallow["ahead"] = list(self.ahead)
-        shallow["due"] = list(self.due)
-        shallow["opening"] = list(self.opening)
-        shallow["made_of"] = dict(self.made_of)
-        for name in ("plan_sampler_generators", "sampler_generators"):
-            shallow[name] = list(getattr(self, name))
-        shallow["began"] = dict(self.began)
-        shallow["plan_rng"], shallow["draw_rng"] = deepcopy(self.plan_rng), deepcopy(self.draw_rng)
-        shallow["streams"] = [stream.as_dict() for stream in self.streams]
-        return shallow
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "streams"}
+        own = ("sampler", "dataset", "shared")
+        copied = {name: value if name in own else deepcopy(value) for name, value in values.items()}
+        return {**copied, "streams": [stream.as_dict() for stream in self.streams]}
 
     @classmethod
     def from_dict(cls, state: Any) -> "LoaderState":
