@@ -36,9 +36,9 @@ from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import FAILURE, Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.workers.batches import Begun, EpochSpec
-from torch_dpflow.workers.engine import Shard
 from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.scheduler.machine import Counters, Scheduler
+from torch_dpflow.workers.shard import Shard
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.remote_workers import MixedWorkers

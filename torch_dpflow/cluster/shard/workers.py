@@ -30,8 +30,8 @@ from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
-from torch_dpflow.workers.engine import Shard
 from torch_dpflow.workers.scheduler.machine import Scheduler
+from torch_dpflow.workers.shard import Shard
 
 #: Tasks that a worker holds: those whose results travel in one message, and some to run meanwhile. Half of what
 #: torch's loader queues for a worker, with batches of 16.
