@@ -19,7 +19,6 @@ from torch_dpflow.ipc.messages.headers import (
     EpochBegin,
     Exchange,
     Finished,
-    PackedExchange,
     Stop,
     Window,
     WorkerBegun,
@@ -195,9 +194,10 @@ class Shard:
             header = decode(frames[0])
             match header:
                 case Exchange():
-                    self._exchange(peer, header, frames[1:])
-                case PackedExchange(finished=finished, started=started, sizes=sizes):
-                    self._exchange(peer, Exchange(finished, started), _unpacked(frames[1:], sizes))
+                    results = frames[1:]
+                    self._exchange(
+                        peer, header, results if header.sizes is None else _unpacked(results, header.sizes)
+                    )
                 case WorkerHandshake():
                     self._on_handshake(peer, header)
                 case WorkerReady():

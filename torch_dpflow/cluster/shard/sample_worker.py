@@ -26,7 +26,6 @@ from torch_dpflow.ipc.messages.headers import (
     Exchange,
     Finished,
     NoSession,
-    PackedExchange,
     Stop,
     Window,
     WorkerHandshake,
@@ -354,12 +353,10 @@ class ResultOutbox:
         finished, self._finished = self._finished, []
         frames, self._frames, self._nbytes = self._frames, [], 0
         self._sent_at = time.monotonic()
-        header: Exchange | PackedExchange = Exchange(finished, self._started)
+        sizes: list[int] = []
         if self._compress is not None:
             frames, sizes = self._compress(frames)
-            if sizes:
-                header = PackedExchange(finished, self._started, sizes)
-        self._connection.send([encode(header), *frames])
+        self._connection.send([encode(Exchange(finished, self._started, sizes or None)), *frames])
 
     def _send_late(self) -> None:
         while not self._closed.is_set():

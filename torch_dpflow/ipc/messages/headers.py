@@ -213,17 +213,10 @@ class Exchange(_Header, tag=34):
     """Worker to shard: all results since the last one, and a request for more tasks. Frames of the results follow."""
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
-    #: The task that begins now; None where none is left.
+    #: The task that begins now; None if none is left.
     started: Count | None
-
-
-class PackedExchange(_Header, tag=47):
-    """As `Exchange`, from a worker on another host: some of its frames are compressed."""
-
-    finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
-    started: Count | None
-    #: For each frame its size before compression, bytes; 0 if it is not compressed.
-    sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+    #: From another host: for each frame its size before compression, bytes, or 0; None: no frame is compressed.
+    sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] | None = None
 
 
 class Stop(_Header, tag=35):
@@ -351,7 +344,6 @@ Header: TypeAlias = (
     | EpochBegin
     | Window
     | Exchange
-    | PackedExchange
     | Stop
     | RemoteHandshake
     | RemoteWelcome

@@ -8,7 +8,7 @@ from typing import Any
 from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.headroom import machine_total
-from torch_dpflow.ipc.messages.headers import Finished, PackedExchange, encode
+from torch_dpflow.ipc.messages.headers import Exchange, Finished, encode
 from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.transport import Connection, Frame
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
@@ -35,10 +35,7 @@ class CompressingWorker(BatchWorker):
 
     def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
         packed, sizes = compress(frames)
-        if not sizes:
-            super()._deliver(finished, started, frames)
-        else:
-            self._connection.send([encode(PackedExchange([finished], started, sizes)), *packed])
+        self._connection.send([encode(Exchange([finished], started, sizes or None)), *packed])
 
 
 def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, *, is_near: bool) -> None:
