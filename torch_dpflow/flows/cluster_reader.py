@@ -40,12 +40,12 @@ class FailedSample(Failed):
 
 
 def stand_in(index: int, error: Exception) -> FailedSample:
-    """The placeholder for a failed sample in a flow that skips such samples: the rest of its batch is delivered."""
+    """Return the placeholder for a failed sample, so that the rest of its batch is delivered."""
     return FailedSample(error, index)
 
 
 class PerDrawStages:
-    """The stages of a flow that run for each draw, after those whose output is kept."""
+    """Stages of a flow that run for each draw, after those whose output is kept."""
 
     def __init__(self, stages: Sequence[Stage], flow: str) -> None:
         self._staged = StagedDataset((), stages, flow)
@@ -56,11 +56,11 @@ class PerDrawStages:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFlow:
-    """What jobs must have in common to read one flow of a cluster together."""
+    """A flow of a cluster, as all jobs that read it together describe it."""
 
     name: str
     version: int
-    #: What its workers load.
+    #: The dataset that its workers load.
     dataset: Any
     address: str | None
     workers: int
@@ -80,8 +80,8 @@ class SharedFlow:
 class ClusterSamples(Dataset[Any]):
     """The output of a shared flow's cacheable stages, by sample number.
 
-    Each process joins the flow at its first request, and leaves when it ends. Thread-safe; the threads of a process
-    wait for each other. A forked child joins as another job; a pickle has none.
+    Each process joins the flow at its first request, a forked child too, and leaves when it ends. Thread-safe; the
+    threads of a process wait for each other.
     """
 
     def __init__(self, shared: SharedFlow) -> None:
@@ -96,7 +96,7 @@ class ClusterSamples(Dataset[Any]):
         return sample
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """The samples, in order. Raises the error of one that cannot be loaded."""
+        """Return the samples, in order. Raises the error of a failed one."""
         samples = self.read_each(indices)
         for sample in samples:
             if isinstance(sample, FailedSample):
@@ -104,7 +104,7 @@ class ClusterSamples(Dataset[Any]):
         return samples
 
     def read_each(self, indices: list[int]) -> list[Any]:
-        """The samples, in order, with a FailedSample in place of each that failed, if the flow skips samples."""
+        """Return the samples, in order, with a FailedSample for each that failed, if the flow skips samples."""
         if not indices:
             return []
         opened = self._opened.get()
@@ -159,26 +159,26 @@ class SubsetOrder(Sampler[Any]):
 
 
 class RemoteDataLoadFlowReader:
-    """Builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs that want it.
+    """Builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs that read it.
 
     Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher
-    version. Its dataset and stages are sent to the workers, which must be able to
-    open the data: on other hosts a shared mount or an object store.
+    version. Its dataset and stages are sent to the workers, which must be able to open the data: on other hosts a
+    shared mount or an object store.
 
-    The output of the stages before the first with `cache="never"` must depend on the sample alone. It is kept in the
-    memory of the shards (`JobOptions.memory_bytes`, `policy`), once for all jobs that read the flow.
+    The output of the stages before the first with `cache="never"` must depend on the sample alone. The shards keep it
+    in memory (`JobOptions.memory_bytes`, `policy`), once for all jobs.
 
     - `to_mapped()` fetches those stages' output from the cluster, and runs the others in the process that indexes it.
       Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
-    - `to_shuffled()` runs all stages in the cluster's workers, the others on the kept output: for each job and
-      epoch, with random draws that depend on the loader's seed, the epoch and the sample alone.
+    - `to_shuffled()` runs all stages in the cluster's workers; the others for each job and epoch, with random draws
+      that depend on the loader's seed, the epoch and the sample alone.
 
     If the first stage has `cache="never"`, samples are kept only while jobs that read together need them.
 
     Args:
         store: as for `LocalDataLoadFlowReader`.
-        address: of the cluster; "auto" for the one that DPFLOW_ADDRESS names or that runs on this machine.
-        workers: processes that load, if this job starts the flow; also its loaders' `num_workers`.
+        address: of the cluster; "auto": DPFLOW_ADDRESS, or the cluster on this machine.
+        workers: number of loading processes, if this job starts the flow; also its loaders' `num_workers`.
         job: the job's options; None for the defaults.
         seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's
             generator if none is given.
@@ -277,11 +277,11 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """A DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
+        """Make a DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
 
-        The services choose the order, of a whole flow or a part, each equally likely, together with the orders of
-        other jobs; with a sampler of its own, the job does. Local functions and `collate_fn` run in the thread that
-        reads ahead, in the training process: random draws in them, instead of stages, would change training's.
+        The services draw a uniform order, together with the orders of other jobs; with a sampler of its own, the job
+        does. Local functions and `collate_fn` run in the read-ahead thread of the training process: random draws in
+        them would change those of training.
 
         Args:
             batch_size: samples in a batch.

@@ -96,8 +96,7 @@ class DataLoadFlow:
 
         Args:
             name: "namespace/name" of a stored dataset; version and variant may follow, as in
-                "core/cifar100:v1:train"; with pool:// before it samples come from the memory of the pool, as by
-                `PooledDataset`.
+                "core/cifar100:v1:train". With pool:// before it, samples come from the pool, as by `PooledDataset`.
             version: of the dataset, such as "v1"; None: the last one when the flow is read.
             variant: such as "train"; None: the only one.
             samples: a map-style dataset to read instead of a stored one.
@@ -159,16 +158,16 @@ class DataLoadFlow:
         return self.map(name, function, transform=TargetTransform(), cache=cache)
 
     def clone(self) -> DataLoadFlow:
-        """An independent flow with the same name, version, dataset and stages; functions are shared."""
+        """Return an independent flow with the same name, version, dataset and stages; functions are shared."""
         clone = copy.copy(self)
         clone._stages = list(self._stages)
         return clone
 
-    # -- what is described -------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------
 
     @property
     def source(self) -> FlowSource:
-        """The source of the samples. Raises UsageError before `dataset()` was called."""
+        """The source of the samples. Raises UsageError if `dataset()` was not called."""
         if self._source is None:
             raise UsageError(
                 f"{self.name}:{self.version} has no dataset; call .dataset(name, version, variant)"
@@ -198,10 +197,7 @@ class DataLoadFlow:
         return " -> ".join(str(part) for part in (self._source or _NO_SOURCE, *self._stages))
 
     def format(self, width: int = 60) -> str:
-        """The same on several lines, for logs: the dataset on the first, and no line break inside a stage.
-
-        Raises OptionError or OptionTypeError unless `width`, in characters, is a whole number from 5 on.
-        """
+        """Return `str(self)` on several lines of `width` characters (at least 5), without breaks inside a stage."""
         width = check_int("width", width, minimum=_INDENT + 1)
         stages = " ".join(f"->\N{NO-BREAK SPACE}{str(stage).replace(' ', _HARD)}" for stage in self._stages)
         lines = textwrap.wrap(stages, width - _INDENT, break_long_words=False, break_on_hyphens=False)
@@ -212,7 +208,7 @@ class DataLoadFlow:
 
 
 def _named(name: str, **labels: str | None) -> DatasetRef:
-    """The dataset's reference, from its name and labels."""
+    """Return the dataset's reference, from its name and labels."""
     ref = DatasetRef.parse(name)
     for part, label in labels.items():
         if label is not None and not isinstance(label, str):
@@ -241,7 +237,7 @@ _NO_SOURCE = "no dataset"
 
 
 def to_graphviz(flow: DataLoadFlow) -> str:
-    """The flow as a graph in Graphviz's language; stages whose output may be kept are filled."""
+    """Draw the flow for Graphviz; stages whose output may be kept are filled."""
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     lines = [
         f"digraph {_dot(f'{flow.name}:{flow.version}')} {{",
@@ -257,7 +253,7 @@ def to_graphviz(flow: DataLoadFlow) -> str:
 
 
 def to_mermaid(flow: DataLoadFlow) -> str:
-    """The flow as a Mermaid flowchart; stages whose output may be kept have the class `kept`."""
+    """Draw the flow as a Mermaid flowchart; stages whose output may be kept have the class `kept`."""
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     lines = ["flowchart LR", f"  n0[({_mermaid(str(flow.source.ref))})]"]
     for number, stage in enumerate(flow.stages, 1):

@@ -32,12 +32,11 @@ _READ = "read"
 
 
 class Skips:
-    """Counts samples that were left out, in a process and its workers, by the stage that failed.
+    """Counts of skipped samples by the stage that failed, of a process and its workers.
 
-    Stages of one name are counted together. If the dataset is itself the read of a flow, failures in it count as
-    read, unless a stage here has the name of the failed one.
-
-    The counts are in shared memory, in one row per worker, so no lock crosses processes.
+    Stages of one name are counted together. If the dataset is itself the read of a flow, its failures count as
+    "read", unless a stage here has the name of the failed one. The counts are in shared memory, one row per worker, so
+    no lock crosses processes.
     """
 
     def __init__(self, stages: Sequence[str]) -> None:
@@ -47,7 +46,7 @@ class Skips:
         self._lock = PerProcess(threading.Lock)
 
     def add(self, error: Exception) -> None:
-        """Count a sample that is skipped because of this error."""
+        """Count a sample that this error skips."""
         name = error.stage if isinstance(error, StageError) else _READ
         info = get_worker_info()
         slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
@@ -55,7 +54,7 @@ class Skips:
             self._counts[slot, self._columns.get(name, self._columns[_READ])] += 1
 
     def counts(self) -> dict[str, int]:
-        """The counts above zero."""
+        """Return the counts above zero."""
         totals = self._counts.sum(0).tolist()
         return {name: totals[column] for name, column in self._columns.items() if totals[column]}
 
@@ -71,9 +70,9 @@ class Skips:
 class MappedDataset(Dataset[Any]):
     """The samples of a read, by number. Made by `DataLoadFlowRead.to_mapped()`.
 
-    If the flow skips samples that cannot be loaded, batches may have fewer samples: loaders read all samples of a batch
-    together, and failed ones are left out. A batch without any sample left raises the last error, as does a
-    failed sample that is read by itself. The errors are logged (`torch_dpflow.flows`) and counted.
+    If the flow skips samples that cannot be loaded, batches may have fewer samples. A batch without any sample left
+    raises the last error, as does a failed sample that is read by itself. The errors are logged
+    (`torch_dpflow.flows`) and counted.
     """
 
     def __init__(
@@ -104,18 +103,17 @@ class MappedDataset(Dataset[Any]):
         return list(self._samples.__getitems__(places))
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Tell the flow's dataset the order of an epoch; see `announcing`."""
+        """Announce the order of an epoch to the flow's dataset; see `announcing`."""
         indices = self._indices
         places = order if indices is None else lambda: indices[order()]
         self._samples.announce_order(places, spread, extends)
 
     def set_epoch(self, epoch: int) -> None:
-        """Have random stages draw for this epoch until another one is set, if the reader has a seed.
+        """Set the epoch that random stages draw for, if the reader has a seed.
 
-        By default they use the epochs that a DPFlowDataLoader counts, resumed ones too; under
-        another loader the passes over the samples, in this process and its workers, from 0. So under another loader
-        call it if a pass leaves samples out, as that of a rank does, or if another process resumes. Call it before the
-        epoch's first batch; persistent workers see it too.
+        By default they use the epochs that a DPFlowDataLoader counts, resumed ones too; under another loader the
+        passes over the samples, from 0. So under another loader call this if a pass leaves samples out, as that of a
+        rank does, or if another process resumes. Call it before the epoch's first batch; persistent workers see it too.
 
         Raises OptionTypeError or OptionError unless `epoch` is a whole number of 64 bits.
         """
@@ -146,10 +144,9 @@ class MappedDataset(Dataset[Any]):
 
 
 class DataLoadFlowRead:
-    """A flow that was built and can be read, as a whole or a subset, by torch's loaders.
+    """A built flow that torch's loaders can read, as a whole or a subset.
 
-    A reader makes it. Methods that change how it is read return another read; all reads share the
-    samples, and so a cache.
+    A reader makes it. Methods that change how it is read return another read; all reads share the samples and a cache.
 
     Args:
         flow: the flow that was built.
@@ -167,7 +164,7 @@ class DataLoadFlowRead:
         return len(self._samples) if self._indices is None else len(self._indices)
 
     def to_mapped(self) -> MappedDataset:
-        """A map-style dataset for any DataLoader, or to index by hand."""
+        """Return a map-style dataset for any DataLoader, or to index."""
         return MappedDataset(
             self._samples,
             indices=self._indices,
@@ -183,7 +180,7 @@ class DataLoadFlowRead:
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """A DPFlowDataLoader whose batches have another random order in each epoch.
+        """Make a DPFlowDataLoader whose batches have another random order in each epoch.
 
         Args:
             batch_size: samples in a batch.
@@ -200,17 +197,14 @@ class DataLoadFlowRead:
         )
 
     def local_map(self, function: Callable[[Any], Any], name: str = "local_map") -> DataLoadFlowRead:
-        """A read that also applies `function` to its samples, in the process that uses them, outside the flow.
-
-        It runs after all stages and earlier local functions; its output is never kept.
-        """
+        """Return a read that applies `function` last, in the process that uses the samples; its output is not kept."""
         read = copy.copy(self)
         read._local = (*self._local, Stage(name, function, SampleTransform(), "never"))
         read._skips = read._new_skips()
         return read
 
     def subset(self, indices: Iterable[int]) -> DataLoadFlowRead:
-        """A read of some of the samples, in the order given. Indices may repeat; negative ones count from the end.
+        """Return a read of some samples, in the order given. Indices may repeat; negative ones count from the end.
 
         Raises:
             OptionError: an index is out of range. OptionTypeError: one is no whole number.
@@ -230,14 +224,14 @@ class DataLoadFlowRead:
         return read
 
     def indices(self) -> Sequence[int]:
-        """Which of the flow's samples are read, in order."""
+        """Return the numbers of the flow's samples that are read, in order."""
         return range(len(self)) if self._indices is None else self._indices.tolist()
 
     def skipped(self) -> dict[str, int]:
-        """How many samples were left out because of errors, by stage; "read" is the dataset itself.
+        """Return how many samples were skipped because of errors, by stage; "read" is the dataset itself.
 
-        Stages and local functions of one name are counted together. Counts samples loaded through datasets and loaders
-        of this read, in this process and the workers of its loaders.
+        Counts samples loaded through datasets and loaders of this read, in this process and their workers. Stages and
+        local functions of one name are counted together.
         """
         return {} if self._skips is None else self._skips.counts()
 
@@ -254,7 +248,7 @@ class DataLoadFlowRead:
 
 
 def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The indices as an array of integers, or of objects if no integer type is wide enough."""
+    """Return the indices as an array of integers, or of objects if no integer type is wide enough."""
     refusal = f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints"
     try:
         found = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices))
@@ -274,11 +268,10 @@ def random_split(
     *,
     seed: int = 0,
 ) -> list[DataLoadFlowRead]:
-    """Disjoint random parts that together are all samples, one part of each flow.
+    """Split the samples into disjoint random parts, one part of each flow.
 
-    Flows may differ in their stages, such as one with augmentation for training and one without for
-    validation; they must read the same samples of the same dataset. The parts are those that torch's
-    `random_split` makes with a generator of this seed.
+    Flows may differ in their stages, such as one with augmentation for training and one without for validation; they
+    must read the same samples of the same dataset. The parts equal those of torch's `random_split` with this seed.
 
     Args:
         flows: a read for each part, or one that all parts are of.

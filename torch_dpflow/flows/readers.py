@@ -29,15 +29,14 @@ class LocalDataLoadFlowReader:
         cache: the capacity of an `ALSDCache` ("4GiB", or a number of samples) for the output of the stages before the
             first with `cache="never"`; None: no cache.
         seed: random stages draw by (seed, epoch, sample) alone, in any process; for the epochs see
-            `MappedDataset.set_epoch`. None: they draw from the process's generators, which a loader seeds for each
-            batch.
+            `MappedDataset.set_epoch`. None: they draw from the process's generators, as a loader seeds them.
         storage_options: fsspec's options for the data; None: those of the store.
         read_options: timeouts, retries and concurrency of reads.
-        check: compare each sample's bytes with its checksum, if the dataset has one; None: of samples that come from
-            storage, and not again of those that a pool has compared; False: of none.
-        metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
-        pool: where the pool is from whose memory samples come, as for `PooledDataset`: "auto" or an address. None: the
-            one that "auto" finds, for datasets that are named pool://..., and storage for all others.
+        check: compare samples with their checksums, if the dataset has them; None: only samples from storage, as a
+            pool has compared its own; False: no samples.
+        metadata_cache: bytes of metadata that a process and its forks keep.
+        pool: the pool to read from, as for `PooledDataset`: "auto" or an address. None: storage, and "auto" for
+            datasets named pool://...
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.

@@ -53,8 +53,7 @@ class TargetTransform:
         return arg[0], ret
 
 
-#: Whether a stage's output may be kept and used again: "always" if it depends on the input alone, such as
-#: decoding; "never" if it is random, such as augmentation.
+#: "always" if a stage's output depends on the input alone and may be kept, such as decoding; "never" if it is random.
 CacheControl = Literal["always", "never"]
 
 
@@ -92,7 +91,7 @@ class Stage:
             )
 
     def apply(self, sample: Any) -> Any:
-        """The next sample. Raises StageError, whose cause is the function's error."""
+        """Return the next sample. Raises StageError, whose cause is the function's error."""
         try:
             argument = self.transform.process_arg(sample)
             return self.transform.process_ret(sample, self.function(argument))
@@ -131,7 +130,7 @@ class ImagePilDecode:
             with another release of libjpeg-turbo. For mode "RGB" only. Part of the flow, as any argument.
 
     Raises:
-        MissingExtraError: Pillow, or the decoder that is asked for, is not installed.
+        MissingExtraError: Pillow or the requested decoder is not installed.
         OptionError: there is no such decoder, or not for this mode.
     """
 
@@ -152,7 +151,7 @@ class ImagePilDecode:
         self._mode = mode
         if decoder == "simplejpeg":
             _check_simplejpeg()
-            self._decoder = decoder  # where nobody asks for it, the pickle is that of flows of before
+            self._decoder = decoder  # only then, so that the pickle of the default does not change
 
     def __call__(self, data: bytes) -> Any:
         if self._decoder == "simplejpeg":

@@ -16,21 +16,20 @@ from torch_dpflow.epoch.rng import loading_epoch, preserved_rng, seed_batch
 from torch_dpflow.errors import DPFlowError, StageError
 from torch_dpflow.flows.stage import Stage
 
-#: Fields at the head of the counter: whether an epoch was set, which, and the counted epoch.
+#: First fields of the counter: whether an epoch was set, which, and the counted epoch.
 _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 
 
 class EpochCounter:
-    """Returns the epoch of each sample that is read. Shared by a process and its workers.
+    """Epoch of each sample that is read. Shared by a process and its workers.
 
-    An epoch that was set takes precedence. Next comes the epoch of our loader, resumed or not. torch's loader gives a
-    dataset no number to derive the epoch from: the base seed of its workers is random, stays the same for persistent
-    workers, and does not exist without workers. But a dataset sees that a sample is read again. So a sample's epoch is
-    the number of times it was read before, and at least that of any other sample: in passes over all samples it is the
-    number of the pass, whichever process reads the sample.
+    An epoch that was set takes precedence, then the epoch of a DPFlowDataLoader, resumed or not. torch's loader passes
+    no epoch to a dataset: the base seed of its workers is random, stays the same for persistent workers, and does not
+    exist without workers. So a sample's epoch is the number of times it was read before, and at least that of any
+    other sample: in passes over all samples it is the number of the pass, in any process.
 
-    Two processes that count at the same time may each miss the other's increment; both then see a sample that is read
-    again, which gives the same epoch.
+    Two processes that count at the same time may each miss the other's increment; both then see a repeated sample,
+    which gives the same epoch.
 
     Args:
         samples: their number; they are numbered from 0.
@@ -42,12 +41,12 @@ class EpochCounter:
         self._open(words.share_memory_())
 
     def set(self, epoch: int) -> None:
-        """Set the epoch that samples are read in, also for running workers."""
+        """Set the epoch, also for running workers."""
         self._head[_SET] = epoch
         self._head[_IS_SET] = 1
 
     def of(self, sample: int) -> int:
-        """The epoch of this read of the sample."""
+        """Return the epoch of this read of the sample."""
         if self._head[_IS_SET]:
             return int(self._head[_SET])
         loading = loading_epoch()
@@ -66,7 +65,7 @@ class EpochCounter:
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is not None:
             return _shared, (self._samples, self._words)
-        # A process that is not forked from this one counts for itself, and counts do not change a flow's fingerprint.
+        # Other processes than workers count for themselves; and a flow's fingerprint must not contain counts.
         was_set = int(self._head[_SET]) if self._head[_IS_SET] else None
         return _without_counts, (self._samples, was_set)
 
@@ -99,8 +98,8 @@ class StagedDataset(Dataset[Any]):
         samples: a map-style dataset; its `__getitems__` is used if it has one, so that reads overlap.
         stages: in order.
         flow: names it in errors.
-        seed: for each sample torch's, Python's and numpy's generators are seeded by (seed, epoch, index)
-            and restored afterwards; not in threads, which share them. None: stages draw from them as they are.
+        seed: seeds torch's, Python's and numpy's generators by (seed, epoch, index) for each sample, and restores them
+            afterwards; not in threads, which share them. None: stages draw from them as they are.
     """
 
     def __init__(self, samples: Any, stages: Sequence[Stage], flow: str, *, seed: int | None = None) -> None:
@@ -108,7 +107,7 @@ class StagedDataset(Dataset[Any]):
         self._stages = tuple(stages)
         self._flow = flow
         self._seed = seed
-        #: the epoch of each sample; used with a seed only
+        #: Used with a seed only.
         self.epochs = None if seed is None else EpochCounter(len(samples))
 
     def __len__(self) -> int:
@@ -123,23 +122,23 @@ class StagedDataset(Dataset[Any]):
             return [self[index] for index in indices]
         samples = list(together(indices))
         if len(samples) != len(indices):
-            # The dataset leaves samples out; only one by one it is known which.
+            # The dataset leaves samples out; reading one by one shows which.
             return [self[index] for index in indices]
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Tell the dataset inside the order of an epoch; see `announcing`."""
+        """Announce the order of an epoch to the dataset inside; see `announcing`."""
         announce_order(self._samples, order, spread, extends)
 
     def load_each(self, indices: list[int]) -> list[Any]:
-        """Each sample, or a Failed in its place; an error of one does not affect others."""
+        """Return each sample, or a Failed in its place; an error of one does not affect others."""
         return [
             sample if isinstance(sample, Failed) else _attempt(self.through, index, sample)
             for index, sample in zip(indices, _each(self._samples, indices))
         ]
 
     def through(self, index: int, sample: Any) -> Any:
-        """The output of the stages for the sample of this number. Raises StageError."""
+        """Return the output of the stages for the sample of this number. Raises StageError."""
         if self._seed is None or self.epochs is None:
             return self._staged(index, sample)
         with preserved_rng():
@@ -157,7 +156,7 @@ class StagedDataset(Dataset[Any]):
 
 
 def _each(samples: Any, indices: list[int]) -> list[Any]:
-    """A dataset's samples, with a Failed for each that fails; read together if the dataset can."""
+    """Return a dataset's samples, with a Failed for each that fails; read together if the dataset can."""
     if isinstance(samples, StagedDataset):
         return samples.load_each(indices)
     if (read_each := working(samples, "read_each")) is not None:
