@@ -119,7 +119,7 @@ def test_a_pool_with_an_operators_certificates(
         ]:
             peer = signed_by.member(role, name)
             write_connection_file(tmp_path / "other", with_pem(jobs, client=b"".join(peer).decode()))
-            with pytest.raises(PeerLostError, match="cannot be spoken to"):
+            with pytest.raises(PeerLostError, match="cannot connect to the pool server"):
                 DataClient(address, connection=tmp_path / "other").cached_datasets()
         write_connection_file(tmp_path / "other", with_pem(jobs, authority=OTHER.pem.decode()))
         with pytest.raises(PeerLostError, match="is not one of this cluster's servers"):

@@ -184,8 +184,8 @@ class PooledArray(Dataset[Rows]):
         if self.source.is_pushed:
             self.close()  # so that the next read looks for a server at once
             raise PeerLostError(
-                f"{len(missing)} of these rows of {self.source.ref} are in the memory of no server: it was pushed from "
-                "memory, and its server was lost, or it was unloaded, or is being pushed; push it (again)"
+                f"{len(missing)} of these rows of {self.source.ref} are in no server's memory: the array was pushed, "
+                "and its server was lost, it was unloaded, or its push has not finished; push it (again)"
             )
         spans = [(number, number + 1) for number in numbers[missing].tolist()]
         for at, content in zip(missing.tolist(), self._storage.get().read_rows(spans)):

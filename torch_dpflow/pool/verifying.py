@@ -54,7 +54,7 @@ def verify_pool(
     source, identity = source_of(stored, None), identity_of(stored)
     with PoolConnection(address) as connection:
         if all(one.identity != identity for one in connection.contents().datasets):
-            raise UsageError(f"{stored.ref} is not in the pool; `dpflow pool list` has what is")
+            raise UsageError(f"{stored.ref} is not in the pool; `dpflow pool list` shows what is")
     counts, samples = compared if compared is not None else PoolComparison(), samples_of(stored)
     reader, per_record, at_once = _past_the_pool(stored)
     with (

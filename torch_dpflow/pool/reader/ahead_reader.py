@@ -134,7 +134,7 @@ class AheadReader:
             return {}
         memory = self._mapped(connection, number)
         if any(not 0 <= offset <= offset + length <= len(memory) for _, offset, length in there):
-            raise MessageError("a place in the pool lies outside of its memory")
+            raise MessageError("the pool reported a place outside of its memory")
         return {record: memory[offset : offset + length] for record, offset, length in there}
 
     def _mapped(self, connection: PoolConnection, number: int) -> mmap.mmap:

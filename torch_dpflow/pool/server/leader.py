@@ -102,8 +102,8 @@ class PoolLeader:
                 if known.held is not None:
                     if request.whole and known.held.is_part:
                         raise PoolFullError(
-                            f"{request.source.ref} is held in part, as there was no room for more: unload it to load "
-                            "all of it, or have a part of this one held"
+                            f"{request.source.ref} is cached in part, as it did not fit: unload it to load "
+                            "all of it, or load a part"
                         )
                     self._apply(
                         self._allocator.preload(

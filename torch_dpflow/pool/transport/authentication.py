@@ -273,7 +273,7 @@ def connect_stream(
     except (OSError, MessageError, PeerLostError) as error:
         connection.close()
         raise PeerLostError(
-            f"the server of the pool at {address} cannot be spoken to: {_reason(error)}"
+            f"cannot connect to the pool server at {address}: {_reason(error)}"
         ) from None
     return connection
 

@@ -210,13 +210,13 @@ class DataConnection:
             length for (_, one), length in zip(requested, lengths) if one.wanted.length is None and length > 0
         )
         if unverified > _MAX_UNVERIFIED_BYTES and unverified > (free := Headroom().available()):
-            raise MessageError(f"records of {unverified:,} bytes are to come, and {free:,} are free")
+            raise MessageError(f"the server announces records of {unverified:,} bytes, and {free:,} are free")
         for (of, (wanted, _, _)), record, length in zip(requested, records, lengths):
             is_other = length >= 0 and wanted.length is not None and length != wanted.length
             if of != identity or wanted.record != record or is_other:
                 raise MessageError(
-                    f"record {record} of set {identity.hex()} with {length} bytes came where record {wanted.record} of "
-                    f"{of.hex()} with {wanted.length} bytes was requested"
+                    f"record {record} of dataset {identity.hex()} with {length} bytes came where record "
+                    f"{wanted.record} of {of.hex()} with {wanted.length} bytes was requested"
                 )
         return [one for _, one in requested]
 

@@ -110,12 +110,8 @@ class DataReader:
             for owner in batch.queues.connections:
                 if self._connection(owner) is None:
                     batch.queues.drop(owner)
-            now, sizes, connections = (
-                time.monotonic(),
-                batch.queues.sizes(_LOOKAHEAD_RECORDS),
-                len(batch.queues.connections),
-            )
-            granted = self._window.grant(sizes, now, connections)
+            now, sizes = time.monotonic(), batch.queues.sizes(_LOOKAHEAD_RECORDS)
+            granted = self._window.grant(sizes, now, len(batch.queues.connections))
             if not granted:
                 return
             requested: dict[str, list[RequestedRecord]] = {}
