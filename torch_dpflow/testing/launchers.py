@@ -45,7 +45,7 @@ SECRET = "m3mb3r-s3cr3t"
 PROGRAM = "torch_dpflow.testing.processes"
 
 
-#: Of the next names, which no platform has had, whoever runs these tests: some refuse those that they know.
+#: Part of the next names, new for every platform and run, because some platforms refuse names used before.
 _incarnation = time.time_ns() // 1000
 
 
@@ -96,14 +96,14 @@ class LauncherContract:
 
     # --- starts ---
 
-    def test_a_start_is_told_and_the_worker_calls(
+    def test_a_start_is_reported_and_the_worker_calls(
         self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
         launch_spec = launch_spec_to(listener)
         platform.start(name_of(0), launch_spec)
-        (told,) = news(platform)
-        assert isinstance(told, Accepted)
-        assert told.name == name_of(0)
+        (outcome,) = outcomes(platform)
+        assert isinstance(outcome, Accepted)
+        assert outcome.name == name_of(0)
         with caller(listener) as (_, received):
             assert received == launch_spec
 
@@ -160,19 +160,19 @@ class LauncherContract:
         launcher.stop(name_of(9), None)
         assert launcher.look({name_of(9): None}) == {}
 
-    def test_an_end_is_told_once_with_the_last_words(
+    def test_an_end_is_reported_once_with_the_last_words(
         self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
         platform.start(name_of(0), launch_spec_to(listener, leave=True))
-        (told,) = news(platform)
-        assert isinstance(told, Accepted)
+        (outcome,) = outcomes(platform)
+        assert isinstance(outcome, Accepted)
         end = ended(platform, name_of(0)).end
         assert end.code == CODE
         assert LAST_WORDS in str(end)
         platform.suspect(name_of(0))
         assert not wakes(platform, 0.0)
 
-    def test_a_stopped_worker_is_told_to_have_ended(
+    def test_the_end_of_a_stopped_worker_is_reported(
         self, platform: RemotePlatform, listener: socket.socket
     ) -> None:
         platform.start(name_of(0), launch_spec_to(listener))
@@ -208,7 +208,7 @@ class LauncherContract:
                 with pytest.raises(BlockingIOError):
                     connection.recv(1)
                 if not launcher.limits.can_list:
-                    return  # nobody else knows of it
+                    return  # only this process has a record of it
                 assert launcher.look({name_of(0): None})[name_of(0)].end is None
                 launcher.stop(name_of(0), None)
                 connection.settimeout(TIMEOUT_S)
@@ -242,14 +242,14 @@ class LauncherContract:
         assert not [text for text in texts if SECRET in text]
 
 
-def launch_spec_to(listener: socket.socket, **told: Any) -> bytes:
+def launch_spec_to(listener: socket.socket, **fields: Any) -> bytes:
     """A launch spec to call at `listener`."""
-    return json.dumps({"address": listener.getsockname(), "secret": SECRET, "padding": "", **told}).encode()
+    return json.dumps({"address": listener.getsockname(), "secret": SECRET, "padding": "", **fields}).encode()
 
 
 @contextmanager
 def caller(listener: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
-    """The next worker that calls, and the launch spec that it has got. It ends after the block."""
+    """The next worker that calls, and the launch spec that it received. It ends after the block."""
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(TIMEOUT_S)
@@ -257,8 +257,8 @@ def caller(listener: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
         yield connection, connection.recv(size, socket.MSG_WAITALL)
 
 
-def news(platform: RemotePlatform) -> list[Outcome]:
-    """Wait for news."""
+def outcomes(platform: RemotePlatform) -> list[Outcome]:
+    """Wait for outcomes of starts and ends."""
     assert wakes(platform, TIMEOUT_S), "nothing has happened"
     return list(platform.take())
 

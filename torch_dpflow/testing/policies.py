@@ -61,7 +61,7 @@ class PolicyContract:
         """A new policy for keys below `keys`, which are read in the order of `stream`."""
         raise NotImplementedError(f"{type(self).__name__} must say how a policy is made")
 
-    def test_keeps_its_budget_and_its_books_under_any_history(self) -> None:
+    def test_keeps_its_budget_and_its_counts_under_any_history(self) -> None:
         """Evicted keys were resident, the rest fits the budget, statistics add up, forgotten jobs are unknown."""
         machine = type("History", (PolicyHistory,), {"make_policy": staticmethod(self.make_policy)})
         run_state_machine_as_test(
@@ -100,7 +100,7 @@ class PolicyContract:
         assert list(policy.admit(0, 101)) == [0]
         assert (policy.statistics().bytes, len(policy)) == (0, 0)
 
-    def test_gives_up_everything_when_told_to(self) -> None:
+    def test_evicts_every_key_on_request(self) -> None:
         policy = self._reading(range(6), max_items=6)
         for key in range(6):
             policy.access(key, "a")

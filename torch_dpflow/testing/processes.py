@@ -19,7 +19,7 @@ from typing import Any
 from torch_dpflow.remote.launchers.processes import take_launch_spec
 from torch_dpflow.workers.platform import Platform, ProcessSpec
 
-#: Time limit for whatever a test awaits, seconds.
+#: Time limit of each wait, seconds.
 TIMEOUT_S = 150.0
 
 #: What a worker writes before it leaves, and its exit code.

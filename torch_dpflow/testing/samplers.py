@@ -114,7 +114,7 @@ class SamplingContract:
         assert group.jobs == ()
 
     @pytest.mark.parametrize("indices", [[0.5], [[1, 2]], "abc", 7])
-    def test_what_is_no_set_of_indices_is_refused(self, indices: Any) -> None:
+    def test_an_invalid_set_of_indices_is_refused(self, indices: Any) -> None:
         with pytest.raises(OptionTypeError):
             self.make_group(60, 10, 0).join("a", indices)
 
@@ -143,7 +143,7 @@ class SamplingContract:
         _start(group, "a")
         group.leave("a")
         for call in (group.leave, group.remaining, group.lookahead):
-            for job in ("a", "stranger"):
+            for job in ("a", "unknown"):
                 with pytest.raises(UsageError, match=f"'{job}' is no member"):
                     call(job)
         with pytest.raises(UsageError, match="no member"):
@@ -248,16 +248,16 @@ class GroupHistory(RuleBasedStateMachine):
 
     @rule(job=_JOBS)
     def look_ahead(self, job: str) -> None:
-        """A lookahead tells no more than is left, draws nothing, and what it calls certain comes next."""
+        """A lookahead has no more than is left, draws nothing, and what it calls certain comes next."""
         if job not in self.left:
             return
-        # On the group alone: if it changed anything, the twin would tell.
+        # On the group alone: if it changed anything, the twin would differ.
         seen = self.group.lookahead(job)
         left = self.left[job]
         assert seen.length - seen.position == len(left) == self.group.remaining(job)
-        told = seen.certain.tolist() + seen.likely.tolist()
-        assert len(set(told)) == len(told)
-        assert set(told) <= left
+        seen_keys = seen.certain.tolist() + seen.likely.tolist()
+        assert len(set(seen_keys)) == len(seen_keys)
+        assert set(seen_keys) <= left
         if seen.complete and left:
             n = (len(left) + 1) // 2
             certain = seen.certain[:n].tolist()
@@ -273,7 +273,7 @@ class GroupHistory(RuleBasedStateMachine):
 
     @rule(job=_JOBS)
     def refuse_wrong_calls(self, job: str) -> None:
-        """They change nothing: if they did, the twin would tell."""
+        """They change nothing: if they did, the twin would differ."""
         if job in self.sets:
             with pytest.raises(OptionError):
                 self.group.draw(job, 0) if job in self.left else self.group.start_epoch(job, -1)
@@ -302,7 +302,7 @@ class GroupHistory(RuleBasedStateMachine):
         """Compare a draw with what is known, and take note of it."""
         indices, left = drawn.indices, self.left[job]
         assert indices.dtype == np.int64
-        assert len(indices) == min(n, len(left)), "as many as were asked for, or all that are left"
+        assert len(indices) == min(n, len(left)), "as many as requested, or all that are left"
         picked = set(indices.tolist())
         assert len(picked) == len(indices), "no sample twice in one draw"
         assert picked <= left, "nothing but what the job still has to read in this epoch"

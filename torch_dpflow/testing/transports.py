@@ -29,7 +29,7 @@ except ImportError as error:
 from torch_dpflow.errors import MessageError, PeerLostError, StateError
 from torch_dpflow.ipc.transport import Connection, Frame, Listener, TransportOptions, connect, listen
 
-#: Time limit for whatever a test awaits, seconds.
+#: Time limit of each wait, seconds.
 TIMEOUT_S = 60.0
 
 
@@ -41,7 +41,7 @@ class TransportContract:
     connection_options = TransportOptions()
 
     def new_address(self, tmp_path: Path) -> str:
-        """An address that nobody listens at. With a fixed port or name: a new one for each test."""
+        """An address without a listener. With a fixed port or name: a new one for each test."""
         raise NotImplementedError(f"{type(self).__name__} must say where to listen")
 
     # --- fixtures ---
@@ -96,28 +96,28 @@ class TransportContract:
     ) -> None:
         listener, connection = pair
         content = os.urandom(size)
-        frames: list[Frame] = [b"head", content, bytearray(content), memoryview(content)]
+        frames: list[Frame] = [b"header", content, bytearray(content), memoryview(content)]
         connection.send(frames)
-        peer, received = heard(listener)
+        peer, received = next_message(listener)
         assert peer == connection.identity
-        assert [bytes(frame) for frame in received] == [b"head", content, content, content]
+        assert [bytes(frame) for frame in received] == [b"header", content, content, content]
         assert listener.send(peer, received)
-        assert [bytes(frame) for frame in answered(connection)] == [b"head", content, content, content]
+        assert [bytes(frame) for frame in answered(connection)] == [b"header", content, content, content]
 
     def test_memory_of_any_shape_crosses_as_its_bytes(self, pair: tuple[Listener, Connection]) -> None:
         listener, connection = pair
         doubles: Any = memoryview(bytearray(range(240))).cast("d", shape=[5, 6])
         connection.send([doubles])
-        assert bytes(heard(listener)[1][0]) == bytes(range(240))
+        assert bytes(next_message(listener)[1][0]) == bytes(range(240))
 
     @pytest.mark.parametrize("size", [10, 200_000])
-    def test_received_frames_are_writable_and_nobody_elses(
+    def test_received_frames_are_writable_and_not_shared(
         self, pair: tuple[Listener, Connection], size: int
     ) -> None:
         listener, connection = pair
         sent = bytearray(size)
         connection.send([sent])
-        frame = heard(listener)[1][0]
+        frame = next_message(listener)[1][0]
         frame[:] = b"\x01" * size
         assert bytes(sent) == bytes(size)
         assert bytes(frame) == b"\x01" * size
@@ -126,7 +126,7 @@ class TransportContract:
         listener, connection = pair
         for number in range(500):
             connection.send([b"%d" % number, bytes(number * 40)])
-        received = [int(bytes(heard(listener)[1][0])) for _ in range(500)]
+        received = [int(bytes(next_message(listener)[1][0])) for _ in range(500)]
         assert received == list(range(500))
 
     def test_each_peer_gets_its_own_answers(
@@ -137,7 +137,7 @@ class TransportContract:
         for connection in connections:
             connection.send([b"from " + connection.identity])
         for _ in connections:
-            peer, frames = heard(listener)
+            peer, frames = next_message(listener)
             assert bytes(frames[0]) == b"from " + peer
             assert listener.send(peer, [b"to " + peer])
         for connection in connections:
@@ -170,7 +170,7 @@ class TransportContract:
         assert listener.receive(TIMEOUT_S) is None
         assert time.monotonic() - started < TIMEOUT_S
         connection.send([b"after"])
-        assert bytes(heard(listener)[1][0]) == b"after"
+        assert bytes(next_message(listener)[1][0]) == b"after"
 
     def test_watched_descriptor_ends_a_receive_that_waits(self, pair: tuple[Listener, Connection]) -> None:
         listener, connection = pair
@@ -209,7 +209,7 @@ class TransportContract:
         connection = open_connection(address)
         connection.send([b"early"])
         listener = open_listener(address)
-        peer, frames = heard(listener)
+        peer, frames = next_message(listener)
         assert (peer, bytes(frames[0])) == (connection.identity, b"early")
 
     def test_connection_finds_a_listener_that_was_restarted(
@@ -222,13 +222,13 @@ class TransportContract:
         assert listener.send(connection.identity, [b"again"])
         assert bytes(answered(connection)[0]) == b"again"
 
-    def test_send_to_a_stranger_is_refused(self, pair: tuple[Listener, Connection]) -> None:
-        assert not pair[0].send(b"nobody", [b"hello"])
+    def test_send_to_an_unknown_peer_is_refused(self, pair: tuple[Listener, Connection]) -> None:
+        assert not pair[0].send(b"unknown", [b"data"])
 
     def test_send_to_a_peer_that_has_gone_is_refused(self, pair: tuple[Listener, Connection]) -> None:
         listener, connection = pair
         connection.close()
-        assert eventually(lambda: not listener.send(connection.identity, [b"hello"]), listener)
+        assert eventually(lambda: not listener.send(connection.identity, [b"data"]), listener)
 
     def test_peer_that_returns_under_its_identity_is_reached(
         self, pair: tuple[Listener, Connection], open_connection: Callable[..., Connection]
@@ -274,7 +274,7 @@ class TransportContract:
         connection = open_connection(listener.address)
         connection.send([b"x"] * 4)
         connection.send([b"y"] * 3)
-        assert [bytes(frame) for frame in heard(listener)[1]] == [b"y"] * 3
+        assert [bytes(frame) for frame in next_message(listener)[1]] == [b"y"] * 3
         assert listener.dropped == 1
 
     def test_frame_that_is_too_long_never_arrives(
@@ -298,7 +298,7 @@ class TransportContract:
             with pytest.raises(MessageError):
                 listener.send(connection.identity, frames)
         connection.send([b"still whole"])
-        assert [bytes(frame) for frame in heard(listener)[1]] == [b"still whole"]
+        assert [bytes(frame) for frame in next_message(listener)[1]] == [b"still whole"]
 
     # --- the end ---
 
@@ -323,7 +323,7 @@ class TransportContract:
             os._exit(_misbehave(listener, connection))
         assert os.waitpid(child, 0)[1] == 0
         connection.send([b"still here"])
-        peer, frames = heard(listener)
+        peer, frames = next_message(listener)
         assert bytes(frames[0]) == b"still here"
         assert listener.send(peer, [b"and here"])
         assert bytes(answered(connection)[0]) == b"and here"
@@ -335,7 +335,7 @@ def send_often(connection: Connection, times: int) -> None:
         connection.send([b"x" * 65_536])
 
 
-def heard(listener: Listener) -> tuple[bytes, list[memoryview]]:
+def next_message(listener: Listener) -> tuple[bytes, list[memoryview]]:
     """The listener's next message; fails if none arrives."""
     message = listener.receive(TIMEOUT_S)
     assert message is not None, f"nothing came to {listener.address} within {TIMEOUT_S} s"

@@ -26,7 +26,7 @@ from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.ipc.transport import Connection, Listener, TransportOptions, connect, listen
 from torch_dpflow.ipc.transport.base import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
-from torch_dpflow.testing.transports import TIMEOUT_S, answered, greet, heard
+from torch_dpflow.testing.transports import TIMEOUT_S, answered, greet, next_message
 
 CLUSTER = generate_keys("tcp://127.0.0.1:0")
 STRANGER = generate_keys("tcp://127.0.0.1:0")
@@ -48,7 +48,7 @@ def refused(listener: Listener, stranger: Connection) -> None:
                 stranger.send([b"let me in"])
             assert listener.receive(0.1) is None
         friend.send([b"friend"])
-        peer, frames = heard(listener)
+        peer, frames = next_message(listener)
         assert (peer, bytes(frames[0])) == (friend.identity, b"friend")
         assert listener.send(peer, [b"welcome"])
         assert bytes(answered(friend)[0]) == b"welcome"
@@ -255,7 +255,7 @@ class WorkerListener:
         return ClientKeys(public=public, secret=secret, server_public=self.keys.public)
 
     def hears(self, identity: bytes, keys: ClientKeys) -> bool:
-        """Whether a new connection with this identity is heard."""
+        """Whether a new connection with this identity is next_message."""
         with closing(
             connect(self.listener.address, identity=identity, options=TransportOptions(keys=keys))
         ) as caller:
@@ -263,7 +263,7 @@ class WorkerListener:
             return self.listen(TIMEOUT_S) == identity
 
     def is_deaf_to(self, identity: bytes, keys: ClientKeys) -> bool:
-        """Whether one that is admitted is heard first, though it comes later."""
+        """Whether one that is admitted is next_message first, though it comes later."""
         stranger = connect(self.listener.address, identity=identity, options=TransportOptions(keys=keys))
         friend_keys = self.expect(f"friend-{identity!r}", 1.0)
         friend = connect(
@@ -282,7 +282,7 @@ class WorkerListener:
             friend.close()
 
     def listen(self, within_s: float) -> bytes | None:
-        """Who is heard first. A connection that ends is told of as well."""
+        """Who is next_message first. A connection that ends is told of as well."""
         deadline = time.monotonic() + within_s
         while (left_s := deadline - time.monotonic()) > 0:
             message = self.listener.receive(left_s)

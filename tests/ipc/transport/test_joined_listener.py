@@ -13,7 +13,7 @@ import pytest
 from torch_dpflow.ipc.transport import Connection, Listener, connect
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
 from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
-from torch_dpflow.testing.transports import TIMEOUT_S, TransportContract, heard
+from torch_dpflow.testing.transports import TIMEOUT_S, TransportContract, next_message
 
 
 class TestJoined(TransportContract):
@@ -53,7 +53,7 @@ def test_peers_of_either_are_heard_and_answered_where_they_are(
 ) -> None:
     joined, second = both
     peers = [hello_of(joined.address, b"a"), hello_of(second.address, b"b")]
-    assert {heard(joined)[0] for _ in peers} == {b"a", b"b"}
+    assert {next_message(joined)[0] for _ in peers} == {b"a", b"b"}
     for peer in peers:
         assert joined.send(peer.identity, [b"to " + peer.identity])
         frames = peer.receive(TIMEOUT_S)
@@ -70,7 +70,7 @@ def test_neither_waits_until_the_other_has_nothing(both: tuple[JoinedListener, Z
             peer.send([b"more"])
     waiting = {b"a": 21, b"b": 21}
     while all(waiting.values()):
-        waiting[heard(joined)[0]] -= 1
+        waiting[next_message(joined)[0]] -= 1
     for peer in peers:
         peer.close()
     assert joined.dropped == 0
@@ -79,7 +79,7 @@ def test_neither_waits_until_the_other_has_nothing(both: tuple[JoinedListener, Z
 def test_who_calls_at_the_wrong_one_is_not_heard(both: tuple[JoinedListener, ZeroMQListener]) -> None:
     joined, second = both
     astray, right = hello_of(second.address, b"a"), hello_of(joined.address, b"a-too")
-    assert heard(joined)[0] == b"a-too"
+    assert next_message(joined)[0] == b"a-too"
     while not joined.dropped:
         joined.receive(0.01)
     astray.close()
@@ -94,5 +94,5 @@ def test_what_wakes_the_second_wakes_both_once(both: tuple[JoinedListener, ZeroM
     waker.join()
     assert joined.receive(0.01) is None
     peer = hello_of(second.address, b"b")
-    assert heard(joined)[0] == b"b"
+    assert next_message(joined)[0] == b"b"
     peer.close()
