@@ -14,7 +14,7 @@ from tests.browser import MISSING, find_chromium, opened
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
-from torch_dpflow.cluster.monitoring.page_history import MOST_POINTS, PageHistory
+from torch_dpflow.cluster.monitoring.page_history import MAX_POINTS, PageHistory
 from torch_dpflow.cluster.monitoring.page_server import PageServer
 
 JOBS, WORKERS, SECONDS = 32, 256, 10
@@ -83,15 +83,15 @@ def observation(second: int) -> Observation:
 def served() -> Iterator[str]:
     """The address of a page that is told something new each second."""
     history = PageHistory("cluster", "many")
-    for second in range(MOST_POINTS):
+    for second in range(MAX_POINTS):
         history.observe(observation(second), float(second))
     listener = listen_at("127.0.0.1", 0)
     place = PagePlace("127.0.0.1", listener.getsockname()[1])
-    page, ended = PageServer(listener, place.guard, history), threading.Event()
+    page, ended = PageServer(listener, place.authenticator, history), threading.Event()
     page.start()
 
     def tell() -> None:
-        for second in count(MOST_POINTS):
+        for second in count(MAX_POINTS):
             page.observe(observation(second))
             if ended.wait(1.0):
                 return

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.cluster.monitoring.page_figures import (
-    MOST_PROCESSES,
+    MAX_PROCESSES,
     Headline,
     History,
     Observation,
@@ -21,7 +21,7 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     Update,
     observation_of,
 )
-from torch_dpflow.cluster.monitoring.page_history import MOST_POINTS, MOST_SERIES, PageHistory
+from torch_dpflow.cluster.monitoring.page_history import MAX_POINTS, MAX_SERIES, PageHistory
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 SERIES = ("stall", "rate", "hit_rate", "decodes")
@@ -262,14 +262,14 @@ def test_who_follows_the_updates_knows_what_who_comes_late_is_told(
 
 def test_nothing_grows_without_end() -> None:
     page = PageHistory("cluster", "here")
-    for second in range(MOST_POINTS + 50):
+    for second in range(MAX_POINTS + 50):
         seen = [job(f"{second}-{n}", stall_s=second, reading_s=second, samples=second) for n in range(2)]
         page.observe(Observation(jobs=[*seen, job("stays", reading_s=second)]), float(second))
     history = page.whole().history
-    assert len(history.at) == len(history.stall["f:v1 stays"]) == MOST_POINTS
-    assert all(len(getattr(history, name)) <= MOST_SERIES for name in SERIES)
-    many = [worker(n) for n in range(MOST_PROCESSES + 10)] + [worker(99999, state="down")]
+    assert len(history.at) == len(history.stall["f:v1 stays"]) == MAX_POINTS
+    assert all(len(getattr(history, name)) <= MAX_SERIES for name in SERIES)
+    many = [worker(n) for n in range(MAX_PROCESSES + 10)] + [worker(99999, state="down")]
     update = page.observe(Observation(processes=many), 9999.0)
-    assert len(update.processes) == MOST_PROCESSES
+    assert len(update.processes) == MAX_PROCESSES
     assert update.more_processes == 11
     assert update.processes[0].state == "down", "what does not work is not left out"

@@ -20,7 +20,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, Sha
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, digest_of, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
-from torch_dpflow.cluster.monitoring.page_server import MOST_CONNECTIONS, MOST_HEAD, PageServer
+from torch_dpflow.cluster.monitoring.page_server import MAX_CONNECTIONS, MAX_HEAD, PageServer
 
 TOKEN = "a token of many letters"
 #: What the page shows of what is not known.
@@ -34,7 +34,7 @@ class Served:
         listener = listen_at("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         place = PagePlace("127.0.0.1", self.port, digest)
-        self.page = PageServer(listener, place.guard, PageHistory("cluster", "here"))
+        self.page = PageServer(listener, place.authenticator, PageHistory("cluster", "here"))
         self.page.start()
 
     def ask(
@@ -139,7 +139,7 @@ def test_requests_that_may_not_be_are_refused(serve: Callable[..., Served]) -> N
     assert headers["Content-Security-Policy"], "refusals have it too"
     assert served.ask("/", Host="evil.example")[0] == 421
     for nonsense in (
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (2 * MOST_HEAD),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (2 * MAX_HEAD),
         b"\0\1\2 nonsense\r\n\r\n",
     ):
         with served.raw() as connection:
@@ -158,7 +158,7 @@ def test_only_who_has_the_token_reads(serve: Callable[..., Served]) -> None:
 
 
 def test_streams_are_bounded(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "MOST_STREAMS", 2)
+    monkeypatch.setattr(page_server, "MAX_STREAMS", 2)
     served = serve()
     served.page.observe(Observation())
     first, second = streams = [http.client.HTTPConnection("127.0.0.1", served.port, timeout=60) for _ in "12"]
@@ -182,7 +182,7 @@ def test_streams_are_bounded(serve: Callable[..., Served], monkeypatch: pytest.M
 def test_who_takes_nothing_is_given_up_whatever_it_says(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_server, "MOST_STREAMS", 1)
+    monkeypatch.setattr(page_server, "MAX_STREAMS", 1)
     monkeypatch.setattr(page_server, "STUCK_S", 0.5)
     served = serve()
     much = Observation(failure="x" * (1 << 20))
@@ -209,7 +209,7 @@ def test_connections_are_bounded_and_those_that_say_nothing_end(
     serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve()
-    silent = [served.raw() for _ in range(MOST_CONNECTIONS)]
+    silent = [served.raw() for _ in range(MAX_CONNECTIONS)]
     with served.raw() as beyond:
         assert said(beyond) == b""
     for connection in silent:

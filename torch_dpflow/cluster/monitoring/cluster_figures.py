@@ -11,25 +11,25 @@ from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 
-#: Little is shared once so many samples have been served and at least this share of them was loaded for it.
-LEAST_SERVED, LITTLE = 100, 0.9
+#: Little is shared if at least this many samples were served and this share of them was loaded for it.
+MIN_SERVED, LITTLE = 100, 0.9
 
 
 class Sharing(NamedTuple):
-    """Counts of a flow's shards since they started."""
+    """How much the jobs of a flow share. Counts are since its shards started."""
 
     #: Samples that jobs have received, and that workers have loaded.
     served: int
     decodes: int
-    #: Why little is shared, and what to change; empty if much is, or if that is not known yet.
+    #: Why little is shared, and what to change; empty if much is shared, or if that is not known yet.
     why: str
-    #: What to change alone; empty: nothing.
+    #: What to change, without the reason; empty for nothing.
     change: str = ""
 
 
 def sharing_of(served: int, decodes: int, *, size: int, keeps: bool) -> Sharing:
-    """How a flow of `size` samples is shared. keeps: whether samples may be cached for later readers."""
-    if served < LEAST_SERVED or decodes < LITTLE * served:
+    """Return how a flow of `size` samples is shared. keeps: whether samples are cached for later readers."""
+    if served < MIN_SERVED or decodes < LITTLE * served:
         return Sharing(served, decodes, "")
     if not keeps:
         why = (
@@ -60,7 +60,7 @@ class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
     #: Keys that it owns.
     keys: int = 0
     workers: int = 0
-    #: Samples that jobs have requested, and how many of these were cached or being loaded already.
+    #: Samples that jobs have requested, and how many of them were cached or being loaded already.
     wants: int = 0
     hits: int = 0
     #: Samples that workers have loaded, and that jobs have received.
@@ -98,7 +98,7 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job. Counts are since it began; see `torch_dpflow.cluster.messages.router.JobFigures`."""
+    """A job. Counts are since it started; see `torch_dpflow.cluster.messages.router.JobFigures`."""
 
     flow: str
     job: str
@@ -107,41 +107,41 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     batches: int
     samples: int
     bytes: int
-    #: Its part of the seconds for which workers have run.
+    #: Its part of the worker-seconds.
     worker_s: float = 0.0
 
     @property
     def key(self) -> str:
-        """Tells it from the jobs of all flows."""
+        """Unique among the jobs of all flows."""
         return f"{self.flow} {self.job}"
 
     @property
     def stall_share(self) -> float:
-        """The share of its reading time that it waited for data, 0 to 1."""
+        """Share of its reading time that it waited for data, 0 to 1."""
         return min(1.0, self.stall_s / self.reading_s) if self.reading_s else 0.0
 
 
 class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     """A flow."""
 
-    #: Its name and version.
+    #: Name and version.
     flow: str
     state: str
     jobs: int
-    #: The generation of its routing table; 0 while its router does not run.
+    #: Of its routing table; 0 while its router does not run.
     generation: int
     #: Shards that own keys.
     shards: int
     figures: ShardFigures
     #: Why its jobs share little; empty if they share much, or if that is not known yet.
     sharing: str
-    #: What to change about that alone; empty: nothing.
+    #: What to change about that; empty for nothing.
     cache_advice: str = ""
     #: How often its router, its shards and its workers have been restarted.
     restarts: int
-    #: What keeps its jobs from reading faster; empty: nothing that is known.
+    #: What limits the speed of its jobs; empty if nothing is known.
     limited_by: str = ""
-    #: How many workers it is to have, and for how long they have run, all of them together, seconds.
+    #: Desired number of workers, and the worker-seconds so far.
     desired: int = 0
     worker_s: float = 0.0
 
@@ -154,12 +154,12 @@ class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[JobRow]
 
 
-#: The names of a shard's figures in its status, if they differ.
+#: Names of figures of a shard in its status, if different.
 _NAMES = {"hits": "shared", "room_bytes": "capacity_bytes"}
 
 
 def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> ClusterFigures:
-    """The figures of these flows, from the status of the processes."""
+    """Return the figures of these flows from the status of the processes."""
     shards: list[ShardRow] = []
     jobs: list[JobRow] = []
     rows: list[FlowRow] = []
@@ -194,7 +194,7 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
 
 
 def state_words(state: str) -> str:
-    """A flow's state in words for people."""
+    """Return the state of a flow in words for people."""
     return "being read" if state == FlowState.ACCESSED.value else state
 
 
@@ -227,6 +227,6 @@ def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
 
 
 def count_of(status: dict[str, Any], name: str) -> int:
-    """A count in the status of a process; 0 if there is none."""
+    """Return a count in the status of a process; 0 if absent."""
     value = status.get(name)
     return value if isinstance(value, int) else 0

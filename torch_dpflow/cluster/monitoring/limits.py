@@ -1,4 +1,4 @@
-"""What each limit of reading means, and what to change; and the one line that the live page begins with. Pure."""
+"""What each limit of reading means and what to change, and the first line of the live page. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch_dpflow.cluster.monitoring.page_figures import FlowLine, Headline, JobLine
 
-#: A job that waits less than this takes what it can: its training limits it, whatever limits others of its flow.
+#: A job that waits less than this share of its time is limited by its training, whatever limits its flow.
 LITTLE_STALL = 0.05
 
 
 class Limit(NamedTuple):
-    """A limit: in two or three words, in a clause, and what to change. NAME stands for the name of the flow."""
+    """A limit in two or three words, in a clause, and what to change. NAME stands for the name of the flow."""
 
     words: str
     meaning: str
@@ -21,21 +21,21 @@ class Limit(NamedTuple):
     otherwise: str = ""
 
 
-#: By the word that the cluster has for it. An empty word: not known yet.
+#: By the value of `FlowView.limited_by`.
 FLOW_LIMITS = {
     "": Limit(
         "not known yet",
-        "not known, as the cluster has not said it yet",
-        "nothing yet; it says so within some seconds of reading, also in `dpflow workers`",
+        "not known, as the cluster has not reported it yet",
+        "nothing yet; it is reported within some seconds of reading, also by `dpflow workers`",
     ),
     "job": Limit(
         "the training itself",
         "for the cluster, the training itself",
-        "nothing; what was waited is past",
+        "nothing; the wait is over",
     ),
     "workers": Limit(
         "too few workers",
-        "its workers, which load less than its jobs would read",
+        "its workers, which load less than its jobs could read",
         "more of them while their host has free processors: `dpflow flow scale NAME --workers N`",
         "have their number follow demand (`dpflow up --autoscale MIN:MAX`), cache what is decoded (ALSDCache) or "
         "decode faster (images: torch_dpflow.vision)",
@@ -54,20 +54,18 @@ FLOW_LIMITS = {
     ),
     "network": Limit(
         "the network",
-        "the network: samples are loaded faster than they come through, to jobs or from a platform's workers",
+        "the network: samples are loaded faster than it carries them, to jobs or from the workers of a platform",
         "smaller samples (images as uint8), workers that are nearer, or a larger JobOptions(ready=..., requested=...)",
     ),
 }
-#: Limits of a private loader alone, whose changes its figures decide.
+#: Limits of a private loader only; its figures decide what to change.
 _LOADER_WORDS = {"processors": "the processors", "start": "the start of epochs", "loading": "loading"}
-#: Advice for a job that waits though its batches were there in time.
-_OWN_PROCESS = (
-    "look at what else runs on the job's host, and at its collate_fn: its batches were there in time"
-)
+#: Advice for a job that waits although its batches arrived in time.
+_OWN_PROCESS = "look at what else runs on the job's host, and at its collate_fn: its batches arrived in time"
 
 
 def limit_of(by: str) -> Limit:
-    """What is known of a limit; of one that a platform has named, that it is the platform's."""
+    """Return a limit by its word; any unknown word is a limit of the platform."""
     found = FLOW_LIMITS.get(by)
     return found or Limit(
         _LOADER_WORDS.get(by, f"the platform: {by}"),
@@ -77,12 +75,12 @@ def limit_of(by: str) -> Limit:
 
 
 def advice_of(by: str, flow: str) -> str:
-    """What to change about a flow that is limited so; empty: nothing. flow: its name and version."""
+    """Return what to change about a limited flow; empty for nothing. flow: name and version."""
     return "" if by in ("", "job") else limit_of(by).change.replace("NAME", flow.rpartition(":v")[0])
 
 
 def headline_of(kind: str, jobs: Sequence[JobLine], flows: Mapping[str, FlowLine]) -> Headline:
-    """What limits the run, and what to try. kind: "cluster" or "loader"."""
+    """Return what limits the run, and what to try. kind: "cluster" or "loader"."""
     noun = "loader" if kind == "loader" else "job"
     if not jobs:
         advice = "" if flows or noun == "loader" else 'a loader with flow="NAME" and its job are shown here'
@@ -103,7 +101,7 @@ def headline_of(kind: str, jobs: Sequence[JobLine], flows: Mapping[str, FlowLine
 
 
 def _waiting(by: str, flow: FlowLine | None, waiting: Sequence[JobLine], reading: int) -> Headline:
-    """The headline of jobs of one flow, or loaders, that wait for the same."""
+    """Return the headline of jobs of one flow, or of loaders, that wait for the same reason."""
     first = max(waiting, key=lambda job: job.stall_now or 0.0)
     who = f"{first.job} waits {first.stall_now:.0%} of its time for data"
     if reading > 1:

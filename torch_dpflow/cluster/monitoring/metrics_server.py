@@ -1,4 +1,4 @@
-"""Serves the metrics of a cluster to Prometheus, over HTTP."""
+"""Metrics of a cluster for Prometheus, over HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHARD_METRICS = (
     ("pool_bytes", False, "held_bytes", "Bytes of samples that the shard holds."),
     ("pool_capacity_bytes", False, "room_bytes", "Most bytes of samples that the shard may hold."),
 )
-#: Of each job: as above.
+#: Of each job, likewise.
 _JOB_METRICS = (
     ("stall_seconds", True, "stall_s", "Seconds that the training loop has waited for a batch."),
     ("reading_seconds", True, "reading_s", "Seconds from the beginning of each epoch to its latest batch."),
@@ -53,9 +53,9 @@ _JOB_METRICS = (
 
 
 def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
-    """The host and the port of `address`.
+    """Return host and port of `address`.
 
-    public: whether other hosts may read the metrics, which name flows and jobs and need no key.
+    public: whether other hosts can read the metrics, which name flows and jobs, without a key.
 
     Raises:
         OptionError: it is not HOST:PORT, is not a loopback address although `public` is False, or is in use.
@@ -64,7 +64,7 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
     host, port = parse_address("metrics", address, "127.0.0.1:9400")
     if not public and not is_loopback(host):
         raise OptionError(
-            f"metrics={address!r} reaches beyond this host, and whoever connects may read the names of flows and "
+            f"metrics={address!r} reaches beyond this host, so others could read the names of flows and "
             "jobs without a key; give 127.0.0.1, or --metrics-public if that is meant"
         )
     _require_client()
@@ -83,9 +83,7 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
     registry.register(_Collector(views))
     try:
         client.start_http_server(int(port), addr=host.strip("[]"), registry=registry)
-    except (
-        OSError
-    ) as error:  # not raised: the address was free when the cluster started, and jobs need no metrics
+    except OSError as error:  # not raised: jobs need no metrics
         SERVICE.error("metrics cannot be served at %s: %s", address, error.strerror or error)
 
 
@@ -94,12 +92,12 @@ class UnnamedJobs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: The last rows of present jobs, by flow and job; the sums of ended jobs, by flow, while the flow exists.
+        #: Latest rows of current jobs by flow and job; sums of ended jobs by flow, while the flow exists.
         self._seen: dict[tuple[str, str], JobRow] = {}
         self._gone: dict[str, JobRow] = {}
 
     def combine(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
-        """The rows of named jobs, and one for the unnamed jobs of each of these flows, whose counts never fall."""
+        """Return the rows of named jobs, and one for the unnamed jobs of each flow, whose counts never fall."""
         unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
         with self._lock:
             for key in self._seen.keys() - unnamed.keys():
@@ -121,7 +119,7 @@ def _sum_of(flow: str, rows: Sequence[JobRow]) -> JobRow:
 
 
 class _Collector:
-    """Converts a cluster's figures to Prometheus' metric families."""
+    """Converts the figures of a cluster to metric families of Prometheus."""
 
     def __init__(self, views: Callable[[], Views]) -> None:
         self._views = views

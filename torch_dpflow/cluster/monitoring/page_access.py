@@ -19,26 +19,33 @@ import msgspec
 
 from torch_dpflow.errors import MissingExtraError, OptionError
 
+#: Environment variable with the path of the file with the token.
+TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"
+#: Characters of a token.
+MIN_TOKEN, MAX_TOKEN = 16, 1024
+#: Requests a second of one address, on average, and at once.
+RATE, BURST = 20.0, 60.0
+#: Most addresses whose rate is tracked; the one silent longest is dropped.
+MAX_CLIENTS = 256
+#: Hosts in URLs by which only this machine is reached.
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
 
 def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT. Raises OptionError, which calls it `name`."""
+    """Return host and port of HOST:PORT. Raises OptionError with `name`."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]").lower()
-    if not _is_name(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+    try:
+        is_host = bool(ipaddress.ip_address(host) if ":" in host else host.encode("idna")) and "/" not in host
+    except ValueError:
+        is_host = False
+    if not is_host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise OptionError(f"{name}={address!r:.200}: give HOST:PORT, such as {example}")
     return host, int(port)
 
 
-def _is_name(host: str) -> bool:
-    """Whether a socket could take it: not a URL, say."""
-    try:
-        return bool(ipaddress.ip_address(host) if ":" in host else host.encode("idna")) and "/" not in host
-    except ValueError:
-        return False
-
-
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -46,28 +53,20 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises OSError."""
+    """Return a listening socket. Raises OSError."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def check_vacant(name: str, host: str, port: int) -> None:
-    """Raise OptionError unless this process can listen there."""
+    """Raise OptionError if this process cannot listen there."""
     try:
         listen_at(host, port).close()
     except OSError as error:
         raise OptionError(f"{name}={f'{host}:{port}'!r}: {error.strerror or error}; give another") from error
 
 
-#: Requests a second of one address, on average, and at once.
-RATE, BURST = 20.0, 60.0
-#: Addresses that are remembered; the one that was silent longest is forgotten.
-MOST_CLIENTS = 256
-#: Hosts of a URL by which this machine alone is reached.
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-
-
 class Refusal(NamedTuple):
-    """Why a request is not answered."""
+    """Why a request is refused."""
 
     status: int
     text: str
@@ -75,51 +74,52 @@ class Refusal(NamedTuple):
 
 
 def digest_of(token: str) -> bytes:
-    """What is kept of a token, to compare with."""
+    """Return the digest of a token, which is kept to compare with."""
     return hashlib.sha256(token.encode()).digest()
 
 
-class PageGuard:
-    """Decides about requests. Not thread-safe.
+class PageAuthenticator:
+    """Rate limit and authentication of requests. Not thread-safe.
 
     Args:
-        digest: of the token that each request needs; empty: none is needed.
-        hosts: by which names the page may be called; empty: by any. Where no token is needed, the page of a stranger
-            could otherwise have its own name lead here, and read.
+        digest: of the token that each request needs; empty without a token.
+        hosts: allowed names of the page; empty for any. Without a token this prevents DNS rebinding: a foreign page
+        could
+            otherwise point its own name here and read.
     """
 
     def __init__(self, digest: bytes = b"", hosts: frozenset[str] = frozenset()) -> None:
         self._digest = digest
         self._hosts = hosts
-        #: Requests that each address may still make, as of when, seconds.
+        #: By address: requests left, and at which time, seconds.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def refuse(self, method: str, client: str, host: str, authorization: str, now: float) -> Refusal | None:
-        """Why a request is not answered; None: it is.
+        """Return why a request is refused; None if it is accepted.
 
-        host, authorization: its headers, empty where there are none.
+        host, authorization: its headers, empty if absent.
         """
-        if not self._may_ask(client, now):
+        if not self._is_within_rate(client, now):
             return Refusal(429, "too many requests; wait a second", {"Retry-After": "1"})
         if method not in ("GET", "HEAD"):
             return Refusal(405, "this page is read-only", {"Allow": "GET, HEAD"})
         if self._hosts and _name_of(host) not in self._hosts:
-            return Refusal(421, "this page is not called by that name; use http://127.0.0.1 and its port")
-        if self._digest and not self._knows(authorization):
+            return Refusal(421, "this page does not have that name; use http://127.0.0.1 and its port")
+        if self._digest and not self._is_authorized(authorization):
             text = "this page needs its token: as the password, with any user name"
             return Refusal(401, text, {"WWW-Authenticate": 'Basic realm="dpflow", charset="UTF-8"'})
         return None
 
-    def _may_ask(self, client: str, now: float) -> bool:
+    def _is_within_rate(self, client: str, now: float) -> bool:
         left, then = self._left.pop(client, (BURST, now))
         left = min(BURST, left + RATE * max(0.0, now - then))
         may = left >= 1.0
         self._left[client] = (left - may, now)
-        while len(self._left) > MOST_CLIENTS:
+        while len(self._left) > MAX_CLIENTS:
             self._left.popitem(last=False)
         return may
 
-    def _knows(self, authorization: str) -> bool:
+    def _is_authorized(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
         token = ""
         if scheme.lower() == "bearer":
@@ -129,56 +129,52 @@ class PageGuard:
                 token = base64.b64decode(given.strip(), validate=True).decode().partition(":")[2]
             except ValueError:  # no base64, no ASCII, or no text
                 return False
-        # Digests: of equal length, so the time tells nothing of the token's either.
+        # Digests have equal length, so the time does not reveal the length of the token.
         return hmac.compare_digest(digest_of(token), self._digest)
 
 
 def _name_of(host: str) -> str:
-    """The host of a header such as localhost:8265 or [::1]:8265."""
+    """Return the host of a header such as localhost:8265 or [::1]:8265."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).lower()
 
 
-#: Names the file with the token.
-TOKEN_FILE = "DPFLOW_WEB_TOKEN_FILE"
-#: Characters of a token, least and most.
-LEAST_TOKEN, MOST_TOKEN = 16, 1024
-
-
 class PagePlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a page listens, and who may read it."""
+    """Address of a page, and the digest of its token."""
 
     host: str
     port: int
-    #: Of its token, as `digest_of` makes it; empty: it needs none.
+    #: Of its token, by `digest_of`; empty without a token.
     digest: bytes = b""
 
     @property
     def url(self) -> str:
-        """By which it is opened."""
+        """URL of the page."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
-    def guard(self) -> PageGuard:
-        """Who may read it."""
+    def authenticator(self) -> PageAuthenticator:
+        """Return the authenticator of its requests."""
         if self.digest:
-            return PageGuard(self.digest)
-        return PageGuard(hosts=LOOPBACK_NAMES | {self.url.removeprefix("http://").rpartition(":")[0]})
+            return PageAuthenticator(self.digest)
+        return PageAuthenticator(hosts=LOOPBACK_NAMES | {self.url.removeprefix("http://").rpartition(":")[0]})
 
 
 def check_page(name: str, address: str, token_file: str | None, *, vacant: bool = True) -> PagePlace:
-    """The place of a page at HOST:PORT. name: the option, for messages. vacant: whether to try to listen there.
+    """Return the place of a page at HOST:PORT.
+
+    name: the option, for messages. vacant: whether to check that the port is free.
 
     Raises:
-        OptionError: it is not HOST:PORT, is in use, reaches beyond this machine and no token is given; or there is no
-            token in that file, or others may read it.
+        OptionError: it is not HOST:PORT, is in use, or reaches beyond this machine without a token; or the file has no
+            token, or others can read it.
         MissingExtraError: the packages for the page are not installed.
     """
     host, port = parse_address(name, address, "127.0.0.1:8265")
     if token_file is None and not is_loopback(host):
         raise OptionError(
-            f"{name}={address!r:.200} reaches beyond this machine, and whoever connects may read the names of flows, "
-            f"jobs and hosts; give 127.0.0.1, or a token: a file of mode 600 with at least {LEAST_TOKEN} random "
+            f"{name}={address!r:.200} reaches beyond this machine, so others could read the names of flows, "
+            f"jobs and hosts; give 127.0.0.1, or a token: a file of mode 600 with at least {MIN_TOKEN} random "
             f"characters, by `dpflow up --web-token-file` or {TOKEN_FILE}"
         )
     digest = b"" if token_file is None else digest_of(_read_token(token_file))
@@ -199,18 +195,18 @@ def require_server() -> None:
 def _read_token(path: str) -> str:
     name = f"token file {path!r:.500}"
     try:
-        # Without O_NONBLOCK a FIFO is waited for until somebody writes to it.
+        # Without O_NONBLOCK, opening a FIFO would block.
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
-            content = file.read(MOST_TOKEN + 2) if stat.S_ISREG(status.st_mode) else b""
+            content = file.read(MAX_TOKEN + 2) if stat.S_ISREG(status.st_mode) else b""
     except (OSError, ValueError) as error:
         raise OptionError(f"{name}: {getattr(error, 'strerror', None) or error}; give another") from error
     if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (os.getuid(), 0):
-        raise OptionError(f"{name} can be read by others: chmod 600, and have it be yours")
+        raise OptionError(f"{name} can be read by others: make it yours, and chmod 600")
     token = content.decode("ascii", "replace").strip()
-    if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not (token.isascii() and token.isprintable()):
+    if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not (token.isascii() and token.isprintable()):
         raise OptionError(
-            f"{name} holds no token: write {LEAST_TOKEN} to {MOST_TOKEN} printable characters into it, as by "
+            f"{name} holds no token: write {MIN_TOKEN} to {MAX_TOKEN} printable characters into it, as by "
             f"`(umask 077; openssl rand -hex 24 > {path:.500})`"
         )
     return token

@@ -1,4 +1,4 @@
-"""What the live page is told of a cluster or a loader at one moment, and what it shows of that. Pure."""
+"""Observations of a cluster or a loader at one moment, and what the live page shows of them. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
-#: Most jobs and processes that one page shows; it says how many more there are.
-MOST_JOBS, MOST_PROCESSES = 256, 1024
-#: States of processes of this host; those of members are `WorkerState`'s.
+#: Most jobs and processes on one page, which shows the number of the others.
+MAX_JOBS, MAX_PROCESSES = 256, 1024
+#: States of processes of nodes; remote workers have those of `WorkerState`.
 RUNNING, STARTING, DOWN = "running", "starting", "down"
 
 
@@ -23,33 +23,33 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     """A worker or a service."""
 
     id: str
-    #: The name and version of the flow that it serves; empty: it serves all.
+    #: Name and version of its flow; empty if it serves all.
     flow: str
     role: str
     state: str
-    #: Its host and process id, for people.
+    #: Host and process id, for people.
     where: str = ""
     restarts: int = 0
-    #: How the process before it ended; empty: there was none, or nobody knows.
+    #: How the process before it ended; empty if there was none, or if that is not known.
     ended: str = ""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known at one moment. Counts are as of `FlowRow` and `JobRow`."""
+    """All figures at one moment. Counts are as in `FlowRow` and `JobRow`."""
 
     flows: list[FlowRow] = []
     jobs: list[JobRow] = []
     processes: list[ProcessRow] = []
-    #: What limits jobs that wait, and what to change, by `JobRow.key`; of others, their flows say it.
+    #: By `JobRow.key`: what limits a job that waits, and what to change. Jobs that are absent use those of their flow.
     limits: dict[str, tuple[str, str]] = {}
-    #: Of all, where processes do not tell; None: they do.
+    #: Restarts in total, if processes do not report theirs.
     restarts: int | None = None
-    #: What is wrong with the coordinator, as "does not answer"; empty: nothing. What it told is as it was then.
+    #: Failure of the coordinator, such as "does not answer", since when its values are unchanged; empty for none.
     failure: str = ""
 
 
 class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A flow, as the page shows it. None: nothing can be said yet."""
+    """A flow on the page. None: not known yet."""
 
     flow: str
     state: str
@@ -57,7 +57,7 @@ class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     workers: int
     desired: int
-    #: Since its shards have started, and of the last seconds.
+    #: Since its shards started, and over the last seconds.
     hit_rate: float | None
     hit_rate_now: float | None
     decodes: float | None
@@ -71,35 +71,35 @@ class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
     #: In one word for programs, and in words for people.
     limited_by: str
     limit: str
-    #: What to change about it; empty: nothing.
+    #: What to change; empty for nothing.
     advice: str
     sharing: str
-    #: What to change where its caches hold little; empty: nothing.
+    #: What to change about caches that hold little; empty for nothing.
     cache_advice: str
 
 
 class JobLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, as the page shows it. None: it has read nothing in the last seconds."""
+    """A job on the page. None: it has read nothing in the last seconds."""
 
     key: str
     flow: str
     job: str
-    #: Since it began, and of the last seconds.
+    #: Since it started, and over the last seconds.
     stall: float
     stall_now: float | None
     samples_per_s: float | None
     batches: int
     samples: int
     bytes: int
-    #: As of `FlowLine`.
+    #: As in `FlowLine`.
     limited_by: str
     limit: str
-    #: What to change, where its flow's line does not say it.
+    #: What to change, if not in the line of its flow.
     advice: str
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """All flows and jobs together, of the last seconds. None: nothing can be said."""
+    """All flows and jobs together, over the last seconds. None: not known."""
 
     samples_per_s: float | None
     #: Of all jobs that read.
@@ -113,17 +113,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """The page's first line: what limits the run, and what to try."""
+    """First line of the page: what limits the run, and what to try."""
 
     text: str
-    #: Empty: nothing.
+    #: Empty for none.
     advice: str
     #: "good", "wait" or "bad".
     state: str
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that has happened. kind: "restart", "end", "begin", "change" or "failure"."""
+    """An event. kind: "restart", "end", "begin", "change" or "failure"."""
 
     number: int
     #: Seconds since 1970.
@@ -134,7 +134,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, kw_only=True):
-    """Figures over time: for each of `at`, seconds since 1970, a value of each job or flow, or None."""
+    """Figures over time: a value or None of each job or flow for each of `at`, seconds since 1970."""
 
     at: list[float]
     stall: dict[str, list[float | None]]
@@ -144,7 +144,7 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page is sent: all, or with `whole` False what has come since the update before."""
+    """An update of the page: everything, or with `whole` False what is new since the update before."""
 
     number: int
     whole: bool
@@ -159,7 +159,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     flows: list[FlowLine]
     jobs: list[JobLine]
     processes: list[ProcessRow]
-    #: How many more jobs and processes there are.
+    #: Numbers of jobs and processes that are not shown.
     more_jobs: int
     more_processes: int
     events: list[Event]
@@ -169,7 +169,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 def observation_of(
     flows: Sequence[FlowView], processes: Sequence[ProcessView], failure: str = ""
 ) -> Observation:
-    """What is known of a cluster, from the views of its coordinator and of its node."""
+    """Return the observation of a cluster from the views of its coordinator and its node."""
     figures = figures_of(flows, processes)
     rows = [row for view in processes for row in _rows_of(view)]
     return Observation(flows=figures.flows, jobs=figures.jobs, processes=rows, failure=failure)
@@ -188,18 +188,18 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
         restarts=view.restarts,
         ended=view.ended,
     )
-    for member in _members_of(view.status):
-        yield ProcessRow(id=member.name, flow=flow, role="worker", state=member.state, where=member.where)
+    for worker in _remote_workers_of(view.status):
+        yield ProcessRow(id=worker.name, flow=flow, role="worker", state=worker.state, where=worker.where)
 
 
 def _flow_of(id: str) -> str:
-    """The flow of NAME:vN/shard-000/worker-0."""
+    """Return the flow in NAME:vN/shard-000/worker-0."""
     name, mark, rest = id.partition(":v")
     return f"{name}:v{rest.partition('/')[0]}" if mark else ""
 
 
-def _members_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
+def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
     try:
         return msgspec.convert(status.get("members", []), list[RemoteWorkerView])
     except msgspec.ValidationError:
-        return []  # a figure for people: what a later release tells ends nothing
+        return []  # a figure for people: that of a later release is no error

@@ -1,6 +1,6 @@
-"""Follows a cluster or a loader over time: rates of the last seconds, ten minutes of them, and what has happened. Pure.
+"""History of a cluster or a loader: rates over the last seconds, ten minutes of them, and events. Pure.
 
-The caller observes about once a second. Counters that fall, because their process was restarted, give no rate.
+The caller observes about once a second. Counters that fall because their process was restarted give no rate.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, sta
 from torch_dpflow.cluster.monitoring.limits import LITTLE_STALL, advice_of, headline_of, limit_of
 from torch_dpflow.cluster.monitoring.page_figures import (
     DOWN,
-    MOST_JOBS,
-    MOST_PROCESSES,
+    MAX_JOBS,
+    MAX_PROCESSES,
     RUNNING,
     Event,
     FlowLine,
@@ -26,12 +26,12 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     Update,
 )
 
-#: Over how many seconds a rate is taken: jobs report once a second.
+#: Interval over which rates are computed, seconds; jobs report once a second.
 WINDOW_S = 5.0
-#: Points of the history, jobs and flows in it, and events that are kept.
-MOST_POINTS, MOST_SERIES, MOST_EVENTS = 600, 64, 200
-#: So many like events of one moment are told one by one.
-ALONE = 4
+#: Most points of the history, jobs and flows in it, and events.
+MAX_POINTS, MAX_SERIES, MAX_EVENTS = 600, 64, 200
+#: Most similar events of one moment that are listed one by one.
+MAX_ALONE = 4
 #: What limits a job that waits little.
 OWN_PACE = "job"
 #: States of a worker that loads, or could.
@@ -39,31 +39,31 @@ AT_WORK = (RUNNING, "working", "on deck")
 
 
 class PageHistory:
-    """Turns what is observed into what the page is sent. Not thread-safe.
+    """Computes updates of the page from observations. Not thread-safe.
 
     Args:
         kind: "cluster" or "loader".
-        title: its name for people.
+        title: name for people.
     """
 
     def __init__(self, kind: str, title: str) -> None:
         self._kind, self._title = kind, title
         self._number = 0
-        #: What was observed in the last seconds, oldest first, with the time.
+        #: Observations of the last seconds with their times, oldest first.
         self._seen: deque[tuple[float, dict[str, JobRow], dict[str, FlowRow]]] = deque()
         self._before: Observation | None = None
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._event_number = 0
         self._history = _empty_history()
         self._latest: Update
 
     @property
     def number(self) -> int:
-        """Of the latest update; 0 before the first."""
+        """Number of the latest update; 0 before the first."""
         return self._number
 
     def observe(self, seen: Observation, at: float) -> Update:
-        """What has changed, now that this is known. at: seconds since 1970."""
+        """Add an observation and return the changes. at: seconds since 1970."""
         jobs = {row.key: row for row in seen.jobs}
         flows = {row.flow: row for row in seen.flows}
         while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:
@@ -88,18 +88,18 @@ class PageHistory:
             headline=headline_of(self._kind, job_lines, {line.flow: line for line in flow_lines}),
             summary=self._summary(seen, job_lines),
             flows=flow_lines,
-            jobs=job_lines[:MOST_JOBS],
+            jobs=job_lines[:MAX_JOBS],
             processes=_shown(seen.processes),
-            more_jobs=max(0, len(job_lines) - MOST_JOBS),
-            more_processes=max(0, len(seen.processes) - MOST_PROCESSES),
+            more_jobs=max(0, len(job_lines) - MAX_JOBS),
+            more_processes=max(0, len(seen.processes) - MAX_PROCESSES),
             events=events,
-            history=_point(job_lines[:MOST_SERIES], flow_lines[:MOST_SERIES], at),
+            history=_point(job_lines[:MAX_SERIES], flow_lines[:MAX_SERIES], at),
         )
         self._extend(self._latest.history)
         return self._latest
 
     def whole(self) -> Update:
-        """The latest update with all of the history. To be called after `observe`."""
+        """Return the latest update with the whole history. To be called after `observe`."""
         fields = {name: getattr(self._latest, name) for name in Update.__struct_fields__}
         return Update(**{**fields, "whole": True, "events": list(self._events), "history": self._history})
 
@@ -116,7 +116,7 @@ class PageHistory:
             job=row.job,
             stall=round(row.stall_share, 4),
             stall_now=stall,
-            # By the job's own clock: its reports come at uneven times.
+            # By the clock of the job, as its reports arrive at uneven times.
             samples_per_s=_rate(row.samples - before.samples, row.reading_s - before.reading_s),
             batches=row.batches,
             samples=row.samples,
@@ -162,7 +162,7 @@ class PageHistory:
 
     def _summary(self, seen: Observation, jobs: list[JobLine]) -> Summary:
         earliest = self._seen[0][2]
-        # Of flows that were known then: the counts of others are older than these seconds.
+        # Of flows that were known then: the counts of others are older.
         shared = [
             (row.figures, earliest[row.flow].figures)
             for row in seen.flows
@@ -191,7 +191,7 @@ class PageHistory:
     def _extend(self, point: History) -> None:
         history = self._history
         history.at += point.at
-        cut = max(0, len(history.at) - MOST_POINTS)
+        cut = max(0, len(history.at) - MAX_POINTS)
         del history.at[:cut]
         length = len(history.at)
         for kept, new in _series(history, point):
@@ -201,7 +201,7 @@ class PageHistory:
                 values += new.get(key, [None])
                 del values[:cut]
             for key in [key for key in kept if key not in new]:
-                if len(kept) > MOST_SERIES or all(one is None for one in kept[key]):
+                if len(kept) > MAX_SERIES or all(one is None for one in kept[key]):
                     del kept[key]
 
     def _events_of(self, seen: Observation, at: float) -> Iterator[Event]:
@@ -209,14 +209,14 @@ class PageHistory:
         if before is None:
             return
         found = [*_failures(before, seen), *_of_processes(before, seen), *_of_flows(before, seen)]
-        if self._kind == "loader":  # whose workers begin and end with each epoch
+        if self._kind == "loader":  # whose workers start and end with each epoch
             found = [one for one in found if one[0] == "restart"]
         for kind, subject, text in _combined(found):
             self._event_number += 1
             yield Event(number=self._event_number, at=at, kind=kind, subject=subject, text=text)
 
 
-#: Kind, subject, text; and for like events of one moment: of how many this stands for one, as "workers of FLOW".
+#: Kind, subject, text; for similar events of one moment also the group, such as "workers of FLOW".
 _Found = tuple[str, str, str, str]
 
 
@@ -257,23 +257,23 @@ def _of_flows(before: Observation, seen: Observation) -> Iterator[_Found]:
 
 
 def _combined(found: list[_Found]) -> Iterable[tuple[str, str, str]]:
-    """Like events as one where there are many: of a flow with hundreds of workers, the log would hold nothing else."""
+    """Combine many similar events into one, as a flow with hundreds of workers would otherwise fill the log."""
     counts = Counter((kind, like) for kind, _, _, like in found if like)
-    told: set[tuple[str, str]] = set()
+    listed: set[tuple[str, str]] = set()
     for kind, subject, text, like in found:
-        if counts[kind, like] <= ALONE:
+        if counts[kind, like] <= MAX_ALONE:
             yield kind, subject, text
-        elif (kind, like) not in told:
-            told.add((kind, like))
+        elif (kind, like) not in listed:
+            listed.add((kind, like))
             did = {"begin": "began", "restart": "were restarted", "end": "ended"}.get(kind, "changed")
             yield kind, like, f"{counts[kind, like]} {did}, {subject} first"
 
 
 def _shown(processes: list[ProcessRow]) -> list[ProcessRow]:
-    """Those that do not work first, where not all are shown."""
-    if len(processes) <= MOST_PROCESSES:
+    """Return the processes to show: if there are too many, first those that do not work."""
+    if len(processes) <= MAX_PROCESSES:
         return processes
-    return sorted(processes, key=lambda row: row.state in AT_WORK)[:MOST_PROCESSES]
+    return sorted(processes, key=lambda row: row.state in AT_WORK)[:MAX_PROCESSES]
 
 
 def _empty_history() -> History:

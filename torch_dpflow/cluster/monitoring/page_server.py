@@ -1,4 +1,4 @@
-"""Serve the live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`.
+"""The live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`.
 
 As a program (`python -m`, with the number of a socket and a title) it shows the loaders of its parent: standard input
 has the page's address, then observations as lines of JSON. It ends with its parent.
@@ -26,16 +26,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from torch_dpflow.cluster.monitoring.page_access import PageGuard, PagePlace
+from torch_dpflow.cluster.monitoring.page_access import PageAuthenticator, PagePlace
 from torch_dpflow.cluster.monitoring.page_figures import Observation
 from torch_dpflow.cluster.monitoring.page_history import PageHistory
 from torch_dpflow.workers.process_control import exit_with
 
-#: Most connections, and most streams of updates, at once.
-MOST_CONNECTIONS, MOST_STREAMS = 128, 32
-#: Most bytes of a request's head. It has to come, and what is sent has to be taken, within so many seconds.
-MOST_HEAD, HEAD_S, STUCK_S = 16 << 10, 10.0, 20.0
-#: A stream ends after so long, and the browser begins another one: whoever is gone without a word is forgotten.
+#: Most simultaneous connections, and streams of updates.
+MAX_CONNECTIONS, MAX_STREAMS = 128, 32
+#: Most bytes of the head of a request; timeouts of receiving it, and of a client that receives, seconds.
+MAX_HEAD, HEAD_S, STUCK_S = 16 << 10, 10.0, 20.0
+#: Duration of a stream, seconds, after which the browser opens another one: so streams of vanished clients end.
 STREAM_S = 600.0
 _FILES = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -51,22 +51,24 @@ _HEADERS = {
 
 
 class PageServer:
-    """A thread that answers requests, about what another thread observes.
+    """A thread that answers requests with what another thread observes.
 
     Args:
-        listener: a socket that listens; owned by the server.
-        guard: who may read.
+        listener: a listening socket; owned by the server.
+        authenticator: of requests.
         history: turns observations into updates; used by the server alone.
     """
 
-    def __init__(self, listener: socket.socket, guard: PageGuard, history: PageHistory) -> None:
+    def __init__(
+        self, listener: socket.socket, authenticator: PageAuthenticator, history: PageHistory
+    ) -> None:
         self._listener = listener
         self._history = history
-        #: Held while the history is used: two threads do.
+        #: For the history, which two threads use.
         self._lock = threading.Lock()
         self._latest = b""
-        #: Set when an update has come, and then replaced. The loop's alone, as is the number of streams.
-        self._came = asyncio.Event()
+        #: Set at an update, and then replaced. Used by the event loop only, like the number of streams.
+        self._updated = asyncio.Event()
         self._streams = 0
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,7 +80,7 @@ class PageServer:
                 Route("/api/state", self._state),
                 Route("/api/stream", self._stream),
             ],
-            middleware=[Middleware(_Guarded, guard=guard)],
+            middleware=[Middleware(_Authenticated, authenticator=authenticator)],
         )
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -88,39 +90,39 @@ class PageServer:
                 lifespan="off",
                 loop="asyncio",
                 log_config=None,
-                log_level="error",  # what strangers send is not logged
+                log_level="error",  # invalid requests are not logged
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=2,
-                h11_max_incomplete_event_size=MOST_HEAD,
+                h11_max_incomplete_event_size=MAX_HEAD,
             )
         )
         self._thread = threading.Thread(target=self._run, name="dpflow-page", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to serve."""
         self._thread.start()
 
     def observe(self, seen: Observation) -> None:
-        """Send this to whoever reads the page. Any one thread may call."""
+        """Send an observation to all open pages. One thread may call."""
         with self._lock:
             update = self._history.observe(seen, time.time())
             latest = _event(update.number, msgspec.json.encode(update))
         self._latest = latest
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._tell)
+            self._loop.call_soon_threadsafe(self._notify)
 
     @property
     def serves(self) -> bool:
-        """Whether its thread lives."""
+        """Whether its thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End, with all connections."""
+        """Stop, and close all connections."""
         self._closing = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._tell)  # streams end by themselves
+            self._loop.call_soon_threadsafe(self._notify)  # ends the streams
         self._server.should_exit = True
         self._thread.join()
         self._listener.close()
@@ -132,9 +134,9 @@ class PageServer:
         self._loop = asyncio.get_running_loop()
         await self._server.serve(sockets=[self._listener])
 
-    def _tell(self) -> None:
-        self._came.set()
-        self._came = asyncio.Event()
+    def _notify(self) -> None:
+        self._updated.set()
+        self._updated = asyncio.Event()
 
     # -- answers ---------------------------------------------------------------------------------------------
 
@@ -150,11 +152,11 @@ class PageServer:
     async def _state(self, request: Request) -> Response:
         number, whole = self._whole()
         if not number:
-            return PlainTextResponse("nothing is known yet; ask again", 503, {"Retry-After": "1"})
+            return PlainTextResponse("nothing is known yet; retry", 503, {"Retry-After": "1"})
         return Response(whole, media_type="application/json")
 
     async def _stream(self, request: Request) -> Response:
-        if self._streams >= MOST_STREAMS:
+        if self._streams >= MAX_STREAMS:
             return PlainTextResponse("too many pages are open", 503, {"Retry-After": "10"})
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
@@ -165,14 +167,14 @@ class PageServer:
         try:
             seen, until = -1, time.monotonic() + STREAM_S
             while time.monotonic() < until and not self._closing:
-                came, latest, number = self._came, self._latest, self._history.number
+                updated, latest, number = self._updated, self._latest, self._history.number
                 if seen == number - 1 and latest.startswith(b"id: %d\n" % number):
                     seen = number
                     yield latest
                 elif number > max(seen, 0):
                     seen, whole = self._whole()
                     yield _event(seen, whole)
-                await came.wait()
+                await updated.wait()
         finally:
             self._streams -= 1
 
@@ -186,18 +188,18 @@ def _event(number: int, data: bytes) -> bytes:
     return b"id: %d\ndata: %s\n\n" % (number, data)
 
 
-class _Guarded:
-    """Refuses what the guard refuses, and gives every answer the headers of all."""
+class _Authenticated:
+    """Middleware that refuses requests, and adds the headers of every answer."""
 
-    def __init__(self, app: ASGIApp, guard: PageGuard) -> None:
+    def __init__(self, app: ASGIApp, authenticator: PageAuthenticator) -> None:
         self._app = app
-        self._guard = guard
+        self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = HTTPConnection(scope)
-        client = "" if asked.client is None else asked.client.host
-        host, authorization = (asked.headers.get(name, "") for name in ("host", "authorization"))
-        refusal = self._guard.refuse(scope["method"], client, host, authorization, time.monotonic())
+        connection = HTTPConnection(scope)
+        client = "" if connection.client is None else connection.client.host
+        host, authorization = (connection.headers.get(name, "") for name in ("host", "authorization"))
+        refusal = self._authenticator.refuse(scope["method"], client, host, authorization, time.monotonic())
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -212,43 +214,43 @@ class _Guarded:
 
 
 class _BoundedProtocol(H11Protocol):
-    """One connection, of which there are not too many, and which has to go on."""
+    """One connection, with a limit of their number and timeouts."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
         else:
-            self._end_in(HEAD_S)
+            self._abort_in(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._go_on()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.flow.write_paused:
-            return  # what it says is no sign of taking what it is sent
+            return  # data from a client does not show that it receives
         if self.cycle is not None and not self.cycle.response_complete:
-            self._go_on()
-        elif self._deadline is None:  # the next head has begun, or what is left of a body that nobody wants
-            self._end_in(HEAD_S)
+            self._cancel_deadline()
+        elif self._deadline is None:  # the next head, or the rest of an unused body
+            self._abort_in(HEAD_S)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_in(STUCK_S)
+        self._abort_in(STUCK_S)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._go_on()
+        self._cancel_deadline()
 
-    def _end_in(self, seconds: float) -> None:
-        self._go_on()
+    def _abort_in(self, seconds: float) -> None:
+        self._cancel_deadline()
         self._deadline = self.loop.call_later(seconds, self.transport.abort)
 
-    def _go_on(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -259,7 +261,7 @@ def main() -> None:
     exit_with(os.getppid())
     number, title = sys.argv[1:]
     place = msgspec.json.decode(sys.stdin.buffer.readline(), type=PagePlace)
-    page = PageServer(socket.socket(fileno=int(number)), place.guard, PageHistory("loader", title))
+    page = PageServer(socket.socket(fileno=int(number)), place.authenticator, PageHistory("loader", title))
     page.start()
     decoder = msgspec.json.Decoder(Observation)
     for line in sys.stdin.buffer:

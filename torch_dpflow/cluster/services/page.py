@@ -71,7 +71,7 @@ def run(service: ServiceSpec) -> None:
     place = msgspec.msgpack.decode(service.arguments, type=PagePlace)
     heartbeats = HeartbeatSender(service, place.url)
     listener = _listen(place, heartbeats)
-    server = PageServer(listener, place.guard, PageHistory("cluster", socket.gethostname()))
+    server = PageServer(listener, place.authenticator, PageHistory("cluster", socket.gethostname()))
     server.start()
     observer = ClusterObserver(service.place)
     while server.serves:

@@ -2,9 +2,9 @@
 
 import { Charts, Colours, clock, percent, plain } from "./charts.js";
 
-const MOST_POINTS = 600;
-const MOST_EVENTS = 200;
-const MOST_SERIES = 64;
+const MAX_POINTS = 600;
+const MAX_EVENTS = 200;
+const MAX_SERIES = 64;
 const SILENCE_MS = 10000;
 const GOOD = new Set(["running", "working", "on deck"]);
 const SERVING = new Set(["being read", "ready"]);
@@ -285,7 +285,7 @@ function show() {
 
 function append(kept, point) {
   kept.at.push(...point.at);
-  const cut = Math.max(0, kept.at.length - MOST_POINTS);
+  const cut = Math.max(0, kept.at.length - MAX_POINTS);
   kept.at.splice(0, cut);
   for (const name of ["stall", "rate", "hit_rate", "decodes"]) {
     const [all, news] = [kept[name], point[name]];
@@ -293,7 +293,7 @@ function append(kept, point) {
     for (const [key, values] of Object.entries(all)) {
       values.push(...(news[key] ?? [null]));
       values.splice(0, cut);
-      if (!(key in news) && (Object.keys(all).length > MOST_SERIES || values.every((one) => one === null))) delete all[key];
+      if (!(key in news) && (Object.keys(all).length > MAX_SERIES || values.every((one) => one === null))) delete all[key];
     }
   }
 }
@@ -304,7 +304,7 @@ function receive(update) {
   else if (!history) return;
   else {
     append(history, update.history);
-    events = [...update.events.slice().reverse(), ...events].slice(0, MOST_EVENTS);
+    events = [...update.events.slice().reverse(), ...events].slice(0, MAX_EVENTS);
   }
   latest = update;
   link("live", "good");

@@ -12,9 +12,9 @@ import pytest
 from tests.shared_cluster import free_port
 from torch_dpflow.cluster.monitoring.page_access import (
     BURST,
-    MOST_CLIENTS,
+    MAX_CLIENTS,
     RATE,
-    PageGuard,
+    PageAuthenticator,
     PagePlace,
     Refusal,
     check_page,
@@ -26,7 +26,7 @@ TOKEN = "correct horse battery"
 
 
 def asked(
-    guard: PageGuard, *, client: str = "c", host: str = "x", login: str = "", method: str = "GET"
+    guard: PageAuthenticator, *, client: str = "c", host: str = "x", login: str = "", method: str = "GET"
 ) -> int:
     refusal = guard.refuse(method, client, host, login, 0.0)
     return 200 if refusal is None else refusal.status
@@ -53,7 +53,7 @@ def basic(token: str) -> str:
     ],
 )
 def test_whoever_has_the_token_reads(login: str, status: int) -> None:
-    assert asked(PageGuard(digest_of(TOKEN)), login=login) == status
+    assert asked(PageAuthenticator(digest_of(TOKEN)), login=login) == status
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_whoever_has_the_token_reads(login: str, status: int) -> None:
     ],
 )
 def test_without_a_token_no_other_name_leads_here(host: str, status: int) -> None:
-    assert asked(PagePlace("127.0.0.1", 8265).guard, host=host) == status
+    assert asked(PagePlace("127.0.0.1", 8265).authenticator, host=host) == status
 
 
 def test_nothing_but_reading_is_answered() -> None:
-    guard = PagePlace("127.0.0.1", 8265).guard
+    guard = PagePlace("127.0.0.1", 8265).authenticator
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert asked(guard, host="localhost", method=method) == 405
 
 
 def test_each_address_has_a_rate_of_its_own() -> None:
-    guard = PageGuard()
+    guard = PageAuthenticator()
     answers = [guard.refuse("GET", "busy", "", "", 0.0) for _ in range(int(BURST) + 5)]
     assert [one is None for one in answers] == [True] * int(BURST) + [False] * 5
     assert isinstance(answers[-1], Refusal)
@@ -89,7 +89,7 @@ def test_each_address_has_a_rate_of_its_own() -> None:
     assert guard.refuse("GET", "other", "", "", 0.0) is None
     later = [guard.refuse("GET", "busy", "", "", 1.0) for _ in range(int(RATE) + 1)]
     assert [one is None for one in later] == [True] * int(RATE) + [False]
-    for number in range(MOST_CLIENTS + 10):
+    for number in range(MAX_CLIENTS + 10):
         guard.refuse("GET", str(number), "", "", 1.0)
     assert guard.refuse("GET", "busy", "", "", 1.0) is None, "it was forgotten"
 
@@ -105,7 +105,7 @@ def token_file(tmp_path: Path) -> Path:
 def test_this_machine_has_several_names() -> None:
     for name in ("localhost", "LocalHost", "127.0.0.2", "[::1]"):
         place = check_page("web", f"{name}:8265", None, vacant=False)
-        assert asked(place.guard, host=place.url.removeprefix("http://")) == 200
+        assert asked(place.authenticator, host=place.url.removeprefix("http://")) == 200
 
 
 def test_beyond_this_machine_a_token_is_needed(token_file: Path) -> None:
@@ -114,8 +114,8 @@ def test_beyond_this_machine_a_token_is_needed(token_file: Path) -> None:
     place = check_page("web", f"0.0.0.0:{free_port()}", str(token_file))
     assert place.digest == digest_of(TOKEN)
     assert TOKEN not in repr(place)
-    assert asked(place.guard, host="any.example") == 401
-    assert asked(place.guard, host="any.example", login=basic(TOKEN)) == 200
+    assert asked(place.authenticator, host="any.example") == 401
+    assert asked(place.authenticator, host="any.example", login=basic(TOKEN)) == 200
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_token_that_others_read_or_could_guess_is_refused(token_file: Path, tm
         assert TOKEN not in str(caught.value)
 
     token_file.chmod(0o640)
-    refused("can be read by others: chmod 600")
+    refused("can be read by others: make it yours, and chmod 600")
     token_file.chmod(0o600)
     for content in ("short", "", "x" * 2000, "a token of ünicode letters", "two lines of\na token, no"):
         token_file.write_text(content)
