@@ -87,9 +87,7 @@ def test_what_is_pushed_is_read_by_others_by_its_name(tmp_path: Path, client: Da
         other.unload(source)
         with pytest.raises(UsageError, match="no array 'lab/rows:v1' was pushed"):
             other.array(NAME)
-        with pytest.raises(
-            PeerLostError, match="1 of these rows of lab/rows:v1 are in no server's memory"
-        ):
+        with pytest.raises(PeerLostError, match="1 of these rows of lab/rows:v1 are in no server's memory"):
             other.read(source, 7)
     client.push(NAME, ROWS + 1)
 

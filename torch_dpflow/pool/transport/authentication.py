@@ -272,9 +272,7 @@ def connect_stream(
         purpose_of(receive_exactly(connection, HELLO_BYTES))
     except (OSError, MessageError, PeerLostError) as error:
         connection.close()
-        raise PeerLostError(
-            f"cannot connect to the pool server at {address}: {_reason(error)}"
-        ) from None
+        raise PeerLostError(f"cannot connect to the pool server at {address}: {_reason(error)}") from None
     return connection
 
 
