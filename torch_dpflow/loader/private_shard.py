@@ -323,7 +323,10 @@ class PrivateShard:
 
     def _look_after_workers(self) -> None:
         for worker, handle in self.processes.ended():
-            self._on_end(worker, handle)
+            # Else it was launched by a `start` that was interrupted, and repeated since.
+            if not self.processes.refusal(worker, handle.incarnation):
+                self._drain()
+                self._lose(worker, Died(worker, handle))
 
     def _notify(self, event: Event) -> None:
         self._events.append(event)
@@ -338,12 +341,6 @@ class PrivateShard:
             self._listener.receive(left_s)
             leaving.difference_update(worker for worker, _ in self.processes.ended())
         self._listener.close()
-
-    def _on_end(self, worker: int, handle: Handle) -> None:
-        if self.processes.refusal(worker, handle.incarnation):
-            return  # launched by a `start` that was interrupted, and repeated since
-        self._drain()
-        self._lose(worker, Died(worker, handle))
 
     def _drain(self) -> None:
         """Handle the messages that have arrived: results that a worker sent before its end count."""
@@ -385,15 +382,11 @@ class PrivateShard:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
         try:
             return decode(finished.payload, frames, reader=self._readers[worker]), stream
-        except MessageError as error:
+        except (MessageError, DescriptorLimitError) as error:
             # The message is intact, as it is from a worker of ours: a class of the batch fails to unpickle here.
-            cause = error.__cause__ or error
+            cause = error.__cause__ or error if isinstance(error, MessageError) else error
             where = f"while opening a batch of DataLoader worker process {worker}"
             return ExceptionWrapper((type(cause), cause, cause.__traceback__), where), stream
-        except DescriptorLimitError as error:
-            return ExceptionWrapper(
-                (type(error), error, None), f"while opening a batch of worker {worker}"
-            ), stream
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         value, stream = opened
