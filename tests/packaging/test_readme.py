@@ -6,6 +6,7 @@ which are scripts of their own.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +30,9 @@ from tests.pages import (
     side_by_side,
 )
 from tests.shared_cluster import free_port
+from torch_dpflow import JobOptions, LoaderOptions
 from torch_dpflow.cli.main import root
+from torch_dpflow.datasets.storage import ReadOptions
 
 #: The pages of the site, as its settings find them.
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -47,6 +50,11 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "docs/howto/ray.md": ("on_ray.py",),
     "docs/howto/kubernetes.md": ("on_kubernetes.py",),
     "docs/howto/functions.md": ("on_functions.py",),
+}
+OPTIONS: Mapping[str, Callable[..., object]] = {
+    "JobOptions": JobOptions,
+    "LoaderOptions": LoaderOptions,
+    "ReadOptions": ReadOptions,
 }
 #: Runs pages one after the other, so that torch is imported once.
 RUN_ALL = """
@@ -214,6 +222,26 @@ def unknown_in(line: str) -> str:
 def test_commands_of_dpflow_are_there_with_their_options(page: Path) -> None:
     found = {line: unknown_in(line) for line in commands(page.read_text("utf-8"))}
     assert {line: unknown for line, unknown in found.items() if unknown} == {}
+
+
+def unknown_options(text: str) -> list[str]:
+    """Return the options of `JobOptions(...)` and the like that a page names and that are not there."""
+    return [
+        f"{name}({option}=)"
+        for name, arguments in re.findall(rf"\b({'|'.join(OPTIONS)})\(([^()]*)", text)
+        for option in re.findall(r"(?:^|,\s)\s*(\w+)=", arguments)
+        if option not in inspect.signature(OPTIONS[name]).parameters
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=named)
+def test_options_of_a_page_are_there(page: Path) -> None:
+    assert unknown_options(page.read_text("utf-8")) == []
+
+
+def test_unknown_options_of_a_page_are_found() -> None:
+    text = "`JobOptions(name=..., nmae=1)` and `LoaderOptions(listen='', lisen=)`"
+    assert unknown_options(text) == ["JobOptions(nmae=)", "LoaderOptions(lisen=)"]
 
 
 def test_unknown_commands_and_options_of_a_page_are_found() -> None:
