@@ -17,7 +17,7 @@ from torch_dpflow.remote.launchers.registry import resolve
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_dpflow.remote.launchers.kubernetes_manifest import Head
+    from torch_dpflow.remote.launchers.kubernetes_manifest import ClusterManifest
 
 _PLAIN = re.compile(r"v1|[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
 
@@ -94,7 +94,7 @@ def kubernetes(
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import scaled_limits
     from torch_dpflow.remote.launchers.kubernetes import Kubernetes
-    from torch_dpflow.remote.launchers.kubernetes_manifest import Head, NodePods
+    from torch_dpflow.remote.launchers.kubernetes_manifest import ClusterManifest, NodePods
 
     settings = resolve("kubernetes")
     assert isinstance(settings, Kubernetes)
@@ -114,11 +114,11 @@ def kubernetes(
         scaling = ("--autoscale", f"{scale.least}:{scale.most}")
         given["hold_s"] = scale.hold_s
     given["nodes"] = NodePods(count=nodes, cpu=node_cpu, memory=node_memory)
-    head = Head(workers=settings, scaling=scaling, memory_bytes=memory, **given)
+    head = ClusterManifest(workers=settings, scaling=scaling, memory_bytes=memory, **given)
     click.echo(_written(head, keys, without_secrets), nl=False)
 
 
-def _written(head: Head, keys: str | None, without_secrets: bool) -> str:
+def _written(head: ClusterManifest, keys: str | None, without_secrets: bool) -> str:
     from torch_dpflow.cluster.security.connection_file import generate_keys, read_key_file
 
     if without_secrets and keys is None:

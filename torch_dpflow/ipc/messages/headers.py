@@ -284,7 +284,7 @@ class MissingModules(_Header, tag=46):
 class WorkerHeartbeat(_Header, tag=44):
     """Remote worker to shard, periodically, and the shard's answer."""
 
-    #: Messages sent on the other connection so far. A receiver with fewer for some time knows that one was lost.
+    #: Messages sent on the other connection so far. If a receiver has fewer for some time, one was lost.
     sent: Count
     #: Of the worker, seconds: round trip of an earlier heartbeat, and how long it has waited for its link.
     round_trip_s: Seconds = 0.0

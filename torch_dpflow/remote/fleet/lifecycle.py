@@ -274,7 +274,7 @@ class Fleet:
             if now < worker.due:
                 continue
             if worker.state.is_expected:
-                self._leave(worker, now)  # the platform may say what became of it
+                self._leave(worker, now)  # the platform may report its end
             elif worker.state is WorkerState.STOPPING:
                 self._remove(worker, now)
             else:

@@ -122,7 +122,7 @@ class StartLimits:
                 if not others:
                     self._pause(now, self._refusals.pause_s())
             case DeniedError():
-                if now >= self._resume_at:  # those that were asked for together say no more than one
+                if now >= self._resume_at:  # refusals of simultaneous starts count as one
                     self._denials += 1
                     pause_s = RENEW_S if self._denials < MAX_DENIALS else DENIED_S
                     self._pause(now, pause_s + self._refusals.pause_s())

@@ -180,7 +180,7 @@ class RemoteContent:
         """Return the piece at this offset. Raises MessageError if there is none."""
         data = self._contents.get(digest)
         if data is None or not 0 <= offset < data.nbytes or offset % PIECE_BYTES:
-            raise MessageError("it asks for a piece of a content which is not there")
+            raise MessageError("it requests a piece of an unknown content")
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
@@ -274,14 +274,14 @@ class Shortage:
         if called >= self._least:
             return ""
         return (
-            f"{called} of min_workers={self._least} workers of platform {self._platform!r} have called within "
+            f"{called} of min_workers={self._least} workers of platform {self._platform!r} have connected within "
             f"{self._start_s:g} s: {self.reason or self._hint()}"
         )
 
     def _complain(self, working: int, called: int) -> None:
         listener = "" if called or self.reason else f"; {self._hint()}"
         self._log.warning(
-            "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
+            "%d of %d workers of platform %r run %.0f s after they were requested, %d more are connected%s; those that "
             "run go on, and the others are awaited",
             working,
             self.workers,

@@ -229,7 +229,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
         if not dry_run:
             raise
         there, done = None, "created, or changed where it differs"
-        yield f"it is not known what is there: {error}"
+        yield f"the existing state is unknown: {error}"
     done = done or ("changed" if there else "created")
     yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{done}:"
     has = {} if there is None else {**there["Configuration"], "image": there["Code"].get("ImageUri")}
@@ -264,7 +264,7 @@ def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
     except DeniedError as error:
         if not dry_run:
             raise
-        yield f"it is not known what is there: {error}"
+        yield f"the existing state is unknown: {error}"
     if not dry_run:
         with client.calling(f"function {settings.function!r} cannot be removed") as lambda_:
             lambda_.delete_function(FunctionName=settings.function)

@@ -230,7 +230,7 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
     except DeniedError as error:
         if not dry_run:
             raise
-        yield f"it is not known what is there: {error}"
+        yield f"the existing state is unknown: {error}"
     numbers = [str(number) for number in range(wanted.count)]
     kept: dict[str, ContainerGroup] = {}
     for one in there:
@@ -257,7 +257,7 @@ def remove(groups: ContainerGroups, cluster: str, *, dry_run: bool = False) -> I
     except DeniedError as error:
         if not dry_run:
             raise
-        yield f"it is not known what is there: {error}"
+        yield f"the existing state is unknown: {error}"
         yield f"all container groups of cluster {cluster} in {groups.region} would be removed"
         return
     if not there:

@@ -199,7 +199,7 @@ def deploy(
         if not dry_run:
             raise
         there, done = None, "created, or changed where it differs"
-        yield f"it is not known what is there: {error}"
+        yield f"the existing state is unknown: {error}"
     would = "would be " if dry_run else ""
     changes = [*_changes(there, wanted)]
     done = done or ("changed" if there else "created")
@@ -221,7 +221,7 @@ def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]
     except DeniedError as error:
         if not dry_run:
             raise
-        yield f"it is not known what is there: {error}"
+        yield f"the existing state is unknown: {error}"
     if not dry_run:
         control.delete()
     yield f"{place} {'would be ' if dry_run else ''}removed"

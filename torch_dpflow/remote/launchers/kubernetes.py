@@ -25,6 +25,7 @@ from torch_dpflow.remote.launchers.kubernetes_pods import FILE, REQUIRED, Pods
 from torch_dpflow.remote.launchers.kubernetes_specs import (
     FLEET,
     GRACE_S,
+    HOME,
     SAFE_CONTAINER,
     SELECTOR,
     START_S,
@@ -259,8 +260,7 @@ class KubernetesLauncher:
             "name": "worker",
             "image": settings.image,
             "command": ["python", "-m", self._module, f"{_LAUNCH_SPECS}/{FILE}"],
-            # The user id has no home in the image: it would be /.
-            "env": [{"name": "HOME", "value": _TEMPORARY}, {"name": "USER", "value": "dpflow"}],
+            "env": [*HOME],
             "resources": {"requests": {**settings.requests}, "limits": limits},
             "securityContext": SAFE_CONTAINER,
             "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -17,11 +17,13 @@ from torch_dpflow._core.checks import MAX_PORT, check_fields, check_int
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.kubernetes import Kubernetes
 from torch_dpflow.remote.launchers.kubernetes_specs import (
+    HOME,
     LABELS,
     RULES,
     SAFE_CONTAINER,
     check_label,
     check_quantity,
+    field_env,
     merged,
     safe_pod,
 )
@@ -104,11 +106,8 @@ class NodePods:
                 *("--name", "$(POD_NAME)"),
                 *("--listen", "$(POD_IP)"),
             ],
-            "env": [*_environment()],
-            "resources": {
-                "requests": {"cpu": self.cpu, "memory": self.memory},
-                "limits": {"memory": self.memory},
-            },
+            "env": [field_env("POD_IP", "status.podIP"), field_env("POD_NAME", "metadata.name"), *HOME],
+            "resources": _resources(self.cpu, self.memory),
             "securityContext": SAFE_CONTAINER,
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
@@ -118,17 +117,9 @@ class NodePods:
         }
 
 
-def _environment() -> Iterator[dict[str, Any]]:
-    for name, path in (("POD_IP", "status.podIP"), ("POD_NAME", "metadata.name")):
-        yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-    # The user id has no home in the image: it would be /.
-    yield {"name": "HOME", "value": "/tmp"}
-    yield {"name": "USER", "value": "dpflow"}
-
-
 #: The label that lets pods of jobs in; its value is the cluster's name.
 JOBS = "dpflow-cluster"
-#: Where the head, and the process that has the secret for jobs, finds its files.
+#: Where the coordinator, and pods with the secret for jobs, find their files.
 SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
 #: Their names, in the objects and there.
 _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", "url"
@@ -144,7 +135,7 @@ _MAX_NAME = 52
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class ClusterManifest:
     """A cluster's coordinator.
 
     Args:
@@ -242,13 +233,10 @@ class Head:
         settings = self._settings()
         yield self._object("v1", "ConfigMap", data={_TOML: settings})
         ports = [{"name": "jobs", "port": self.port, "protocol": "TCP"}]
-        # Its own pod is found before it is ready: jobs wait for it.
-        service = {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": self._labels,
-            "ports": ports,
-        }
+        service: dict[str, Any] = {"clusterIP": "None", "selector": self._labels, "ports": ports}
+        service["publishNotReadyAddresses"] = (
+            True  # its own pod is found before it is ready: jobs wait for it
+        )
         yield self._object("v1", "Service", spec=service)
         yield from self._policies()
         digest = hashlib.sha256(f"{settings}\0{public}".encode()).hexdigest()
@@ -417,7 +405,7 @@ class Head:
             "env": [*self._environment()],
             "ports": [{"name": "jobs", "containerPort": self.port, "protocol": "TCP"}],
             "readinessProbe": {"tcpSocket": {"port": "jobs"}},
-            "resources": {"requests": {"cpu": self.cpu, "memory": memory}, "limits": {"memory": memory}},
+            "resources": _resources(self.cpu, memory),
             "securityContext": SAFE_CONTAINER,
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": mounts,
@@ -428,16 +416,18 @@ class Head:
         yield from ("--worker-listen", f"tcp://$(POD_IP):{self.worker_ports}")
 
     def _environment(self) -> Iterator[dict[str, Any]]:
-        yield {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        yield field_env("POD_IP", "status.podIP")
         yield {"name": "DPFLOW_CONFIG", "value": f"{SETTINGS}/{_TOML}"}
-        # Of an id that the image does not know, whose home would be /.
-        yield {"name": "HOME", "value": "/tmp"}
-        yield {"name": "USER", "value": "dpflow"}
+        yield from HOME
         if self.state:
             yield {"name": "DPFLOW_STATE", "value": self.state}
         if self.state_secret:
             url = {"secretKeyRef": {"name": self.state_secret, "key": _URL}}
             yield {"name": "DPFLOW_STATE", "valueFrom": url}
+
+
+def _resources(cpu: str, memory: str) -> dict[str, Any]:
+    return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
 
 
 def _pods(labels: Mapping[str, str]) -> dict[str, Any]:

@@ -47,6 +47,15 @@ SAFE_CONTAINER: Mapping[str, Any] = {
 }
 
 
+#: The user id has no home in the image: it would be /.
+HOME = ({"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "dpflow"})
+
+
+def field_env(name: str, path: str) -> dict[str, Any]:
+    """Return a variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
 def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
     """Raise OptionError unless it is an amount, as Kubernetes writes it. zero: 0, no bound, is allowed."""
     if not _QUANTITY.fullmatch(text) or not (zero or re.search(r"[1-9]", text)):

@@ -298,7 +298,7 @@ class WorkerActor:
     """Runs one worker. Not decorated, so that this module needs no Ray."""
 
     def __init__(self) -> None:
-        # Whoever has started it may be killed before it sends the launch spec.
+        # Its starter may be killed before it sends the launch spec.
         self._idle = threading.Timer(LAUNCH_SPEC_S, os._exit, (1,))
         self._idle.daemon = True
         self._idle.start()

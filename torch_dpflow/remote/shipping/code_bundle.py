@@ -292,7 +292,7 @@ def _check_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise UsageError(
-            f"{directory} is no directory of this user's that nobody else may write into; code that is to be run "
+            f"{directory} is no directory of this user's that others cannot write into; code that is to be run "
             "must not lie there: give another one, of mode 0700"
         )
 

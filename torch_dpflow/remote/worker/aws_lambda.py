@@ -35,9 +35,7 @@ def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str
     """Run a launch spec in a fork until its end or the invocation's; return how it has ended. Raises as `handler`."""
     launch_spec = event.get("launch_spec") if isinstance(event, dict) else None
     if not isinstance(launch_spec, str):
-        raise MessageError(
-            "the event has no launch spec: workers are started by a loader or a cluster, and by nobody else"
-        )
+        raise MessageError("the event has no launch spec: only a loader or a cluster starts workers")
     global _init_s
     init_s, _init_s = _init_s, 0.0
     fork = Fork(run, launch_spec.encode())

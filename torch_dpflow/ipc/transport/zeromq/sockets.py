@@ -402,7 +402,7 @@ class ZeroMQConnection(_SocketEndpoint):
             if not self._socket.poll(math.ceil(self._options.send_timeout_s * 1000), zmq.POLLOUT):
                 raise PeerLostError(
                     f"{self.address} took nothing for {self._options.send_timeout_s} s and "
-                    f"{self._options.queue_messages} messages wait; is it alive, and does it know our key?"
+                    f"{self._options.queue_messages} messages wait; is it alive, and is our key accepted there?"
                 ) from None
             self._send(frames)
 
