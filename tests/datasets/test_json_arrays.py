@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.datasets.importers import json_arrays
-from torch_dpflow.datasets.importers.json_arrays import read_arrays
+from torch_dpflow.datasets.importers import coco
+from torch_dpflow.datasets.importers.coco import read_arrays
 
 
 class Dribble(io.RawIOBase):
@@ -92,7 +92,7 @@ def test_elements_come_before_the_file_was_read() -> None:
 
 
 def test_malformed_elements_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_arrays, "_MAX_ELEMENT", 5000)
+    monkeypatch.setattr(coco, "_MAX_ELEMENT", 5000)
     file = Dribble(b'{"a": ["' + b"x" * 10**6, 1000)
     with pytest.raises(ValueError, match="Unterminated string"):
         list(read_arrays(file, {"a"}))

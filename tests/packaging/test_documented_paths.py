@@ -67,6 +67,4 @@ def test_every_path_in_a_document_is_there(document: Path) -> None:
 
 @pytest.mark.parametrize("name", ["loader/nothing", "workers/engin", "errors.NoSuchError", "caches/no*.py"])
 def test_a_path_that_is_not_there_is_found(name: str) -> None:
-    assert wrong_names(f"See `{name}` and `workers/shard`, `errors.ErrorKind`, `a/path/of/others`.") == [
-        name
-    ]
+    assert wrong_names(f"See `{name}` and `workers/shard`, `errors.ErrorKind`, `a/path/of/others`.") == [name]

@@ -13,13 +13,13 @@ Needs the extra `vision`. The rest of torch_dpflow imports it only on use.
 from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow.vision.crops import (
     DecodeCenterCrop,
+    DecodedImages,
     DecodeRandomResizedCrop,
     decode_center_crop,
     decode_random_resized_crop,
     decode_random_resized_crops,
     random_resized_crop_params,
 )
-from torch_dpflow.vision.decoded_images import DecodedImages
 from torch_dpflow.vision.encoded import DECODER, load_rgb
 
 __all__ = [
