@@ -109,7 +109,7 @@ class BatchReader:
             self._network.connections[server].request(length, partial(self._take, number, token))
 
     def _take(self, number: int, token: object) -> None:
-        self._queues.came(number)
+        self._queues.received(number)
         self._window.arrived(token, self._network.now)
         self._missing -= 1
         self._ask()

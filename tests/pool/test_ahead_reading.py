@@ -64,32 +64,32 @@ def test_a_place_stays_until_it_is_taken_or_its_connection_ends(reading: AheadRe
     reading.leave("owner")  # nobody reads in this order any more
     wait(lambda: reading._machine.used == 0)
     assert texts(reading, one) == [content(0), content(1)]
-    reading.took("one", [0])
+    reading.confirm("one", [0])
     assert reading._space.used
     assert texts(reading, one)[1] == content(1)
     reading.leave("one")
     wait(lambda: not reading._space.used, what="the end of its memory")
     with pytest.raises(UsageError, match="was not read ahead for this connection"):
-        reading.took("one", [1])
+        reading.confirm("one", [1])
 
 
 def test_what_two_connections_copy_is_free_after_both(reading: AheadReading) -> None:
     reading.announce("owner", order([3, 4]))
     first, second = want(reading, "one", [3]), want(reading, "two", [3])
     assert texts(reading, first) == texts(reading, second) == [content(3)]
-    reading.took("one", [3])
+    reading.confirm("one", [3])
     assert want(reading, "one", [3]).lengths == [
         IN_STORAGE_ONLY
     ]  # it was read; who wants it again has storage
     assert texts(reading, second) == [content(3)]
-    reading.took("two", [3])
+    reading.confirm("two", [3])
 
 
 def test_a_record_that_comes_twice_in_an_order_is_read_twice(reading: AheadReading) -> None:
     reading.announce("owner", order([5, 6, 5]))
     for _ in range(2):
         assert texts(reading, want(reading, "one", [5])) == [content(5)]
-        reading.took("one", [5])
+        reading.confirm("one", [5])
     assert want(reading, "one", [5]).lengths == [IN_STORAGE_ONLY]
 
 
@@ -121,9 +121,9 @@ def test_an_order_may_be_extended_by_who_has_announced_it(
     reading.announce("owner", order([1, 2], extends=True))
     reading.announce("owner", order([3, 1], extends=True))
     assert texts(reading, want(reading, "one", [1, 3])) == [content(1), content(3)]
-    reading.took("one", [1, 3])
+    reading.confirm("one", [1, 3])
     assert texts(reading, want(reading, "one", [1])) == [content(1)]  # the second time
-    reading.took("one", [1])
+    reading.confirm("one", [1])
     reading.announce("owner", order([4, 5, 6, 7, 8], extends=True))
     assert want(reading, "one", [2]).lengths == [IN_STORAGE_ONLY]  # too many have come since
     assert texts(reading, want(reading, "one", [8])) == [content(8)]

@@ -72,7 +72,7 @@ def test_a_fixed_window_is_filled_by_stages() -> None:
     assert window.grant([200], 0.0) == 0  # less than a stage is free
     window.arrived(tokens.pop(), 0.0)
     assert window.grant([600, 1], 0.0) == 1
-    window.given_up(tokens.pop())
+    window.cancelled(tokens.pop())
     assert window.grant([2_000, 1], 0.0) == 1  # never less than one record
 
 
@@ -127,7 +127,7 @@ class Links:
             if not under_way:
                 return records * self.record / (self.now - begun)
             self.now, place, token = heapq.heappop(under_way)
-            queues.came(place)
+            queues.received(place)
             self.window.arrived(token, self.now)
 
     def _answered(self, connection: int) -> float:
@@ -206,11 +206,11 @@ def test_queues_give_each_place_once_and_none_of_a_data_connection_that_is_lost(
 def test_the_data_connection_with_the_least_under_way_is_asked_and_all_end_together() -> None:
     queues = ConnectionQueues("aaaabb", [10] * 6)
     assert queues.take(20) == [0, 4]  # one of each
-    queues.came(0)
+    queues.received(0)
     assert queues.take(10) == [1]
     assert queues.take(20) == [2, 5]  # the one with more left first
-    queues.came(4)
-    queues.again(4)
+    queues.received(4)
+    queues.requeue(4)
     assert queues.connections == ["a", "b"]
     assert sorted(queues.take(100)) == [3, 4]
 
@@ -221,7 +221,7 @@ def test_what_does_not_come_says_nothing_of_the_line() -> None:
         granted = window.grant([1000] * 64, 0.0)
         assert granted
         for token in [window.requested(1000, 0.0) for _ in range(granted)]:
-            window.given_up(token)
+            window.cancelled(token)
     assert (window.bytes_out, window.size()) == (0, MIN_WINDOW)
 
 

@@ -187,7 +187,7 @@ class ReadAhead:
         return int(self._cache.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
 
     @staticmethod
-    def asked_by(request: RequestId) -> tuple[str, int]:
+    def requester(request: RequestId) -> tuple[str, int]:
         """Return the reader and the position of a served request."""
         assert isinstance(request, tuple)
         return request[0], request[1]

@@ -67,7 +67,7 @@ class SizeTrials:
             self._most_in_vain, self._step = math.inf, STEP
             self._at, self._pause_s = 0.0, FIRST_PAUSE_S
 
-    def came(self, length: int, now: float) -> float | None:
+    def received(self, length: int, now: float) -> float | None:
         """Record bytes that arrived while only the size limited requests; return their rate once it is known."""
         if self._settling > 0:
             self._settling, self._last = self._settling - length, now
@@ -185,7 +185,7 @@ class BatchWindow(ABC):
         assert isinstance(token, int)
         self._leave(token)
 
-    def given_up(self, token: object) -> None:
+    def cancelled(self, token: object) -> None:
         """Record that a record will not arrive, or not now."""
         assert isinstance(token, int)
         self._leave(token)
@@ -286,10 +286,10 @@ class MeasuredWindow(BatchWindow):
                 self._shrunk_at = now
             return
         self._usual_s = usual + (took - usual) / 16
-        if self._is_limited and (rate := self._trials.came(token.length, now)) is not None:
+        if self._is_limited and (rate := self._trials.received(token.length, now)) is not None:
             self._rate.see(rate, now)
 
-    def given_up(self, token: object) -> None:
+    def cancelled(self, token: object) -> None:
         assert isinstance(token, _OutRecord)
         self._leave(token.length)
 
@@ -342,7 +342,7 @@ class ConnectionQueues:
         #: Outstanding bytes by connection.
         self._out = dict.fromkeys(self._waiting, 0)
         #: The current connection, and the bytes requested over it in a row.
-        self._asked, self._run = "", 0
+        self._current, self._run = "", 0
         #: Sizes of records; those from `_at` on are still to be requested.
         self._order, self._at = [*sizes], 0
 
@@ -380,19 +380,19 @@ class ConnectionQueues:
 
     def _next(self) -> str:
         """Return the current connection until its run is long enough, then the least loaded one."""
-        if self._asked not in self._waiting or self._run >= self._together:
-            self._asked = min(self._waiting, key=lambda one: (self._out[one], -len(self._waiting[one])))
+        if self._current not in self._waiting or self._run >= self._together:
+            self._current = min(self._waiting, key=lambda one: (self._out[one], -len(self._waiting[one])))
             self._run = 0
-        return self._asked
+        return self._current
 
     def _has_room(self, connection: str, share: float) -> bool:
         return self._out[connection] + self._sizes[self._waiting[connection][0]] <= share
 
-    def came(self, place: int) -> None:
+    def received(self, place: int) -> None:
         """Record that a record is no longer outstanding."""
         self._out[self._connections[place]] -= self._sizes[place]
 
-    def again(self, place: int) -> None:
+    def requeue(self, place: int) -> None:
         """Queue a record once more."""
         self._waiting.setdefault(self._connections[place], deque()).append(place)
         self._order.append(self._sizes[place])

@@ -2,7 +2,7 @@
 
 A record that was read for one reader is served to all that want it soon; its place is freed when none does. Its bytes
 lie in memory that readers map and copy from, and that is written to again. So a place is kept while a reader may copy
-from it, and a copy counts only once the server has confirmed that the place was still the reader's (`took`). A reader
+from it, and a copy counts only once the server has confirmed that the place was still the reader's (`confirm`). A reader
 whose connection ends before that discards its copy.
 """
 
@@ -211,14 +211,14 @@ class AheadReading:
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
 
     def look(self, offset: int, watch: object) -> memoryview | int:
-        """Return a sample's memory or `IN_STORAGE`, for data connections; `took` verifies it later."""
+        """Return a sample's memory or `IN_STORAGE`, for data connections; `confirm` verifies it later."""
         with self._changed:
             length = self._stored_at.get(offset)
             if length is None or self._is_closed:
                 return IN_STORAGE
             return memoryview(self._memory)[offset : offset + length]
 
-    def took(self, connection: str, records: Sequence[int]) -> None:
+    def confirm(self, connection: str, records: Sequence[int]) -> None:
         """Confirm copies. Raises UsageError if this connection was not given one of the places."""
         with self._changed:
             lent = self._lent.get(connection, {})
@@ -343,7 +343,7 @@ class AheadReading:
                     (self._requests.appendleft if is_urgent else self._requests.append)(loads)
                     self._changed.notify_all()
                 case Serve(request, samples):
-                    name, position = self._machine.asked_by(request)
+                    name, position = self._machine.requester(request)
                     plan = self._plans.get(name)
                     if plan is not None and samples:
                         plan.served[position] = samples[0][1]

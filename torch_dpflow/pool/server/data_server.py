@@ -265,7 +265,7 @@ class DataServer:
                 reading = self._holdings.ahead.of(identity, records)
                 return reading.want(client.name, order, records, ANSWER_S), []
             case ConfirmAhead(identity, records):
-                self._holdings.ahead.of(identity).took(client.name, records)
+                self._holdings.ahead.of(identity).confirm(client.name, records)
                 return Acknowledged(), []
             case UnloadDataset() | ListDatasets() | ListServers():
                 return self._pool.command(request), []

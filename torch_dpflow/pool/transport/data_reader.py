@@ -144,14 +144,14 @@ class DataReader:
         self, batch: _Batch, connection: DataConnection, one: RequestedRecord, content: Content | int
     ) -> None:
         if content == 0:  # it was answered LATER and is in memory now
-            batch.queues.again(one.place)
+            batch.queues.requeue(one.place)
             return
         if one.token is not None:
-            batch.queues.came(one.place)
+            batch.queues.received(one.place)
         if not isinstance(content, int):
             self._window.arrived(one.token, time.monotonic())
         elif one.token is not None:
-            self._window.given_up(one.token)
+            self._window.cancelled(one.token)
         if content == LATER:
             connection.later.setdefault(one.wanted.record, []).append(one._replace(token=None))
         elif not isinstance(content, int):
@@ -213,7 +213,7 @@ class DataReader:
     def _close(self, owner: str) -> None:
         connection = self._connections.pop(owner)
         for _, one in connection.requested:
-            self._window.given_up(one.token)
+            self._window.cancelled(one.token)
         self._poll.unregister(connection)
         connection.close()
 
