@@ -53,7 +53,7 @@ def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socke
     assert told.exit_code == 1
     assert f"would end {NAME}\n" in told.stdout
     assert f"1 of cluster {CLUSTER}" in told.stderr
-    assert "nothing was ended: choose by --cluster, as above, or give --all" in told.stderr
+    assert "nothing was ended: give --cluster, as above, or --all" in told.stderr
     for whose in (["--all"], ["--cluster", CLUSTER]):
         told = dpflow("sweep", "processes", "--dry-run", *whose)
         assert told.exit_code == 0, told.output

@@ -30,7 +30,7 @@ def test_it_says_how_many_workers_and_for_how_long() -> None:
 def test_what_cannot_be_simulated_is_refused() -> None:
     for arguments, message in (
         (NUMBERS, "give --autoscale"),
-        (["--autoscale", *NUMBERS, "--jobs", "9", "--apart", "1m"], "the last would begin after --duration"),
+        (["--autoscale", *NUMBERS, "--jobs", "9", "--apart", "1m"], "the last would start after --duration"),
         (["--autoscale", *NUMBERS, "--sample-seconds", "3600"], "workers busy; a cluster has 4096 at most"),
         (["--autoscale", *NUMBERS, "--cold-start", "soon"], "'soon' is no time"),
         (["--autoscale", *NUMBERS, "--sample-seconds", "0"], "is not in the range"),

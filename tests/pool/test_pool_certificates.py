@@ -178,7 +178,7 @@ def test_an_expired_certificate_is_told_by_who_has_it_and_who_sees_it(tmp_path: 
         ({"client": (CLIENT[0], pem_of(ROOT.key, b"secret"))}, "its key is encrypted"),
         ({"authority": (ROOT.pem, pem_of(ROOT.key))}, "there is a key in it, which signs others"),
         ({"authority": (b"nothing",)}, "there is no certificate in it"),
-        ({"authority": ()}, "--authority, --server and --client, all three"),
+        ({"authority": ()}, "give --authority, --server and --client together"),
         ({"client": (CLIENT[0].replace(b"M", b"N"), CLIENT[1])}, "cannot be read"),
     ],
 )

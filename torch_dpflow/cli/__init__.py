@@ -13,7 +13,7 @@ def main() -> None:
         import signal
 
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        sys.unraisablehook = _hear_again
+        sys.unraisablehook = _interrupt_again
         from torch_dpflow.cli.main import root
     except ModuleNotFoundError as error:
         if error.name not in {"click", "rich"}:
@@ -29,10 +29,10 @@ def main() -> None:
         sys.unraisablehook = sys.__unraisablehook__
 
 
-def _hear_again(ignored: Any) -> None:
-    """Raise Control-C once more, soon, where Python has ignored it.
+def _interrupt_again(ignored: Any) -> None:
+    """Raise KeyboardInterrupt again soon if Python has ignored it.
 
-    It ignores what is raised in a finalizer or in a callback of a weak reference, as imports have one for each module.
+    Python ignores exceptions in finalizers and in callbacks of weak references, which imports use for each module.
     """
     if ignored.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(ignored)

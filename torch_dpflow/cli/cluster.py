@@ -50,14 +50,13 @@ def down(address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def status(address: str, as_json: bool) -> None:
-    """List the flows, their jobs, the nodes that have joined and the processes of a cluster."""
+    """List the flows, jobs, joined nodes and processes of a cluster."""
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
         nodes: list[NodeView] = ask(coordinator, "nodes", list[NodeView])
     figures = figures_of(flows, processes)
     if as_json:
-        told = {"flows": flows, "jobs": figures.jobs, "nodes": nodes, "processes": processes}
-        click.echo(to_json(told))
+        click.echo(to_json({"flows": flows, "jobs": figures.jobs, "nodes": nodes, "processes": processes}))
     else:
         print_flows(flows)
         print_jobs(figures)
@@ -78,9 +77,9 @@ def status(address: str, as_json: bool) -> None:
     show_default=True,
     help="Seconds between updates.",
 )
-@click.option("--count", type=click.IntRange(min=1), help="Updates; without it, until Ctrl-C.")
+@click.option("--count", type=click.IntRange(min=1), help="Number of updates; by default until Ctrl-C.")
 def top(address: str, as_json: bool, interval: float, count: int | None) -> None:
-    """Show the activity of a cluster, updated continually: stall shares, hit rates, decodes, queues, bytes.
+    """Show the activity of a cluster, updated continuously: stall shares, hit rates, decodes, queues, bytes.
 
     With --json, one line for each update.
     """
@@ -110,21 +109,17 @@ def _pem_option(name: str, text: str) -> Callable[[Command], Command]:
 
 @click.command()
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
-@_pem_option("authority", "The certificate of your own authority, PEM, in the place of one that is drawn.")
-@_pem_option(
-    "server", "The servers' certificate for the name server.dpflow, and its key; twice for two files."
-)
-@_pem_option(
-    "client", "The clients' certificate for the name client.dpflow, and its key; twice for two files."
-)
+@_pem_option("authority", "Certificate of your own authority, PEM, instead of a generated one.")
+@_pem_option("server", "Certificate of servers for the name server.dpflow, and its key; twice for two files.")
+@_pem_option("client", "Certificate of clients for the name client.dpflow, and its key; twice for two files.")
 @json_option
 def keygen(
     path: Path, authority: tuple[Path, ...], server: tuple[Path, ...], client: tuple[Path, ...], as_json: bool
 ) -> None:
     """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`.
 
-    With the extra `pool` it gets certificates too, for `dpflow pool serve --listen ... --connection PATH`; or with
-    --authority, --server and --client those that you have.
+    With the extra `pool` it also generates certificates, for `dpflow pool serve --listen ... --connection PATH`; or it
+    takes yours with --authority, --server and --client.
     """
     from torch_dpflow.cluster.security.certificates import can_draw_certificates, read_certificates
     from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
@@ -135,7 +130,7 @@ def keygen(
         raise UsageError(f"{str(path)!r} exists already; remove it, or give another path")
     own = [authority, client, server]
     if any(own) and not all(own):
-        raise UsageError("own certificates are given as --authority, --server and --client, all three")
+        raise UsageError("give --authority, --server and --client together, or none of them")
     try:
         keys = generate_keys("tcp://127.0.0.1:0", certificates=not any(own) and can_draw_certificates())
         keys = keys.with_certificates(read_certificates(*own)) if any(own) else keys
@@ -145,11 +140,11 @@ def keygen(
     if as_json:
         click.echo(to_json({"path": str(path)}))
     else:
-        click.echo(f"wrote {path}; who can read it can run code on the cluster's workers")
+        click.echo(f"wrote {path}; everyone who can read it can run code on the workers of the cluster")
 
 
 def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
-    """The figures for JSON, with the rates that are computed from them."""
+    """Return the figures for JSON, with the rates that are computed from them."""
     named: dict[str, list[dict[str, Any]]] = {"flows": [], "shards": [], "jobs": []}
     for kind, rows in (("flows", figures.flows), ("shards", figures.shards)):
         for row in rows:
@@ -189,9 +184,9 @@ def list_flows(address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def show(name: str, address: str, as_json: bool) -> None:
-    """Show a flow: its state, its part of the cluster, and the jobs that read it.
+    """Show a flow: its state, its share of the cluster, and its jobs.
 
-    NAME:v2 is its version 2; without a version, every one that is in force or still read is shown.
+    NAME:v2 is version 2. Without a version, all versions that are current or still read are shown.
     """
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
@@ -209,22 +204,20 @@ def show(name: str, address: str, as_json: bool) -> None:
 
 @flow.command()
 @click.argument("name")
-@click.option(
-    "--shards", type=click.IntRange(1, 256), help="The new number of shards; without it, as many as now."
-)
+@click.option("--shards", type=click.IntRange(1, 256), help="New number of shards; by default unchanged.")
 @click.option(
     "--workers",
     type=click.IntRange(1, 4096),
-    help="The new number of workers of all its shards together; without it, as many as now, but one for each shard.",
+    help="New number of workers of all shards together; by default unchanged, with at least one for each shard.",
 )
 @address_option
 @json_option
 def scale(name: str, shards: int | None, workers: int | None, address: str, as_json: bool) -> None:
-    """Change a flow's numbers of shards and workers, whether or not jobs read it.
+    """Change the numbers of shards and workers of a flow, also while jobs read it.
 
-    NAME:v2 is its version 2; without a version, the highest one is changed.
+    NAME:v2 is version 2. Without a version, the highest one is changed.
 
-    Jobs read on: each key changes its owner once, and a removed shard ends when its jobs have moved to the others.
+    Jobs continue: each key changes its owner once, and a removed shard ends once its jobs use the others.
     """
     if shards is None and workers is None:
         raise click.UsageError("give --shards, --workers or both")
@@ -239,7 +232,7 @@ def scale(name: str, shards: int | None, workers: int | None, address: str, as_j
     print_scaled(scaled, figures_of([scaled], processes))
     others = _versions_of(scaled.spec.name, flows, but=scaled.spec.version)
     if others:
-        click.echo(f"its other versions are as before: {others}")
+        click.echo(f"unchanged versions: {others}")
 
 
 @flow.command()
@@ -249,7 +242,7 @@ def scale(name: str, shards: int | None, workers: int | None, address: str, as_j
 def delete(name: str, address: str, as_json: bool) -> None:
     """Delete a flow that no job reads.
 
-    NAME:v2 is its version 2; without a version, the highest one is deleted.
+    NAME:v2 is version 2. Without a version, the highest one is deleted.
     """
     with connect(address) as coordinator:
         instance: str = ask(coordinator, "delete", str, name, doubt=_doubt(name))
@@ -258,14 +251,14 @@ def delete(name: str, address: str, as_json: bool) -> None:
         click.echo(to_json({"deleted": instance}))
         return
     others = _versions_of(instance.rpartition(":v")[0], flows)
-    click.echo(f"deleted {instance}" + (f"; registered still: {others}" if others else ""))
+    click.echo(f"deleted {instance}" + (f"; still registered: {others}" if others else ""))
 
 
 def _versions_of(name: str, flows: list[FlowView], *, but: int = 0) -> str:
-    """The versions of a flow but for one, for people; empty if there are none."""
+    """Return the other versions of a flow, for people; empty if there are none."""
     versions = sorted(one.spec.version for one in flows if one.spec.name == name)
     return ", ".join(f"{name}:v{version}" for version in versions if version != but)
 
 
 def _doubt(name: str) -> str:
-    return f"Whether it was done is unknown; `dpflow flow show {name}` tells once the cluster answers."
+    return f"Whether it was done is unknown; see `dpflow flow show {name}` once the cluster answers."

@@ -1,4 +1,4 @@
-"""What the commands for a cluster share: their options, and calls of the coordinator."""
+"""Calls of the coordinator that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_dpflow.cluster.security.connection_file import NODE_SOCKET, find_clus
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient
 
-#: How long a coordinator may take to answer, and to be ready for calls once it answers; and a node to answer, seconds.
+#: Timeouts: of a coordinator's answer, of its start once it answers, and of a node's answer, seconds.
 ANSWER_S, READY_S, NODE_S = 10.0, 3.0, 10.0
 
 address_option = click.option(
@@ -27,16 +27,17 @@ address_option = click.option(
 
 
 def connect(address: str) -> RpcClient:
-    """A client of the coordinator."""
+    """Return a client of the coordinator."""
     return find_cluster(address).connect(timeout_s=ANSWER_S)
 
 
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
-    """The answer to one call, within `ANSWER_S`. Raises UsageError if it is refused, or the cluster does not answer.
+    """Call the coordinator and return the answer, within `ANSWER_S`.
 
-    A coordinator that starts, or has too much to do, is asked again.
+    A call is repeated if the coordinator starts or is overloaded.
 
-    doubt: for the message in the latter case, since the cluster may execute the call all the same.
+    doubt: for the message if it does not answer, as it may execute the call all the same.
+    Raises UsageError if the call is refused, or the cluster does not answer.
     """
     deadline, backoff = time.monotonic() + READY_S, Backoff()
     try:
@@ -60,14 +61,14 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
 
 
 def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]]:
-    """The flows and the processes of a cluster."""
+    """Return the flows and the processes of a cluster."""
     flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
     processes: list[ProcessView] = ask(coordinator, "processes", list[ProcessView])
     return flows, processes
 
 
 def end_cluster(coordinator: RpcClient) -> None:
-    """Stop a cluster: through its coordinator, or if that does not answer its node on this host. Raises as `ask`."""
+    """Stop a cluster through its coordinator, or else through its node on this host. Raises as `ask`."""
     scheme, _, path = coordinator.address.partition("://")
     node = Path(path).parent / NODE_SOCKET
     was_here = scheme == "ipc" and node.exists()

@@ -1,4 +1,4 @@
-"""How the command line shows a cluster to people."""
+"""Tables and texts about a cluster on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached"
 
 
 def print_flows(flows: Sequence[FlowView]) -> None:
-    """One row for each flow, with its part of the cluster."""
+    """Print one row for each flow, with its share of the cluster."""
     table = _table(
         "flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory", "limited by"
     )
@@ -41,17 +41,17 @@ def print_flows(flows: Sequence[FlowView]) -> None:
 
 
 def print_missing(flows: Sequence[FlowView], figures: ClusterFigures) -> None:
-    """One line for each flow of which fewer workers run than it has been given."""
+    """Print one line for each flow that has fewer workers than its share."""
     running = {row.flow: row.figures.workers for row in figures.flows}
     for flow in flows:
         given = flow.part.workers if flow.part else 0
         if (runs := running.get(flow.spec.instance, 0)) < given:
             text = f"{flow.spec.instance}: {runs:,} of its {counted(given, 'worker')} run; others start, or the log of "
-            stdout_console(highlight=False).print(escape(f"{text}`dpflow up` says why not"))
+            stdout_console(highlight=False).print(escape(f"{text}`dpflow up` has the reason"))
 
 
 def print_sharing(figures: ClusterFigures) -> None:
-    """One paragraph for each flow that has served samples: how many, how many were loaded, and why."""
+    """Print one paragraph for each flow that has served samples: how many, how many were loaded, and why."""
     restarted = {row.flow for row in figures.shards if row.restarts}
     for row in figures.flows:
         if row.figures.served:
@@ -66,7 +66,7 @@ def print_sharing(figures: ClusterFigures) -> None:
 
 
 def print_nodes(nodes: Sequence[NodeView]) -> None:
-    """One row for each node that has joined; nothing where none has."""
+    """Print one row for each joined node; nothing without any."""
     if nodes:
         table = _table(
             "nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers"
@@ -79,7 +79,7 @@ def print_nodes(nodes: Sequence[NodeView]) -> None:
 
 
 def print_processes(processes: Sequence[ProcessView]) -> None:
-    """One row for each process; its node, where nodes have joined."""
+    """Print one row for each process, with its node if there are joined nodes."""
     is_joined = any(view.node for view in processes)
     table = _table(
         "processes", "process", "role", *(["node"] if is_joined else []), "pid", "restarts", "address"
@@ -91,10 +91,10 @@ def print_processes(processes: Sequence[ProcessView]) -> None:
     stdout_console().print(table)
 
 
-def print_members(members: Mapping[str, Sequence[RemoteWorkerView]]) -> None:
-    """One row for each worker that a platform runs, by the shard that has it."""
+def print_remote_workers(workers: Mapping[str, Sequence[RemoteWorkerView]]) -> None:
+    """Print one row for each worker on a platform, by shard."""
     table = _table("workers", "worker", "shard", "state", "age", "samples", "/s", "where")
-    for shard, views in members.items():
+    for shard, views in workers.items():
         for view in views:
             rate = view.samples / view.age_s if view.age_s else 0.0
             cells = (view.state, _age(view.age_s), f"{view.samples:,}", f"{rate:.1f}")
@@ -103,7 +103,7 @@ def print_members(members: Mapping[str, Sequence[RemoteWorkerView]]) -> None:
 
 
 def print_costs(flows: Sequence[FlowView]) -> None:
-    """One row for each flow whose services run: what its workers have taken, and what limits it."""
+    """Print one row for each running flow: worker-hours, cost, and what limits it."""
     table = _table("flows", "flow", "jobs", "workers", "worker-hours", "cost", "limited by")
     for flow in flows:
         if flow.part is not None and flow.workers_s is not None:
@@ -115,7 +115,7 @@ def print_costs(flows: Sequence[FlowView]) -> None:
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
-    """Flows, shards and jobs; the stall share of jobs is since `earlier`, if given.
+    """Print flows, shards and jobs; the stall share of jobs is since `earlier`, if given.
 
     `hits` is per requested sample, `/sample` is decodes per served sample, `queue` is samples queued or loading.
     """
@@ -139,7 +139,7 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
 
 
 def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
-    """One flow: its state, its part of the cluster, and its jobs."""
+    """Print a flow: its state, its share of the cluster, and its jobs."""
     console = stdout_console(highlight=False)
     console.print(f"{flow.spec.instance}: {flow.spec.size:,} samples, {_life_now(flow)}")
     steps = " → ".join(f"{state_words(step.state)} ({_age(step.age_s)} ago)" for step in flow.life)
@@ -149,7 +149,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
         part = flow.part
         console.print(
             f"  has {counted(part.shards, 'shard')}, {counted(part.workers, 'worker')}, {_bytes(part.memory_bytes)}; "
-            f"keeps by {flow.spec.policy}, draws by {flow.spec.strategy}"
+            f"cache policy {flow.spec.policy}, sampling strategy {flow.spec.strategy}"
         )
         print_sharing(figures)
         _print_shards(console, figures)
@@ -157,13 +157,13 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
 
 
 def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
-    """The new size of a flow, and its size at present."""
+    """Print the new size of a flow, and its current size."""
     spec, (row,) = flow.spec, figures.flows
     stdout_console(highlight=False).print(
-        f"{spec.instance} is to have {counted(spec.shards, 'shard')} and {counted(spec.workers, 'worker')}"
+        f"{spec.instance} will have {counted(spec.shards, 'shard')} and {counted(spec.workers, 'worker')}"
         + (
             f"; now it has {counted(row.shards, 'shard')} with keys and {counted(row.figures.workers, 'worker')}: "
-            f"`dpflow flow show {spec.name}` tells when that is reached"
+            f"see `dpflow flow show {spec.name}`"
             if flow.part is not None
             else "; its services do not run"
         )
@@ -179,15 +179,15 @@ def _life_now(flow: FlowView) -> str:
 
 
 def _drawn_life(flow: FlowView) -> str:
-    """The life cycle of thesis figure 4-7, with the present state marked."""
+    """Return the life cycle of thesis figure 4-7, with the current state marked."""
     created, ready, accessed, idle, deleted = (
         f"[bold]»{state_words(state.value)}«[/bold]"
         if state.value == flow.state
         else state_words(state.value)
         for state in FlowState
     )
-    patience = f"{flow.spec.idle_s:g} s without a job"
-    return f"{created} → {ready} ⇄ {accessed}; {ready} → ({patience}) {idle} → {ready}; → {deleted}"
+    timeout = f"{flow.spec.idle_s:g} s without a job"
+    return f"{created} → {ready} ⇄ {accessed}; {ready} → ({timeout}) {idle} → {ready}; → {deleted}"
 
 
 def _print_shards(console: Console, figures: ClusterFigures) -> None:
@@ -200,7 +200,7 @@ def _print_shards(console: Console, figures: ClusterFigures) -> None:
 
 
 def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -> None:
-    """One row for each job; its stall share is since `earlier`, if given. Nothing where there are none."""
+    """Print one row for each job; its stall share is since `earlier`, if given."""
     if figures.jobs:
         table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}
@@ -212,7 +212,7 @@ def print_jobs(figures: ClusterFigures, earlier: ClusterFigures | None = None) -
 
 
 def _recent_stall(row: JobRow, before: JobRow | None) -> float:
-    """The stall share since `before`, or since the job began if it has read nothing since."""
+    """Return the stall share since `before`, or since the start if the job has read nothing since."""
     if before is None or row.reading_s <= before.reading_s:
         return row.stall_share
     return max(0.0, min(1.0, (row.stall_s - before.stall_s) / (row.reading_s - before.reading_s)))
@@ -230,12 +230,12 @@ def _cells(figures: ShardFigures) -> Iterable[str]:
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, overflow="fold")  # in narrow terminals: an id that is cut is useless
+        table.add_column(heading, overflow="fold")  # an id that is cut in a narrow terminal is useless
     return table
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun, such as "1 worker"."""
+    """Return a number with its noun, such as "1 worker"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -18,7 +18,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.log import FORMATS, LEVELS
 
 Command = Callable[..., Any]
-#: Wider than any row, so that no line is broken; a row takes only the width that it needs.
+#: Wider than any row, so that no line is broken.
 _UNBROKEN = 2000
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -51,7 +51,7 @@ preload_option = click.option(
 def name_value_pairs(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str]:
-    """NAME=VALUE arguments as a mapping."""
+    """Return NAME=VALUE arguments as a mapping."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -66,9 +66,11 @@ def name_value_pairs(
 def storage_options_of(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str]:
-    """NAME=VALUE options of a storage."""
+    """Return NAME=VALUE options of a storage."""
     if not all("=" in text[1:] for text in texts):
-        raise click.BadParameter("what was given is not of the form NAME=VALUE")  # and may be a secret
+        raise click.BadParameter(
+            "what was given is not of the form NAME=VALUE"
+        )  # not shown, as it may be a secret
     options = name_value_pairs(context, parameter, texts)
     taken = options.keys() & {"url", "read_options"}
     if taken:
@@ -89,7 +91,7 @@ storage_option = click.option(
 
 
 def store_option(*, required: bool) -> Callable[[Command], Command]:
-    """The option that names a store; the command gets it as `url`."""
+    """Return the option that names a store, as `url`."""
     return click.option(
         "--store",
         "url",
@@ -102,12 +104,12 @@ def store_option(*, required: bool) -> Callable[[Command], Command]:
 
 
 def store_options(command: Command) -> Command:
-    """The options of a command on a store: what opens the store, and --json."""
+    """Add the options of a command on a store: those that open it, and --json."""
     return json_option(store_option(required=True)(storage_option(command)))
 
 
 def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """The bytes of "8GiB"."""
+    """Return the bytes of a size such as "8GiB"."""
     from torch_dpflow.caches.policy import parse_capacity
 
     try:
@@ -122,14 +124,14 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Seconds from 0 to a day."""
+    """Return a number of seconds from 0 to a day."""
     if not 0 <= value <= 86400:
         raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
     return value
 
 
 def to_json(value: Any) -> str:
-    """The answer of a service as JSON, with the names of the fields."""
+    """Return the answer of a service as JSON, with names of fields."""
     return msgspec.json.encode(_named(value)).decode()
 
 
@@ -144,15 +146,15 @@ def _named(value: Any) -> Any:
 
 
 def on_one_line(text: str) -> str:
-    """What others have named, with line breaks and other control characters as Python writes them."""
+    """Return text with control characters escaped, as names from other users may have them."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def cell(text: str) -> str:
-    """What others have named, in a table."""
+    """Return text for a table, with control characters and markup escaped."""
     return escape(on_one_line(text))
 
 
 def stdout_console(*, highlight: bool = True) -> Console:
-    """A console on stdout that breaks no line unless stdout is a terminal."""
+    """Return a console on stdout that breaks lines only in terminals."""
     return Console(width=None if sys.stdout.isatty() else _UNBROKEN, highlight=highlight)

@@ -1,4 +1,4 @@
-"""`dpflow deploy`: makes what a platform needs before it can run workers."""
+"""`dpflow deploy`: create what a platform needs before it can run workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ _CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 @click.group()
 def deploy() -> None:
-    """Make, change or remove the function that a platform's workers are, by dpflow.toml, or nodes of a cluster."""
+    """Create, change or remove the cloud function of workers, by dpflow.toml, or cluster nodes in a cloud."""
 
 
 _function_options = with_options(
-    click.option(
-        "--image", default="", help="The container's image, in a registry of the function's region."
-    ),
+    click.option("--image", default="", help="Container image, in a registry of the region of the function."),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
     click.option("--remove", "removes", is_flag=True, help="Remove the function."),
     json_option,
@@ -37,11 +35,11 @@ _function_options = with_options(
 @deploy.command()
 @_function_options
 def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
-    """The function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
+    """Deploy the function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import fc_function
 
     settings: Any = resolve("fc")
-    _say(
+    _print_steps(
         fc_function.remove(settings, dry_run=dry_run)
         if removes
         else fc_function.deploy(settings, image, dry_run=dry_run),
@@ -52,11 +50,11 @@ def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
 @deploy.command("lambda")
 @_function_options
 def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
-    """The function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
+    """Deploy the function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
     from torch_dpflow.remote.launchers import aws_client
 
     settings: Any = resolve("lambda")
-    _say(
+    _print_steps(
         aws_client.remove(settings, dry_run=dry_run)
         if removes
         else aws_client.deploy(settings, image, dry_run=dry_run),
@@ -68,15 +66,20 @@ _group_options = with_options(
     click.option(
         "--join",
         metavar="FILE",
-        help="The cluster's connection file, with its keys, as `dpflow up --listen` has written it.",
+        help="Connection file of the cluster, with its keys, as `dpflow up --listen` has written it.",
     ),
     click.option(
-        "--cluster", help="With --list and --remove, where that file is lost: what groups are named by."
+        "--cluster",
+        help="With --list and --remove, if that file is lost: 8 digits in the names of the groups.",
     ),
-    click.option("--nodes", type=click.IntRange(0, 256), help="As many groups as there are to be."),
-    click.option("--image", default="", help="The container's image, which `dpflow image` describes."),
-    click.option("--vswitch", default="", help="The vSwitch of the groups, in the cluster's network."),
-    click.option("--security-group", default="", help="Has to let jobs reach all TCP ports of the groups."),
+    click.option("--nodes", type=click.IntRange(0, 256), help="Desired number of groups."),
+    click.option("--image", default="", help="Container image, as by `dpflow image`."),
+    click.option("--vswitch", default="", help="vSwitch of the groups, in the network of the cluster."),
+    click.option(
+        "--security-group",
+        default="",
+        help="Security group that lets jobs reach all TCP ports of the groups.",
+    ),
     click.option("--cpu", type=float, default=4.0, show_default=True, help="vCPUs of a group."),
     click.option(
         "--memory",
@@ -84,11 +87,13 @@ _group_options = with_options(
         default="16GiB",
         show_default=True,
         callback=size_of,
-        help="Of a group.",
+        help="Memory of a group.",
     ),
-    click.option("--spot", is_flag=True, help="For less, and the platform may end them at any time."),
+    click.option("--spot", is_flag=True, help="Cheaper groups that the platform may end at any time."),
     click.option("--region", default="cn-hangzhou", show_default=True),
-    click.option("--endpoint", default="", help="http(s)://HOST of the control plane; else the region's."),
+    click.option(
+        "--endpoint", default="", help="http(s)://HOST of the control plane; by default that of the region."
+    ),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
     click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
     click.option("--list", "lists", is_flag=True, help="List the groups of the cluster."),
@@ -111,9 +116,9 @@ def eci(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Nodes of a cluster as container groups of Alibaba Cloud's Elastic Container Instance.
+    """Run nodes of a cluster as container groups of Alibaba Cloud's Elastic Container Instance.
 
-    Called again, it makes those that are missing or have ended, and removes those that are too many.
+    A repeated call creates missing and ended groups, and removes superfluous ones.
     """
     from torch_dpflow.remote.launchers import eci
     from torch_dpflow.remote.launchers.eci import ContainerGroups
@@ -128,7 +133,7 @@ def eci(
         lines = eci.remove(groups, name, dry_run=dry_run) if removes else eci.listed(groups, name)
     else:
         if nodes is None:
-            raise OptionError("how many? Give --nodes, as 4")
+            raise OptionError("give --nodes, such as 4")
         file.server_keys()
         wanted = eci.NodeGroups(
             cluster=name,
@@ -139,25 +144,25 @@ def eci(
             **given,
         )
         lines = eci.deploy(groups, wanted, dry_run=dry_run)
-    _say(lines, as_json=as_json)
+    _print_steps(lines, as_json=as_json)
 
 
 def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | None:
-    """The cluster's file; None: there is its name alone."""
+    """Return the connection file; None if only the name of the cluster is given."""
     from torch_dpflow.cluster.security.connection_file import read_connection_file
 
     if join is not None:
         return read_connection_file(join)
     if cluster is None or not _CLUSTER.fullmatch(cluster):
         raise OptionError(
-            "which cluster? Give --join FILE, its connection file; to list or remove groups, --cluster with the 8 "
-            "hexadecimal digits in their names does as well"
+            "give --join FILE, the connection file of the cluster; to list or remove groups, --cluster with the 8 "
+            "hexadecimal digits in their names is enough"
         )
     return None
 
 
-def _say(steps: Iterable[str], *, as_json: bool) -> None:
-    """Print each step as it is done; with --json all of them at the end."""
+def _print_steps(steps: Iterable[str], *, as_json: bool) -> None:
+    """Print each step once it is done; with --json, all at the end."""
     done = []
     for step in steps:
         done.append(step)

@@ -1,4 +1,4 @@
-"""`dpflow image`: what a container's image of workers is built from, as the running environment has it."""
+"""`dpflow image`: the files from which a container image of workers is built, for the current environment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch_dpflow
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import OptionError
 
-#: Of these a worker has no use: they install packages, or are for devices that it does not have.
+#: Packages that workers do not need: installers, and those for devices that workers do not have.
 _LEFT_OUT = re.compile(r"pip|setuptools|wheel|triton|nvidia-.*|cuda-.*")
 _ITSELF = "torch-dpflow"
-#: Where versions such as 2.6.0+cpu are.
+#: Index with versions such as 2.6.0+cpu.
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _FILES = ("Dockerfile", "requirements.txt", "torch_dpflow")
 _DOCKERFILE = """\
@@ -28,48 +28,48 @@ _DOCKERFILE = """\
 FROM python:{python}-slim
 WORKDIR /opt/dpflow
 COPY requirements.txt .
-# Without dependencies: all of them are named, with their versions.
+# Without dependencies, as all are listed with their versions.
 RUN pip install --no-cache-dir --no-deps -r requirements.txt
 {copy}ENV PYTHONPATH=/opt/dpflow PYTHONUNBUFFERED=1
-# What is missing is missed here, and not by the first worker.
+# Missing packages fail here, not in the first worker.
 RUN python -c "{check}"
 CMD ["python", "-m", "torch_dpflow.remote.worker"]
 """
-#: What the image has to be able to do: what a worker does before it is sent anything.
+#: Check of the image: what a worker does before it receives anything.
 CHECK = "from torch_dpflow.remote.worker import warm; warm()"
 
 
 @dataclass
 class Found:
-    """The distributions of this environment."""
+    """Distributions of this environment."""
 
     #: Lines of requirements.txt.
     pinned: list[str] = field(default_factory=list)
-    #: Those that come from a directory, by name; nobody else can install them.
+    #: Names of those installed from a directory, which other machines cannot install.
     local: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 @click.command()
-@click.option("--out", default="docker", show_default=True, help="The directory to write to.")
-@click.option("--without", multiple=True, help="A package that workers do not need; may be repeated.")
-@click.option("--force", is_flag=True, help="Write over what an earlier call has written.")
+@click.option("--out", default="docker", show_default=True, help="Output directory.")
+@click.option("--without", multiple=True, help="Package that workers do not need; may be repeated.")
+@click.option("--force", is_flag=True, help="Overwrite the files of an earlier call.")
 def image(out: str, without: tuple[str, ...], force: bool) -> None:
-    """Write a Dockerfile, with the packages of this environment at their versions, to build an image of workers from.
+    """Write a Dockerfile for an image of workers, with the packages of this environment at their versions.
 
-    The user's own modules need not be in it: they are sent. Build and push it with docker.
+    Your own modules need not be in it, as they are sent to workers. Build and push it with docker.
     """
     found = find({_normal(name) for name in without})
     itself = _ITSELF in found.local
     _write(Path(out), found, copies_itself=itself, force=force)
     click.echo(f"{out}: Dockerfile, and requirements.txt with {len(found.pinned)} packages")
     if found.left_out:
-        click.echo(f"left out, as workers have no use for them: {', '.join(found.left_out)}")
+        click.echo(f"left out, as workers do not need them: {', '.join(found.left_out)}")
     others = [name for name in found.local if name != _ITSELF]
     if others:
         click.echo(
-            f"installed from a directory, so not in it: {', '.join(others)}; if samples need them, have the Dockerfile "
-            "copy and install them"
+            f"not included, as installed from a directory: {', '.join(others)}; if samples need them, have the "
+            "Dockerfile copy and install them"
         )
     click.echo(
         f"docker build -t REGISTRY/dpflow:{__version__} {out} && docker push REGISTRY/dpflow:{__version__}"
@@ -77,12 +77,12 @@ def image(out: str, without: tuple[str, ...], force: bool) -> None:
 
 
 def find(without: set[str]) -> Found:
-    """What is installed here, by normalized names. Raises OptionError for a package to leave out that is not there."""
+    """Return the installed distributions. Raises OptionError if one of `without` is not installed."""
     found, names = Found(), set()
     for distribution in metadata.distributions():
         name = _normal(distribution.metadata["Name"] or "")
         if not name or name in names:
-            continue  # hidden by the one that was found first
+            continue  # shadowed by the one found first
         names.add(name)
         if _LEFT_OUT.fullmatch(name) or name in without:
             found.left_out.append(name)
@@ -91,7 +91,7 @@ def find(without: set[str]) -> Found:
         else:
             found.pinned.append(f"{name}{source}")
     if any(name.startswith(("nvidia-", "cuda-")) for name in found.left_out):
-        # The index's own torch is the one for those.
+        # The default torch of the index is the one for those devices.
         found.pinned = [
             re.sub(r"^(torch(?:vision|audio)?==[\d.]+)$", r"\1+cpu", line) for line in found.pinned
         ]
@@ -103,15 +103,15 @@ def find(without: set[str]) -> Found:
 
 
 def _is_installed() -> bool:
-    """Whether this package lies where installers put packages, and not in a checkout.
+    """Return whether this package was installed and is not a checkout.
 
-    The metadata of a checkout lies beside it, without a source, and is found first from its directory.
+    The metadata of a checkout is next to it, without a source, and is found first from its directory.
     """
     return bool({"site-packages", "dist-packages"} & set(Path(torch_dpflow.__file__).parts))
 
 
 def _source_of(distribution: metadata.Distribution) -> str:
-    """What to write behind its name; empty if it is of a directory."""
+    """Return the version or URL to append to its name; empty for a directory."""
     text = distribution.read_text("direct_url.json")
     if text is None:
         return f"=={_without_device(distribution.version)}"
@@ -122,7 +122,7 @@ def _source_of(distribution: metadata.Distribution) -> str:
 
 
 def _without_device(version: str) -> str:
-    """The same version for the CPU: as torch's 2.6.0+cpu of 2.6.0+cu124."""
+    """Return the same version for the CPU, such as 2.6.0+cpu for 2.6.0+cu124."""
     return re.sub(r"\+(cu|rocm|xpu)[\w.]*$", "+cpu", version)
 
 

@@ -1,4 +1,4 @@
-"""The root of the command line: knows the names of the commands, imports one only when it is called."""
+"""The root of the command line. It imports a command only when that is called."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch_dpflow._version import __version__
 from torch_dpflow.cli import INTERRUPTED
 from torch_dpflow.errors import DPFlowError
 
-#: name → (module, attribute, what it does). A command is imported when it runs, or is asked for its own help.
+#: name → (module, attribute, description). A command is imported when it runs or prints its help.
 COMMANDS = {
     "up": ("torch_dpflow.cli.up", "up", "Run a cluster that several jobs read from."),
     "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
-    "node": ("torch_dpflow.cli.up", "node", "Have this host run workers of another host's cluster."),
+    "node": ("torch_dpflow.cli.up", "node", "Run workers of another host's cluster on this host."),
     "status": ("torch_dpflow.cli.cluster", "status", "List the flows, jobs and processes of a cluster."),
     "top": ("torch_dpflow.cli.cluster", "top", "Show the activity of a cluster, updated continually."),
     "flow": ("torch_dpflow.cli.cluster", "flow", "List, show, scale and delete flows."),
-    "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
-    "check": ("torch_dpflow.cli.platform", "check", "Try a platform that runs workers elsewhere."),
+    "keygen": ("torch_dpflow.cli.cluster", "keygen", "Generate the keys of a cluster."),
+    "check": ("torch_dpflow.cli.platform", "check", "Check a platform that runs workers."),
     "workers": ("torch_dpflow.cli.platform", "workers", "List the workers that a platform runs."),
     "sweep": (
         "torch_dpflow.cli.platform",
@@ -36,15 +36,19 @@ COMMANDS = {
     "deploy": (
         "torch_dpflow.cli.deploy",
         "deploy",
-        "Make or remove the function that workers on a cloud are, or nodes there.",
+        "Create or remove a cloud function for workers, or cluster nodes in a cloud.",
     ),
-    "image": ("torch_dpflow.cli.image", "image", "Write what a container's image of workers is built from."),
+    "image": (
+        "torch_dpflow.cli.image",
+        "image",
+        "Write the files from which a container image of workers is built.",
+    ),
     "manifest": (
         "torch_dpflow.cli.manifest",
         "manifest",
-        "Print what a cluster on Kubernetes consists of.",
+        "Print the Kubernetes objects of a cluster.",
     ),
-    "simulate": ("torch_dpflow.cli.simulate", "simulate", "Say how many workers a flow would need."),
+    "simulate": ("torch_dpflow.cli.simulate", "simulate", "Estimate how many workers a flow needs."),
     "pool": ("torch_dpflow.cli.pool", "pool", "Hold datasets in this host's memory for all who read them."),
     "dataset": (
         "torch_dpflow.cli.dataset",
@@ -55,9 +59,9 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands live in modules that are imported on demand.
+    """A group whose commands are imported on demand.
 
-    An error of the library is printed as one line, without a traceback, and ends the command with status 1.
+    Errors of the library are printed as one line, without a traceback, with exit status 1.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -101,17 +105,16 @@ class LazyGroup(click.Group):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), 1
-            )  # else the interpreter's end tries to write the rest again
+            # Otherwise the interpreter would try to write the rest again at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise click.ClickException(
-                f"{error.strerror}: free space, or send the output elsewhere"
+                f"{error.strerror}: free space, or write the output elsewhere"
             ) from error
 
 
 @contextmanager
 def _ended_by_control_c() -> Iterator[None]:
-    """Without it click ends the command with status 1, as if it had failed."""
+    """Exit with the status of an interrupt; click would use status 1."""
     try:
         yield
     except KeyboardInterrupt:

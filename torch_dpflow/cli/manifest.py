@@ -1,4 +1,4 @@
-"""`dpflow manifest`: what a cluster on a platform consists of, as that platform takes it."""
+"""`dpflow manifest`: the objects of a cluster on a platform."""
 
 from __future__ import annotations
 
@@ -24,50 +24,57 @@ _PLAIN = re.compile(r"v1|[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
 
 @click.group()
 def manifest() -> None:
-    """Print what a cluster on a platform consists of, with the settings of dpflow.toml."""
+    """Print the objects of a cluster on a platform, with the settings of dpflow.toml."""
 
 
 _options = with_options(
-    click.option("--name", default="dpflow", show_default=True, help="Of the cluster and its objects."),
+    click.option("--name", default="dpflow", show_default=True, help="Name of the cluster and its objects."),
+    click.option("--namespace", help="Existing namespace; by default that of the settings, or default."),
+    click.option("--image", help="Image of the coordinator and its workers, as by `dpflow image`."),
     click.option(
-        "--namespace", help="Where it is to be; it has to exist. Else that of the settings, or default."
+        "--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."
     ),
-    click.option("--image", help="Of the head and its workers, as `dpflow image` has it built."),
-    click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
-    click.option("--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need."),
+    click.option(
+        "--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need, within these bounds."
+    ),
     click.option(
         "--memory",
         metavar="SIZE",
         default="8GiB",
         show_default=True,
         callback=size_of,
-        help="For samples.",
+        help="Memory for samples.",
     ),
-    click.option("--cpu", default="2", show_default=True, help="Processors that the head asks for."),
-    click.option("--state", default="", help="Where flows are stored: redis://HOST:PORT/NUMBER."),
-    click.option("--state-secret", default="", help="A secret whose `url` is that address, with a password."),
-    click.option("--state-size", default="", help="Store flows on a volume of this size, as 1Gi."),
-    click.option("--storage-class", default="", help="Of that volume; else the cluster's default."),
-    click.option("--port", type=int, default=7600, show_default=True, help="Where jobs find the head."),
+    click.option("--cpu", default="2", show_default=True, help="Processors that the coordinator requests."),
+    click.option("--state", default="", help="Store of flows: redis://HOST:PORT/NUMBER."),
+    click.option("--state-secret", default="", help="Secret whose `url` is that address, with a password."),
+    click.option("--state-size", default="", help="Store flows on a volume of this size, such as 1Gi."),
+    click.option(
+        "--storage-class", default="", help="Storage class of that volume; by default that of Kubernetes."
+    ),
+    click.option("--port", type=int, default=7600, show_default=True, help="Port to which jobs connect."),
     click.option(
         "--worker-ports",
         default="7700-7799",
         show_default=True,
-        help="Where workers call: one for each shard.",
+        help="Ports to which workers connect: one for each shard.",
     ),
     click.option(
         "--nodes",
         type=click.IntRange(0, 256),
         default=0,
-        help="Run workers in so many pods that join the cluster as nodes; else each is a pod of its own.",
+        help="Run workers in this many pods that join the cluster as nodes; by default each worker is a pod.",
     ),
-    click.option("--node-cpu", default="4", show_default=True, help="Processors that a node asks for."),
-    click.option("--node-memory", default="16Gi", show_default=True, help="Memory that a node has."),
+    click.option("--node-cpu", default="4", show_default=True, help="Processors that a node requests."),
+    click.option("--node-memory", default="16Gi", show_default=True, help="Memory of a node."),
     click.option(
-        "--jobs-in", metavar="NAMESPACE", multiple=True, help="Where jobs run; else where the head does."
+        "--jobs-in",
+        metavar="NAMESPACE",
+        multiple=True,
+        help="Namespace of jobs; by default that of the cluster.",
     ),
-    click.option("--keys", help="A file that `dpflow keygen` has written; without it, new keys are drawn."),
-    click.option("--without-secrets", is_flag=True, help="Print no keys: their secrets are there already."),
+    click.option("--keys", help="File of `dpflow keygen`. Without it, new keys are generated."),
+    click.option("--without-secrets", is_flag=True, help="Print no keys, as their secrets exist already."),
 )
 
 
@@ -86,10 +93,10 @@ def kubernetes(
     node_memory: str,
     **given: Any,
 ) -> None:
-    """A head whose workers are pods, or in pods, by [platform.kubernetes], as YAML: for `kubectl apply -f -`.
+    """Print a cluster with workers in pods as YAML for `kubectl apply -f -`, by [platform.kubernetes].
 
-    It has keys, unless --without-secrets is given: keep it as them. Pods of jobs need the label dpflow-cluster=NAME,
-    the secret NAME-jobs as a volume, and its file as DPFLOW_ADDRESS.
+    The output has keys, unless --without-secrets is given: keep it secret. Pods of jobs need the label
+    dpflow-cluster=NAME, the secret NAME-jobs as a volume, and the path of its file as DPFLOW_ADDRESS.
     """
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import scaled_limits
@@ -106,7 +113,7 @@ def kubernetes(
     scale = limits.autoscale
     if limits.workers is None:
         raise OptionError(
-            "how many workers may there be? Give --autoscale MIN:MAX, as 0:16, or --workers MAX"
+            "give the maximum number of workers: --autoscale MIN:MAX, such as 0:16, or --workers MAX"
         )
     settings.check_workers(limits.workers)
     scaling = ("--workers", str(limits.workers))
@@ -147,7 +154,7 @@ def _yaml(objects: Iterable[Mapping[str, Any]]) -> str:
             return True
 
     def text(dumper: Any, value: str) -> Any:
-        # Readers differ in what else is a number or a truth, as 1e3 and y.
+        # Readers differ in which other texts are numbers or booleans, such as 1e3 and y.
         style = None if _PLAIN.fullmatch(value) else "|" if "\n" in value else '"'
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 

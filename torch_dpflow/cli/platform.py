@@ -1,4 +1,4 @@
-"""`dpflow check`, `workers` and `sweep`: platforms that run workers elsewhere."""
+"""`dpflow check`, `workers` and `sweep`: platforms that run workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect
-from torch_dpflow.cli.cluster_printing import print_costs, print_members
+from torch_dpflow.cli.cluster_printing import print_costs, print_remote_workers
 from torch_dpflow.cli.common import json_option, to_json
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
@@ -29,12 +29,14 @@ _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 
 @click.command()
 @click.argument("platform")
-@click.option("--listen", help="Where the worker is to call: tcp://ADDRESS:PORT, as LoaderOptions(listen=).")
+@click.option(
+    "--listen", help="Address to which the worker connects: tcp://ADDRESS:PORT, as LoaderOptions(listen=)."
+)
 @json_option
 def check(platform: str, listen: str | None, as_json: bool) -> None:
-    """Try PLATFORM, as "ray", with one worker: reachability, versions, room, round trip, bandwidth.
+    """Check PLATFORM, such as "ray", with one worker: reachability, versions, capacity, round trip, bandwidth.
 
-    Ends with status 0 if all is well, and 1 if not.
+    The exit status is 0 if every check passes, otherwise 1.
     """
     from torch_dpflow.loader.platform_check import check_platform
 
@@ -55,16 +57,16 @@ def check(platform: str, listen: str | None, as_json: bool) -> None:
 @address_option
 @json_option
 def workers(platform: str | None, address: str, as_json: bool) -> None:
-    """List the workers that PLATFORM runs, whoever has started them; without PLATFORM those of a cluster's flows."""
+    """List all workers on PLATFORM; without PLATFORM, the workers of the flows of a cluster."""
     if platform is None:
-        _list_members(address, as_json=as_json)
+        _list_cluster_workers(address, as_json=as_json)
         return
     if address != "auto":
         raise OptionError(
-            f"PLATFORM {platform!r} with --address, which is for the workers of a cluster; give either"
+            f"PLATFORM {platform!r} with --address, which is for the workers of a cluster; give one of them"
         )
     with _launcher(platform) as launcher:
-        found = _members(launcher)
+        found = _remote_workers(launcher)
     if as_json:
         click.echo(to_json({"platform": platform, "workers": list(found)}))
         return
@@ -75,20 +77,28 @@ def workers(platform: str | None, address: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("platform")
-@click.option("--cluster", help="Whose workers: the 8 digits after dpf- in their names.")
-@click.option("--all", "everything", is_flag=True, help="End the workers of all, also of loaders that run.")
-@click.option("--dry-run", is_flag=True, help="Say what would be ended, and end nothing.")
+@click.option("--cluster", help="Cluster of the workers: the 8 digits after dpf- in their names.")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="End the workers of all clusters and loaders, also of running ones.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be ended, and end nothing.")
 @json_option
 def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, as_json: bool) -> None:
-    """End workers on PLATFORM that a killed process has left; say whose: those of loaders that run look the same."""
+    """End workers on PLATFORM that a killed process has left.
+
+    Choose a cluster, as workers of running loaders look the same.
+    """
     if cluster is not None and everything:
         raise OptionError("--cluster and --all exclude each other: give one of them")
     if cluster is not None and not _CLUSTER.fullmatch(cluster):
         raise OptionError(
-            f"--cluster {cluster!r:.80} is none: give 8 hexadecimal digits, as `dpflow workers {platform}` shows"
+            f"--cluster {cluster!r:.80}: give 8 hexadecimal digits, as `dpflow workers {platform}` shows"
         )
     with _launcher(platform) as launcher:
-        found = _members(launcher, cluster)
+        found = _remote_workers(launcher, cluster)
         if dry_run or (cluster is None and not everything):
             if as_json:
                 click.echo(to_json({"found": list(found), "ended": [], "failed": {}}))
@@ -97,7 +107,7 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
                     click.echo(f"would end {name}")
                 _count(platform, found)
             if found and not dry_run:
-                raise OptionError("nothing was ended: choose by --cluster, as above, or give --all")
+                raise OptionError("nothing was ended: give --cluster, as above, or --all")
             return
         failures = {name: error for name, ref in found.items() if (error := _stop(launcher, name, ref))}
     ended = [name for name in found if name not in failures]
@@ -110,19 +120,19 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
         raise error
 
 
-def _members(launcher: Launcher, cluster: str | None = None) -> dict[str, Ref]:
-    """The members that a platform has, of one cluster or of all. Raises OptionError where it lists none."""
+def _remote_workers(launcher: Launcher, cluster: str | None = None) -> dict[str, Ref]:
+    """Return the workers on a platform, of one cluster or of all. Raises OptionError if it cannot list them."""
     if not launcher.limits.can_list:
         raise OptionError(
-            "this platform lists no workers: `dpflow workers` without it lists those of a cluster; those that a killed "
-            "process has left end by themselves, half a minute after its last word"
+            "this platform cannot list workers: `dpflow workers` without it lists those of a cluster; workers that a "
+            "killed process has left end by themselves after half a minute"
         )
     found = launcher.list("dpf-" if cluster is None else prefix_of(cluster))
     return {name: found[name] for name in sorted(found) if WorkerName.is_one(name)}
 
 
 def _count(platform: str, names: Iterable[str]) -> None:
-    """Say whose they are, and so that there are none."""
+    """Print the number of workers of each cluster."""
     counts = Counter(WorkerName.parse(name).cluster for name in names)
     for cluster, count in sorted(counts.items()):
         click.echo(f"{count} of cluster {cluster}", err=True)
@@ -138,10 +148,10 @@ def _stop(launcher: Launcher, name: str, ref: Ref) -> PlatformError | None:
     return None
 
 
-def _list_members(address: str, *, as_json: bool) -> None:
+def _list_cluster_workers(address: str, *, as_json: bool) -> None:
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
-    members = {
+    remote = {
         view.id: msgspec.convert(view.status["members"], list[RemoteWorkerView])
         for view in processes
         if "members" in view.status
@@ -149,25 +159,25 @@ def _list_members(address: str, *, as_json: bool) -> None:
     provisioner = next((view.status for view in processes if view.role == "provisioner"), {})
     running = [flow for flow in flows if flow.workers_s is not None and flow.part is not None]
     if as_json:
-        told = {"members": members, "flows": [_cost_of(flow) for flow in running]}
-        click.echo(to_json({**told, "refusal": provisioner.get("refusal", "")}))
+        facts = {"members": remote, "flows": [_cost_of(flow) for flow in running]}
+        click.echo(to_json({**facts, "refusal": provisioner.get("refusal", "")}))
         return
     if provisioner.get("refusal"):
         click.echo(f"platform {provisioner['platform']} refuses workers: {provisioner['refusal']}", err=True)
-    if members:
-        print_members(members)
+    if remote:
+        print_remote_workers(remote)
     if running:
         print_costs(running)
-    if members:
+    if remote:
         return
     if any(view.role == "worker" for view in processes):
-        click.echo("its workers are processes of its host: see `dpflow status`")
+        click.echo("its workers are processes of its hosts: see `dpflow status`")
     else:
         click.echo("it has no workers now")
 
 
 def _cost_of(flow: FlowView) -> dict[str, Any]:
-    """What a flow's workers have taken, for programs."""
+    """Return worker-seconds and cost of a flow, for programs."""
     taken, part = flow.workers_s, flow.part
     assert taken is not None
     assert part is not None

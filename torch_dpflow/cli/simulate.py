@@ -1,4 +1,4 @@
-"""`dpflow simulate`: what a flow would need, in simulated time, before anything is started."""
+"""`dpflow simulate`: estimate the workers of a flow in simulated time, without starting anything."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch_dpflow.errors import OptionError
 if TYPE_CHECKING:
     from torch_dpflow.cluster.control.scaling_model import FlowModel, ScalingOutcome
 
-#: Runs, of whose figures the medians are told.
+#: Number of runs; medians of their figures are reported.
 _SEEDS = 5
-#: Most samples a second, and most workers that the simulation can do in a few seconds.
-_MOST_RATE, _MOST_WORKERS = 1e7, 4096
+#: Most samples a second, and most workers, that can be simulated in a few seconds.
+_MAX_RATE, _MAX_WORKERS = 1e7, 4096
 
 
 def _number(
@@ -42,42 +42,44 @@ def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> f
 
 @click.command()
 @click.option(
-    "--autoscale", is_flag=True, help="How many workers a flow has whose number follows what jobs need."
+    "--autoscale", is_flag=True, help="Simulate a flow whose number of workers follows the demand of jobs."
 )
-@_number("--samples-per-second", "What one job takes a second if it never waits.", least=0.0, most=_MOST_RATE)
-@_number("--sample-seconds", "How long a worker loads one sample.", least=0.0, most=3600.0)
-@click.option(
-    "--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="How many jobs read."
+@_number(
+    "--samples-per-second",
+    "Samples that one job reads a second if it never waits.",
+    least=0.0,
+    most=_MAX_RATE,
 )
+@_number("--sample-seconds", "Time in which a worker loads one sample.", least=0.0, most=3600.0)
+@click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Number of jobs.")
 @click.option(
-    "--apart", default="1m", show_default=True, callback=_seconds, help="The time between their beginnings."
+    "--apart", default="1m", show_default=True, callback=_seconds, help="Time between the starts of jobs."
 )
 @click.option(
     "--cold-start",
     default="3s",
     show_default=True,
     callback=_seconds,
-    help="From a worker's start to its work.",
+    help="Time from the start of a worker to its first sample.",
 )
-@click.option("--duration", default="30m", show_default=True, callback=_seconds, help="How long jobs read.")
+@click.option("--duration", default="30m", show_default=True, callback=_seconds, help="Simulated time.")
 @_number(
     "--loads-per-sample",
-    "Samples loaded per sample that jobs read, as `dpflow top` shows: 1 / jobs where they share all.",
+    "Samples loaded per sample that jobs read, as in `dpflow top`: 1 / jobs if they share all.",
     least=0.0,
     most=10.0,
     default=1.0,
 )
-@click.option("--price", type=click.FloatRange(0.0, 1e6), help="Of a worker, per hour.")
+@click.option("--price", type=click.FloatRange(0.0, 1e6), help="Price of a worker per hour.")
 @json_option
 def simulate(autoscale: bool, as_json: bool, price: float | None, **given: Any) -> None:
-    """Say how many workers a flow would have, how long jobs would wait, and what that costs, by a model of it.
+    """Estimate how many workers a flow would have, how long jobs would wait, and the cost.
 
-    The model is crude: it knows no stragglers and no limit of the network or the storage.
+    The model is simple: it has no stragglers and no limits of the network or the storage.
     """
     if not autoscale:
         raise OptionError(
-            "what is to be simulated? give --autoscale; samplers and caches are simulated by benchmarks.simulate in "
-            "the repository"
+            "give --autoscale; samplers and caches are simulated by benchmarks.simulate in the repository"
         )
     model, duration_s = _model(**given), given["duration"]
     outcomes = [_run(model, duration_s, seed) for seed in range(_SEEDS)]
@@ -102,12 +104,12 @@ def _model(
 
     if (jobs - 1) * apart >= duration:
         raise OptionError(
-            f"--jobs {jobs} with --apart {apart:g} s: the last would begin after --duration {duration:g} s; give more "
+            f"--jobs {jobs} with --apart {apart:g} s: the last would start after --duration {duration:g} s; give more "
             "time, or a shorter --apart"
         )
     most = samples_per_second * jobs * loads_per_sample * sample_seconds
-    if most > _MOST_WORKERS:
-        raise OptionError(f"these jobs keep {most:,.0f} workers busy; a cluster has {_MOST_WORKERS} at most")
+    if most > _MAX_WORKERS:
+        raise OptionError(f"these jobs keep {most:,.0f} workers busy; a cluster has {_MAX_WORKERS} at most")
 
     def demand(now: float) -> float:
         return samples_per_second * (min(jobs - 1, int(now / apart)) + 1)
@@ -125,7 +127,7 @@ def _run(model: FlowModel, duration_s: float, seed: int) -> ScalingOutcome:
     from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
     from torch_dpflow.cluster.control.scaling_model import ScalingRun
 
-    law = Autoscaler(Bounds(most=_MOST_WORKERS), 2)
+    law = Autoscaler(Bounds(most=_MAX_WORKERS), 2)
     return ScalingRun(model, lambda counts, now: law.step(counts, now).workers, seed).run(duration_s)
 
 
@@ -155,10 +157,10 @@ def _print(facts: dict[str, Any]) -> None:
         return f"{facts[name] / 3600:,.2f} worker-hours"
 
     click.echo(
-        f"workers: {facts['workers_needed']:,} are kept busy at most; the law has up to {facts['most_workers']:,}, by "
+        f"workers: at most {facts['workers_needed']:,} are busy; autoscaling has up to {facts['most_workers']:,}, by "
         f"{facts['starts']:,} starts\n"
         f"stall: jobs wait for {facts['stall_share']:.1%} of {facts['seconds']:,.0f} s\n"
-        f"time: {hours('worker_seconds')}; {hours('least_worker_seconds')} if all were known beforehand, "
+        f"time: {hours('worker_seconds')}; {hours('least_worker_seconds')} if all were known in advance, "
         f"{hours('fixed_worker_seconds')} with {facts['workers_needed']:,} workers all the time"
     )
     if facts["cost"] is not None:

@@ -22,58 +22,67 @@ if TYPE_CHECKING:
     from torch_dpflow.cluster.services.joining_node import JoiningNode
     from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
 
-#: Ends an announcement: processes that the command starts may hold its pipe open.
+#: End of an announcement; processes that the command starts may keep its pipe open.
 _END = b"\0"
-#: Most characters of a log that an error shows.
+#: Most characters of a log in an error.
 _MAX_TAIL = 2000
 
 
 _up_options = with_options(
-    click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
+    click.option(
+        "--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."
+    ),
     click.option(
         "--autoscale",
         metavar="MIN:MAX",
-        help="Have as many workers as jobs need: at least and at most so many, of all flows together.",
+        help="Have as many workers as jobs need, within these bounds for all flows together.",
     ),
     click.option(
-        "--memory", metavar="SIZE", callback=size_of, help="Most memory for samples, of all flows: 8GiB."
+        "--memory",
+        metavar="SIZE",
+        callback=size_of,
+        help="Maximum memory for samples of all flows, such as 8GiB.",
     ),
-    click.option("--listen", help="tcp://ADDRESS:PORT, with keys; without it, only this user on this host."),
+    click.option(
+        "--listen", help="tcp://ADDRESS:PORT, with keys. Without it, only this user on this host can connect."
+    ),
     click.option(
         "--state",
         envvar="DPFLOW_STATE",
         show_envvar=True,
-        help="Where flows are stored: a path, or redis://HOST:PORT/NUMBER; without it, until the cluster ends.",
+        help="Store of flows: a path, or redis://HOST:PORT/NUMBER. Without it, flows are lost when the cluster ends.",
     ),
-    click.option("--connection-file", help="The path of the file by which jobs find the cluster."),
+    click.option("--connection-file", help="Path of the file by which jobs find the cluster."),
     click.option(
         "--keys",
-        help="A file that `dpflow keygen` has written, for --listen; without it, new keys are generated.",
+        help="File of `dpflow keygen`, for --listen. Without it, new keys are generated.",
     ),
-    click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
-    click.option("--metrics-public", is_flag=True, help="Let other hosts read --metrics, without a key."),
-    click.option("--web", metavar="HOST:PORT", help="Where a browser finds the live page."),
+    click.option("--metrics", metavar="HOST:PORT", help="Address of metrics for Prometheus, over HTTP."),
+    click.option(
+        "--metrics-public", is_flag=True, help="Allow other hosts to read --metrics, without a key."
+    ),
+    click.option("--web", metavar="HOST:PORT", help="Address of the live page, for a browser."),
     click.option(
         "--web-token-file",
         metavar="PATH",
         envvar="DPFLOW_WEB_TOKEN_FILE",
         show_envvar=True,
-        help="A file of mode 600 with the token that the page needs; without it, --web is for this machine alone.",
+        help="File of mode 600 with the token of the page. Without it, only this machine can open --web.",
     ),
     click.option(
         "--pool-memory",
         metavar="SIZE",
         callback=size_of,
-        help="Run a server of the pool too, which holds datasets in so much memory of this host: 2GiB.",
+        help="Also run a pool server, which caches datasets in this much memory of this host, such as 2GiB.",
     ),
     preload_option,
     click.option(
         "--platform",
-        help="What runs the workers of flows: ray, kubernetes, fc, lambda; without it, this host.",
+        help="Platform that runs the workers of flows: ray, kubernetes, fc, lambda. Without it, this host.",
     ),
     click.option(
         "--worker-listen",
-        help="With --platform, where workers call: tcp://HOST:PORT or tcp://HOST:FIRST-LAST.",
+        help="With --platform, address to which workers connect: tcp://HOST:PORT or tcp://HOST:FIRST-LAST.",
     ),
     log_options,
 )
@@ -85,7 +94,7 @@ _up_options = with_options(
     "-d",
     "--detach",
     is_flag=True,
-    help="Go on in the background once the cluster is up; its log is beside the connection file.",
+    help="Continue in the background once the cluster is up. Its log is next to the connection file.",
 )
 @json_option
 def up(
@@ -107,11 +116,11 @@ def up(
     from torch_dpflow.ipc.memory.headroom import check_memory
     from torch_dpflow.workers.local_platform import end_fork_server
 
-    if memory is not None and given["listen"] is None:  # else nodes of other hosts may have a part of it
+    if memory is not None and given["listen"] is None:  # otherwise nodes of other hosts may have a part of it
         check_memory("--memory", memory)
     if given["pool_memory"] is not None:
         check_memory("--pool-memory", given["pool_memory"])
-        _pool_directory(given["pool_memory"])  # which may be none
+        _pool_directory(given["pool_memory"])  # raises if there is none
     sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own directory there
     options = ClusterOptions(
         limits=ClusterLimits(workers=workers, memory_bytes=memory),
@@ -134,7 +143,7 @@ def _announce_cluster(
     announce: Callable[[str], object], cluster: LocalCluster, options: ClusterOptions, *, as_json: bool
 ) -> None:
     text = "\n".join(_up_lines(cluster, options, as_json=as_json))
-    with suppress(OSError):  # whoever has started it may have closed the pipe, and reads from it all the same
+    with suppress(OSError):  # the parent process may have closed the pipe
         announce(text)
 
 
@@ -155,7 +164,7 @@ def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
         directory = _pool_directory(options.pool_memory)
         yield f"the pool holds datasets in {options.pool_memory:,} bytes, at {directory}"
     if options.web:
-        token = "; it asks for the token, as a password" if options.web_token_file else ""
+        token = "; its password is the token" if options.web_token_file else ""
         yield f"the live page is at http://{options.web}{token}"
 
 
@@ -163,27 +172,27 @@ def _warn_of_another_address(path: Path) -> None:
     named = os.environ.get(ADDRESS_VARIABLE)
     if named and Path(named).absolute() != path:
         click.echo(
-            f"{ADDRESS_VARIABLE}={named!r}: where it is set so, jobs and commands look for another cluster; unset it, "
+            f"{ADDRESS_VARIABLE}={named!r}: jobs and commands with this variable use another cluster; unset it, "
             "or give `dpflow up` that path as --connection-file",
             err=True,
         )
 
 
 def _pool_directory(memory: int | None) -> str | None:
-    """Where the server of the pool is that the cluster runs."""
+    """Return the directory of the cluster's pool server; None without one."""
     from torch_dpflow.pool.transport.address import find_directory
 
     return None if memory is None else str(find_directory())
 
 
 def go_on_in_background(log: Path) -> Callable[[str], None]:
-    """Fork. The child returns and writes its output to `log`; the parent prints what it announces, and exits.
+    """Fork. The child returns and writes its output to `log`; the parent prints its announcement and exits.
 
     Returns:
-        Sends the announcement, once.
+        A function that sends the announcement, once.
 
     Raises, in the parent:
-        click.ClickException: the child ended before it announced anything.
+        click.ClickException: the child ended without an announcement.
     """
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -197,7 +206,7 @@ def go_on_in_background(log: Path) -> Callable[[str], None]:
         _print_announced(reader, child, log, begins_at)
         sys.exit(0)
     os.close(reader)
-    os.setsid()  # neither Control-C nor the terminal's end is for it
+    os.setsid()  # so that Control-C and the end of the terminal do not reach it
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -223,7 +232,7 @@ def _print_announced(reader: int, child: int, log: Path, begins_at: int) -> None
         with open(log, "rb") as file:
             file.seek(begins_at)
             said = file.read().decode(errors="replace")[-_MAX_TAIL:].strip()
-        raise click.ClickException(f"the cluster has not started; {log} says:\n{said}")
+        raise click.ClickException(f"the cluster has not started; {log} has:\n{said}")
     click.echo(found.removesuffix(_END).decode())
 
 
@@ -232,13 +241,13 @@ def _print_announced(reader: int, child: int, log: Path, begins_at: int) -> None
     "--join",
     metavar="FILE",
     required=True,
-    help="The cluster's connection file, with its keys, as `dpflow up --listen` has written it.",
+    help="Connection file of the cluster, with its keys, as `dpflow up --listen` has written it.",
 )
-@click.option("--name", help="Tells it from the cluster's other nodes; else the name of this host.")
+@click.option("--name", help="Unique name among the nodes of the cluster; by default the name of this host.")
 @click.option(
     "--listen",
     metavar="ADDRESS",
-    help="The IP address of this host by which jobs reach it; else the one by which it reaches the cluster.",
+    help="IP address of this host by which jobs reach it; by default the one by which it reaches the cluster.",
 )
 @preload_option
 @log_options
@@ -252,10 +261,10 @@ def node(
     log_level: str,
     as_json: bool,
 ) -> None:
-    """Run shards and workers of a cluster's flows here, until Ctrl-C, SIGTERM or the cluster's end.
+    """Run shards and workers of a cluster on this host, until Ctrl-C, SIGTERM or the end of the cluster.
 
-    Told to stop, it first waits until jobs have left its shards, for a minute at most; told twice, it ends at once. It
-    ends by itself after a minute in which the cluster does not answer.
+    On the first signal it waits up to a minute until jobs have left its shards; on the second it ends at once. It also
+    ends if the cluster does not answer for a minute.
     """
     from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions
     from torch_dpflow.cluster.services.node import stopped_by_signals
@@ -284,5 +293,5 @@ def _announce_node(joined: JoiningNode, *, as_json: bool) -> None:
     cluster = joined.cluster.address
     facts = {"node": joined.name, "address": joined.address, "cluster": cluster, "pid": os.getpid()}
     text = f"node {joined.name} at {joined.address} has joined the cluster at {cluster}"
-    with suppress(OSError):  # whoever has started it may have closed the pipe
+    with suppress(OSError):  # the parent process may have closed the pipe
         click.echo(to_json(facts) if as_json else text)

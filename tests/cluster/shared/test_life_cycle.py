@@ -93,7 +93,7 @@ def test_commands_take_a_version_and_say_which_one_they_took(
     for version in (1, 2):
         join(flow, Numbers(20), version=version, batch_size=5, idle_s=900.0)
     assert run(cluster, "flow", "scale", f"{flow}:v1", "--workers", "3").endswith(
-        f"its other versions are as before: {flow}:v2\n"
+        f"unchanged versions: {flow}:v2\n"
     )
     assert f"{flow}:v2 is to have" in run(cluster, "flow", "scale", flow, "--workers", "4")
     assert [one.spec.workers for one in versions(cluster, flow)] == [3, 4]

@@ -183,7 +183,7 @@ def test_a_value_is_written_as_it_is_read(value: Any) -> None:
     [
         (["--autoscale", "0:4"], "needs an image with torch_dpflow"),
         (["--image", "r/i 1", "--autoscale", "0:4"], "image='r/i 1': give REGISTRY/NAME:TAG"),
-        (["--image", "r/i:1"], "Give --autoscale MIN:MAX, as 0:16, or --workers MAX"),
+        (["--image", "r/i:1"], "--autoscale MIN:MAX, such as 0:16, or --workers MAX"),
         ([*NEEDED, "--workers", "9"], "--workers 9 and --autoscale '0:4' differ"),
         (["--image", "r/i:1", "--autoscale", "4:0"], "give MIN:MAX"),
         ([*NEEDED, "--name", "n" * 53], "--name='nnn.*give at most 52 small letters"),
