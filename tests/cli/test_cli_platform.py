@@ -90,7 +90,7 @@ def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["sweep", "processes", "--cluster", "all"], "--cluster 'all' is none: give 8 hexadecimal digits"),
+        (["sweep", "processes", "--cluster", "all"], "--cluster 'all': give 8 hexadecimal digits"),
         (["sweep", "processes", "--cluster", ""], "--cluster '' is none"),
         (["sweep", "processes", "--cluster", CLUSTER, "--all"], "exclude each other"),
         (["sweep", "rai", "--all"], "did you mean 'ray'"),

@@ -23,7 +23,7 @@ def test_it_says_how_many_workers_and_for_how_long() -> None:
     assert facts["least_worker_seconds"] <= facts["worker_seconds"] <= 1.5 * facts["least_worker_seconds"]
     assert facts["cost"] == facts["worker_seconds"] / 1000
     told = run(*arguments).output
-    assert "workers: 10 are kept busy at most" in told
+    assert "workers: at most 10 are busy" in told
     assert f"cost: {facts['cost']:.2f}" in told
 
 

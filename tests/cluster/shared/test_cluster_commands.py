@@ -97,7 +97,7 @@ def test_output_that_finds_no_room_is_told(cluster: TestCluster, tmp_path: Path)
             ended = subprocess.run(
                 [sys.executable, "-c", program, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
             )
-        told = "Error: No space left on device: free space, or send the output elsewhere\n"
+        told = "Error: No space left on device: free space, or write the output elsewhere\n"
         assert (ended.returncode, ended.stderr) == (1, told)
 
 
@@ -146,7 +146,7 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
         for arguments in (["flow", "scale", "images", "--shards", "2"], ["flow", "delete", "images"]):
             refused = run(*arguments, "--address", own_cluster.address)
             assert refused.exit_code == 1
-            assert "within 1 s; is it up? Whether it was done is unknown; `dpflow flow show images`" in (
+            assert "within 1 s; is it up? Whether it was done is unknown; see `dpflow flow show images`" in (
                 refused.output
             )
         refused = run("down", "--address", own_cluster.address)
@@ -193,7 +193,7 @@ def test_a_cluster_goes_on_in_the_background_and_says_why_it_cannot(tmp_path: Pa
             log = tmp_path / "found.log"
             said = err.read_text()
             assert again.returncode == 1
-            assert f"the cluster has not started; {log} says:\nError: a cluster is up already at" in said
+            assert f"the cluster has not started; {log} has:\nError: a cluster is up already at" in said
             assert stat.S_IMODE(log.stat().st_mode) == 0o600
             assert "process coordinator started" in log.read_text()
         finally:

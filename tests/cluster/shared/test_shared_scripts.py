@@ -182,7 +182,7 @@ def test_modules_are_found_in_the_folder_in_which_the_command_was_run(
     monkeypatch.setenv("DPFLOW_ADDRESS", "another")
     cluster = CommandedCluster.up(tmp_path, "--workers", "1")
     try:
-        assert "DPFLOW_ADDRESS='another': where it is set so" in cluster.log.read_text()
+        assert "DPFLOW_ADDRESS='another': jobs and commands with this variable" in cluster.log.read_text()
         run(tmp_path / "trial.py", TRIAL, cluster.address)
     finally:
         cluster.stop()
