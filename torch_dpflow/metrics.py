@@ -9,10 +9,10 @@ from types import TracebackType
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """What a loader has done since it was made, over all its epochs. Printed, it is a table; in a notebook too.
+    """Counters of a loader since it was made, over all its epochs. Prints as a table, in a notebook too.
 
-    Stall is the time that the training loop waited in `next()`; its share is taken of the time from the
-    beginning of each iteration to its latest batch.
+    Stall is the time that the training loop waited in `next()`; its share is of the time from the start of each
+    iteration to its latest batch.
     """
 
     #: Seconds that the training loop waited in `next()`.
@@ -25,29 +25,28 @@ class LoaderStats:
     epochs: int
     #: Batches handed to the training loop.
     batches: int
-    #: Samples in them, where the plan tells (an unbatched item counts one).
+    #: Samples in them, if the plan has their number (an unbatched item counts one).
     samples: int
-    #: Bytes in them, as they came from the workers; 0 with num_workers=0 and for a shared flow, whose services count.
+    #: Bytes in them, as received from the workers; 0 with num_workers=0 and for a shared flow, whose services count.
     bytes: int
-    #: Workers replaced after their death; a shared flow's are its services' affair.
+    #: Workers replaced after they ended; not counted for a shared flow.
     restarts: int
-    #: Results dropped because the batch had already come from another worker.
+    #: Results dropped because another worker had delivered the batch.
     duplicates: int
     #: Batches moved from a busy worker to an idle one.
     steals: int
-    #: Seconds for which workers on a platform beyond this host have run, all of them together, as functions are billed:
-    #: not while they were waited for. Of a shared flow, this loader's part of what its workers have taken, wherever
-    #: they run, by the samples that each job has read; and what they have taken for all jobs.
+    #: Seconds that remote workers have run, as functions are billed, all together; without their start. For a shared
+    #: flow: this loader's part of its workers' time, by the samples that each job has read; and the time for all jobs.
     worker_s: float = 0.0
     flow_worker_s: float = 0.0
-    #: Of a shared flow, samples that its jobs have been given and those that were loaded for them, all jobs together,
-    #: since its shards were started; and why little is shared, empty where much is or nothing can be said yet.
+    #: For a shared flow: samples delivered to and loaded for all jobs since its shards were started; and the reason if
+    #: little is shared, else empty.
     flow_served: int = 0
     flow_decodes: int = 0
     sharing: str = ""
-    #: Of a shared flow and of a loader with a platform, what keeps jobs from reading faster: "workers" (too few), "cold
-    #: start" (more are coming), "quota" or what else their platform says, "storage", "network", "job" (it is the
-    #: training's own process), "budget" (as many work as may); empty where that is not known.
+    #: For a shared flow or a loader with a platform, the limit of the jobs' speed: "workers" (too few), "cold start"
+    #: (more are starting), "quota" or another reason of the platform, "storage", "network", "job" (the training
+    #: process), "budget" (as many workers as allowed); empty if unknown.
     limited_by: str = ""
 
     def __str__(self) -> str:
@@ -92,25 +91,25 @@ class LoaderStats:
 
 
 class WorkerTime:
-    """For how long the workers of one fleet have run; written by whoever has it."""
+    """Running time of the workers of one fleet, written by the fleet's owner."""
 
     __slots__ = ("away_s", "is_over", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        #: For how long those that could work waited for their links, as they say, all of them together.
+        #: For how long workers that could load waited for their network, as they report, all together.
         self.away_s = 0.0
-        #: Whether none of them runs any more.
+        #: Whether all of them have ended.
         self.is_over = False
 
 
 class LoaderMeter:
-    """Counts for one loader. Used by the training thread only."""
+    """Counters of one loader. Used by the training thread only, unless said otherwise."""
 
     def __init__(self) -> None:
         self.stall_s = 0.0
         self.iterating_s = 0.0
-        #: Seconds of all iterations from `iter()` to the first batch and while workers were ended; and of the stall.
+        #: Seconds of all iterations from `iter()` to the first batch and while workers were ended; and the stall in it.
         self.turns_s = self.turn_stall_s = 0.0
         #: The longest time from an `iter()` to its first batch, seconds.
         self.longest_start_s = 0.0
@@ -122,28 +121,28 @@ class LoaderMeter:
         self.restarts = 0
         self.duplicates = 0
         self.steals = 0
-        #: As of `LoaderStats`; the thread that has its workers writes it.
+        #: See `LoaderStats`; written by the thread that owns the workers.
         self.limited_by = ""
         self._fleets: list[WorkerTime] = []
         self._stall_before_s = 0.0
         self._last_seen_s = 0.0
         self._began_s = 0.0
-        #: Since when the training loop waits in `next()`; 0.0 while it does not.
+        #: The time when the training loop began to wait in `next()`; 0.0 while it does not.
         self._entered_s = 0.0
 
     def begin_epoch(self) -> None:
-        """An iteration begins now."""
+        """Record the start of an iteration."""
         self._began_s = self._last_seen_s = time.perf_counter()
         self._stall_before_s = self.stall_s
         self.time_to_first_batch_s = None
         self.epochs += 1
 
     def waiting(self) -> "_WaitingTime":
-        """A context manager whose body is one `next()` of the training loop."""
+        """Return a context manager around one `next()` of the training loop."""
         return _WaitingTime(self)
 
     def waited(self, entered_s: float) -> None:
-        """A `next()` that began at this time, by `time.perf_counter`, is over."""
+        """Record the end of a `next()` that began at this time, by `time.perf_counter`."""
         left_s = time.perf_counter()
         self._entered_s = 0.0
         self.stall_s += left_s - entered_s
@@ -151,12 +150,12 @@ class LoaderMeter:
         self._last_seen_s = left_s
 
     def waiting_s(self) -> float:
-        """For how long the training loop has been waiting, seconds. Any thread may call."""
+        """Return for how long the training loop has been waiting, seconds. Any thread may call."""
         entered_s = self._entered_s
         return max(0.0, time.perf_counter() - entered_s) if entered_s else 0.0
 
     def delivered(self, samples: int, size: int) -> None:
-        """A batch of so many samples and bytes goes to the training loop."""
+        """Record a batch of so many samples and bytes."""
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = time.perf_counter() - self._began_s
             self.turns_s += self.time_to_first_batch_s
@@ -169,7 +168,7 @@ class LoaderMeter:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Within a `next()`, an iteration's workers are ended meanwhile."""
+        """Record the time of the body, in which an iteration's workers are ended, inside a `next()`."""
         began_s = time.perf_counter()
         yield
         took_s = time.perf_counter() - began_s
@@ -177,19 +176,19 @@ class LoaderMeter:
         self.turn_stall_s += took_s
 
     def count(self, duplicates: int, steals: int) -> None:
-        """So many more results were dropped, and batches moved."""
+        """Count dropped results and moved batches."""
         self.duplicates += duplicates
         self.steals += steals
 
     def add_fleet(self, time: WorkerTime) -> None:
-        """Count the time of these workers too."""
+        """Add the time of these workers."""
         over = WorkerTime()
         over.seconds = sum(one.seconds for one in self._fleets if one.is_over)
         over.is_over = True
         self._fleets = [over, *(one for one in self._fleets if not one.is_over), time]
 
     def snapshot(self) -> LoaderStats:
-        """The counts as they are now."""
+        """Return the counters."""
         share = self.stall_s / self.iterating_s if self.iterating_s else 0.0
         return LoaderStats(
             stall_s=self.stall_s,

@@ -26,6 +26,7 @@ OF_OTHERS = {
     "_config": "multiprocessing",
     "_getframe": "sys",
     "_exit": "os",
+    "_asdict": "collections",
 }
 #: Where a name is, and whether it is a module's own name or a member of what stands there.
 MISSING = [
