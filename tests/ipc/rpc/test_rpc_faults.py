@@ -121,7 +121,7 @@ def test_release_that_speaks_another_version_is_refused(
     message = listener.receive(60)
     assert message is not None
     assert listener.send(message[0], [later(Welcome(99, bytes(16), PayloadOffer(1)))])
-    with pytest.raises(MessageError, match="speaks version 99 of the protocol"):
+    with pytest.raises(MessageError, match="has version 99 of the protocol"):
         call.result()
     listener.close()
 

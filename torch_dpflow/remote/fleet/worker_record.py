@@ -202,7 +202,7 @@ def other_release(version: int) -> str:
     if version == PROTOCOL_VERSION:
         return ""
     return (
-        f"it speaks version {version} of the protocol and this process {PROTOCOL_VERSION}: install torch_dpflow "
+        f"it has version {version} of the protocol and this process {PROTOCOL_VERSION}: install torch_dpflow "
         f"{__version__} where workers run"
     )
 
