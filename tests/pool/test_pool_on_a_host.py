@@ -48,7 +48,7 @@ from torch_dpflow.pool.server.leader_state import KnownDataset
 from torch_dpflow.pool.sources import identity_of, open_source, source_of
 from torch_dpflow.pool.transport.address import find_directory, socket_path
 from torch_dpflow.pool.transport.control_connection import PoolConnection
-from torch_dpflow.pool.transport.segments import Segment
+from torch_dpflow.pool.transport.segments import PoolSegment
 
 COUNT = 40
 
@@ -463,7 +463,7 @@ def test_a_reader_maps_anew_what_is_held_again_under_its_connection(
             return info.is_placed and info.placed == COUNT
 
         wait(is_placed, what="memory that nothing is read into")
-        ready: dict[int, Segment] = {}
+        ready: dict[int, PoolSegment] = {}
         per_stripe = open_source(source, identity).records.per_stripe
         near = LocalServer(tmp_path / "p", identity, per_stripe, PATIENCE_S, ready)
         assert near.send([])

@@ -39,8 +39,6 @@ class LookaheadPolicy(RankedPolicy):
         self._timetable = ranking.timetable
         super().__init__(ranking, max_items=max_items, max_bytes=max_bytes, keys=keys)
 
-    # -- jobs ------------------------------------------------------------------------------------------------
-
     @property
     def jobs(self) -> tuple[Job, ...]:
         return tuple(self._timetable.progress_of)
@@ -70,8 +68,6 @@ class LookaheadPolicy(RankedPolicy):
         else:
             self._begin(progress, lookahead)
 
-    # -- reading ---------------------------------------------------------------------------------------------
-
     def _read(self, key: int, job: Job) -> None:
         progress = self._timetable.progress_of.get(job)
         if progress is None or (progress.position >= progress.length and progress.turns):
@@ -94,8 +90,6 @@ class LookaheadPolicy(RankedPolicy):
             progress.length = span
         if guessing:
             self._recompute_all()
-
-    # -- epochs ----------------------------------------------------------------------------------------------
 
     def _ready(self, job: Job) -> JobProgress:
         """Begin an epoch of a job that is new, or has read its whole epoch and announced no other."""

@@ -158,8 +158,6 @@ class ALSDCache(Dataset[Any]):
         """Drop all samples and counts of this process."""
         self._store.clear()
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _open(self) -> None:
         """Start empty."""
         length = _length_of(self.dataset)

@@ -46,8 +46,6 @@ class NextUseRanking(Ranking):
         self._combined_of: list[list[float] | None] = []
         self.recompute()
 
-    # -- for subclasses ----------------------------------------------------------------------------------------
-
     @abstractmethod
     def values(self, progress: JobProgress) -> list[float]:
         """A job's contribution to the distance of keys of codes 0 to 3."""
@@ -55,8 +53,6 @@ class NextUseRanking(Ranking):
     @abstractmethod
     def advance(self, progress: JobProgress) -> None:
         """A job's position has advanced."""
-
-    # -- shared -------------------------------------------------------------------------------------
 
     def distances(self, keys: Keys) -> Distances:
         return self._distances_from(self.anchors.take(keys), keys)

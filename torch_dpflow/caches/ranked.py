@@ -55,8 +55,6 @@ class RankedPolicy(Policy):
         if keys:
             self._reach(keys - 1)
 
-    # -- for subclasses --------------------------------------------------------------------------------------
-
     @abstractmethod
     def _read(self, key: int, job: Job) -> None:
         """`job` reads `key`, which is below the span."""
@@ -68,8 +66,6 @@ class RankedPolicy(Policy):
     @abstractmethod
     def _grow(self, span: int) -> None:
         """Grow arrays to hold keys below `span`."""
-
-    # -- the contract ----------------------------------------------------------------------------------------
 
     def access(self, key: int, job: Job) -> bool:
         if not 0 <= key < self._span:
@@ -162,8 +158,6 @@ class RankedPolicy(Policy):
     def __iter__(self) -> Iterator[int]:
         return iter(self._residents.keys().tolist())
 
-    # -- budget ----------------------------------------------------------------------------------------------
-
     def _expect_sizes(self, size: int = 1) -> None:
         """Prepare for sizes other than 1; `size` is one of them."""
         check_size(size)
@@ -236,8 +230,6 @@ class RankedPolicy(Policy):
             return keys.astype(np.int64, copy=False), sizes, np.array(gone, dtype=np.int64)
         kept = keys[wanted].astype(np.int64, copy=False)
         return kept, None if sizes is None else sizes[wanted], np.array(gone, dtype=np.int64)
-
-    # -- the span of keys ------------------------------------------------------------------------------------
 
     def _reach_many(self, keys: Keys) -> None:
         if len(keys):

@@ -90,8 +90,6 @@ class RefCnt(RankedPolicy):
             self._needs.counts -= claim.needs
             self._residents.rebuild()
 
-    # -- reading ---------------------------------------------------------------------------------------------
-
     def _read(self, key: int, job: Job) -> None:
         claim = self._ready(job)
         if claim.needs[key]:
@@ -117,8 +115,6 @@ class RefCnt(RankedPolicy):
             claim.needs = np.concatenate([claim.needs, np.full(added, expected)])
             newcomers += expected
         self._needs.grow(np.concatenate([self._needs.counts, np.full(added, newcomers, dtype=np.int32)]))
-
-    # -- epochs ----------------------------------------------------------------------------------------------
 
     def _ready(self, job: Job) -> _Claim:
         """The claim of a job that reads now; the next epoch's if it has read all of this one."""

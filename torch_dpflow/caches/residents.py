@@ -88,8 +88,6 @@ class Residents:
         loads[: len(self.loads)] = self.loads
         self.loads, self.load_of = loads, loads.data
 
-    # -- one by one ------------------------------------------------------------------------------------------
-
     def add(self, key: int, distance: float) -> None:
         """A key that is not resident becomes so."""
         if self._last_load == self.highest_load:
@@ -152,8 +150,6 @@ class Residents:
                 heappop(heap)
                 return key
         return None
-
-    # -- in bulk ---------------------------------------------------------------------------------------------
 
     def add_many(self, keys: Keys, distances: Distances) -> None:
         """Distinct keys that are not resident become so, in this order."""
@@ -239,8 +235,6 @@ class Residents:
         mean = float(sizes[self._front].mean())
         return min(len(self._front), int(amount / max(1.0, mean)) + 1)
 
-    # -- when distances grow ---------------------------------------------------------------------------------
-
     def raise_bounds(self, distance: float) -> None:
         """Any distance may have grown by up to `distance` since the last `add` or `move` of its key."""
         if self._heap:
@@ -263,8 +257,6 @@ class Residents:
         self._front, self._heap = _NO_KEYS, []
         self._strays, self._stray_arrays, self._stray_count = [], [], 0
         self._coarse.restart(keys)
-
-    # -- between front and coarse order ----------------------------------------------------------------------
 
     def _resident(self, keys: Keys) -> Keys:
         return keys[self.loads.take(keys) > 0]

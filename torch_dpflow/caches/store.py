@@ -148,8 +148,6 @@ class SampleStore:
                 max_bytes=policy.max_bytes,
             )
 
-    # -- under the lock --------------------------------------------------------------------------------------
-
     def _empty(self) -> None:
         self._policy = self._make_policy()
         self._samples: dict[int, Any] = {}
@@ -196,8 +194,6 @@ class SampleStore:
             for key in gone:
                 del self._samples[key]
         self._loads += sum(current)
-
-    # -- without the lock ------------------------------------------------------------------------------------
 
     def _poll(self, count: int) -> Lookahead | None:
         return None if self._before_read is None else self._before_read(count)
@@ -251,8 +247,6 @@ class SampleStore:
         finally:
             with self._lock:
                 self._waits.pop(thread, None)
-
-    # -- forks -----------------------------------------------------------------------------------------------
 
     def _after_fork(self) -> None:
         """In the child: the threads that held the lock or were loading do not exist."""

@@ -145,8 +145,6 @@ class Timetable:
     def __iter__(self) -> Iterator[JobProgress]:
         return iter(self.progress_of.values())
 
-    # -- adding and removing jobs and keys ---------------------------------------------------------------------------
-
     def add(self, job: Job, weight: float) -> JobProgress:
         """A job joins; its keys are unknown."""
         if not self._free:
@@ -196,8 +194,6 @@ class Timetable:
     def _make_views(self) -> None:
         self.cell_of = self.cells.reshape(-1).data
         self.code_of = [plane.data for plane in self.planes]
-
-    # -- lookaheads ----------------------------------------------------------------------------------
 
     def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
         """Start an epoch of a job; overwrites all of its cells."""
@@ -266,8 +262,6 @@ class Timetable:
         members = np.flatnonzero(self._column(progress) != ABSENT) if known else None
         return Lookahead.unknown(progress.length, epoch=epoch, members=members)
 
-    # -- reading ---------------------------------------------------------------------------------------------
-
     def read(self, progress: JobProgress, key: int) -> None:
         """A job reads a key."""
         at = key * self.width + progress.column
@@ -327,8 +321,6 @@ class Timetable:
         progress.position = int(positions[count - 1])
         progress.likely_left -= int(np.count_nonzero(first[:count] & (cells[:count] == LIKELY)))
         return count
-
-    # -- cells -----------------------------------------------------------------------------------------------
 
     def _column(self, progress: JobProgress) -> npt.NDArray[np.int32]:
         return self.cells[:, progress.column]

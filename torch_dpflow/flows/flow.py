@@ -87,8 +87,6 @@ class DataLoadFlow:
         self._source: FlowSource | None = None
         self._stages: list[Stage] = []
 
-    # -- describing --------------------------------------------------------------------------------------
-
     def dataset(
         self, name: str, version: str | None = None, variant: str | None = None, *, samples: Any = None
     ) -> DataLoadFlow:
@@ -162,8 +160,6 @@ class DataLoadFlow:
         clone = copy.copy(self)
         clone._stages = list(self._stages)
         return clone
-
-    # -- reading -----------------------------------------------------------------------------------------
 
     @property
     def source(self) -> FlowSource:

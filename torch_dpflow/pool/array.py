@@ -27,7 +27,7 @@ from torch_dpflow.pool.sources import source_of
 from torch_dpflow.pool.transport.address import AddressLike, find_address
 from torch_dpflow.pool.transport.authentication import check_keys
 from torch_dpflow.pool.transport.data_connection import WantedRecord
-from torch_dpflow.pool.transport.segments import Segment
+from torch_dpflow.pool.transport.segments import PoolSegment
 
 #: A tensor; a numpy array for dtypes that torch does not have (text, big-endian numbers).
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
@@ -172,9 +172,9 @@ class PooledArray(Dataset[Rows]):
             is_there[at : at + count] = has_come
 
     @staticmethod
-    def _merged(places: list[tuple[Segment, _Numbers]]) -> list[tuple[Segment, _Numbers]]:
+    def _merged(places: list[tuple[PoolSegment, _Numbers]]) -> list[tuple[PoolSegment, _Numbers]]:
         """Return one entry for each segment."""
-        found: dict[int, tuple[Segment, _Numbers]] = {}
+        found: dict[int, tuple[PoolSegment, _Numbers]] = {}
         for segment, begins in places:
             known = found.get(id(segment))
             found[id(segment)] = segment, begins if known is None else np.maximum(begins, known[1])

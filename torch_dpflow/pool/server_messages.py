@@ -1,6 +1,6 @@
 """Messages between servers of a pool, and the table of which server holds what.
 
-follower -> DatasetPart for each dataset that it holds, JoinPool, then Heartbeat about once a second
+follower -> DatasetPart for each dataset that it holds, JoinPool, then FollowerHeartbeat about once a second
 leader   -> Acknowledged, then Instructions
 """
 
@@ -117,7 +117,7 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class FollowerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Renew a follower's lease; answered by Instructions after at most `wait_s`.
 
     applied: the number of the last instruction that `states` reflect; only changed states are sent.
@@ -175,5 +175,5 @@ class ServerList(msgspec.Struct, frozen=True, tag=True):
     servers: list[ServerInfo]
 
 
-ServerRequest: TypeAlias = GetStripeTable | ListServers | DatasetPart | JoinPool | Heartbeat
+ServerRequest: TypeAlias = GetStripeTable | ListServers | DatasetPart | JoinPool | FollowerHeartbeat
 ServerAnswer: TypeAlias = StripeTablePart | ServerList | Acknowledged | Instructions

@@ -143,8 +143,6 @@ class SamplingGroup(ABC):
         self.seed = check_int("seed", seed, minimum=0, maximum=MAX_SEED)
         self._members: dict[str, Member] = {}
 
-    # -- membership ------------------------------------------------------------------------------------------
-
     @property
     def jobs(self) -> tuple[str, ...]:
         """The members' names, in the order in which they joined."""
@@ -221,8 +219,6 @@ class SamplingGroup(ABC):
         member.drew_at, member.drew = None, 0
         self._started(member, epoch, read)
 
-    # -- drawing ---------------------------------------------------------------------------------------------
-
     def draw(self, job: str, n: int, now: float | None = None) -> Draw:
         """Draw the job's next `n` samples; fewer, finally none, at the end of its epoch.
 
@@ -294,8 +290,6 @@ class SamplingGroup(ABC):
             assert 0 <= member.position <= member.length, member
         self._validate()
 
-    # -- methods of a strategy -------------------------------------------------------------------------------
-
     #: Whether draws say which samples have to be loaded and which are evicted.
     keeps_directory: ClassVar[bool] = False
 
@@ -326,8 +320,6 @@ class SamplingGroup(ABC):
     @abstractmethod
     def _validate(self) -> None:
         """See `validate`."""
-
-    # -- checks ----------------------------------------------------------------------------------------------
 
     def _member(self, job: str) -> Member:
         try:

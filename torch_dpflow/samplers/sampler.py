@@ -183,8 +183,6 @@ class DynaGCSSampler(Sampler[int]):
         ahead = (self._latest or self._begin(*self._upcoming())).lookahead()
         return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _next_pass(self) -> Pass:
         self.epoch, position, shared = self._upcoming()
         self._latest, self._resume = self._begin(self.epoch, position, shared), None

@@ -132,8 +132,6 @@ class SharedEpoch:
         slots = np.argsort(self._sequence[start : self._drawn], kind="stable")
         return slots, np.argsort(labels, kind="stable")
 
-    # -- follow ----------------------------------------------------------------------------------------------
-
     def offer(self, samples: CompactArray) -> None:
         """Add the needed ones of these samples, which other jobs loaded, to the candidates to follow."""
         fresh = samples[self.need[samples] == _NEEDED]
@@ -198,8 +196,6 @@ class SharedEpoch:
             return listed
         self.need[listed[~held]] = _NEEDED
         return listed[held]
-
-    # -- lead ------------------------------------------------------------------------------------------------
 
     def lead(self, quota: IndexArray) -> CompactArray:
         """Take the next needed samples of the job's own permutation, exactly `quota` of each class."""

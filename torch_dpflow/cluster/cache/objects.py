@@ -57,7 +57,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheStatistics:
+class ShardCacheStatistics:
     """A snapshot of a sample cache's contents and of its counts since it was made."""
 
     #: Samples that jobs have wanted.

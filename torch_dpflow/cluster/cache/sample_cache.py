@@ -32,12 +32,12 @@ from torch_dpflow.cluster.cache.objects import (
     CacheEntry,
     CacheInstruction,
     CacheReader,
-    CacheStatistics,
     Cancel,
     Load,
     LoadQueue,
     RequestId,
     RequestTable,
+    ShardCacheStatistics,
     Ticket,
 )
 from torch_dpflow.errors import OptionError, UsageError
@@ -227,9 +227,9 @@ class SampleCache:
         self._trim()
         return self._admit(out)
 
-    def statistics(self) -> CacheStatistics:
+    def statistics(self) -> ShardCacheStatistics:
         """Present contents, and counts until now."""
-        return CacheStatistics(
+        return ShardCacheStatistics(
             wants=self._wants,
             shared=self._shared,
             loads=self._loads,

@@ -25,11 +25,11 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.cluster.cache.objects import (
     Arrival,
     CacheInstruction,
-    CacheStatistics,
     Cancel,
     Load,
     RequestId,
     Serve,
+    ShardCacheStatistics,
     Ticket,
 )
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
@@ -197,7 +197,7 @@ class StagedSampleCache:
             out += self._of_kept(self._kept.loaded(outputs))
         return self._balanced(out)
 
-    def statistics(self) -> CacheStatistics:
+    def statistics(self) -> ShardCacheStatistics:
         """The kept cache's counts, the bytes and samples of both caches, and how often the per-draw stage was run."""
         kept, drawn = self._kept.statistics(), self._drawn.statistics()
         return replace(

@@ -24,7 +24,7 @@ from torch_dpflow.pool.messages import (
 )
 from torch_dpflow.pool.reader.lookup import log_fallback
 from torch_dpflow.pool.transport.control_connection import PoolConnection
-from torch_dpflow.pool.transport.segments import Segment, map_segment
+from torch_dpflow.pool.transport.segments import PoolSegment, map_segment
 
 #: Pauses between attempts to connect, seconds; each failure doubles the pause.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -44,7 +44,12 @@ class LocalServer:
     """
 
     def __init__(
-        self, directory: Path, identity: bytes, per_stripe: int, silence_s: float, ready: dict[int, Segment]
+        self,
+        directory: Path,
+        identity: bytes,
+        per_stripe: int,
+        silence_s: float,
+        ready: dict[int, PoolSegment],
     ) -> None:
         self._directory, self._identity = directory, identity
         self._per_stripe, self._silence_s = per_stripe, silence_s
@@ -53,11 +58,11 @@ class LocalServer:
         #: Number of the held dataset that `_mapped`, `_segments` and `_states` belong to; see `RecordStates`.
         self._held = 0
         #: Segments in the server's order, and by stripe.
-        self._mapped: list[Segment] = []
-        self._segments: dict[int, Segment] = {}
+        self._mapped: list[PoolSegment] = []
+        self._segments: dict[int, PoolSegment] = {}
         self._ready = ready
         #: Mapped segments that are still in use.
-        self._known: set[Segment] = set()
+        self._known: set[PoolSegment] = set()
         #: Final states of records in other stripes, as the server reported them.
         self._states: dict[int, int] = {}
 
@@ -81,7 +86,7 @@ class LocalServer:
 
     def offsets(
         self, stripe: int, records: npt.NDArray[np.int64]
-    ) -> tuple[Segment, npt.NDArray[np.int64]] | None:
+    ) -> tuple[PoolSegment, npt.NDArray[np.int64]] | None:
         """Return a stripe's segment, and where its records begin there; -1 for those not known to be in memory."""
         segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True

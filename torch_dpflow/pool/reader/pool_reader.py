@@ -23,7 +23,7 @@ from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
 from torch_dpflow.pool.transport.data_connection import WantedRecord
 from torch_dpflow.pool.transport.data_reader import Content, DataReader
-from torch_dpflow.pool.transport.segments import UNLOADED, Segment
+from torch_dpflow.pool.transport.segments import UNLOADED, PoolSegment
 
 #: How long to wait for a dataset's placement before storage is read, seconds.
 _PLANNING_S = 0.2
@@ -52,7 +52,7 @@ class PoolReader:
         self._is_closed = False
         self._table: StripeOwners | None = None
         #: Segments of completely loaded stripes.
-        self._ready: dict[int, Segment] = {}
+        self._ready: dict[int, PoolSegment] = {}
         #: Servers by name, also lost ones whose memory is mapped.
         self._servers: dict[str, LocalServer] = {}
         #: Owner of each stripe: a local server, or the address for data connections.
@@ -115,9 +115,9 @@ class PoolReader:
             self._lookup.report_reads(self.hits, self.misses)
         return found
 
-    def places(self, records: npt.NDArray[np.int64]) -> list[tuple[Segment, npt.NDArray[np.int64]]]:
+    def places(self, records: npt.NDArray[np.int64]) -> list[tuple[PoolSegment, npt.NDArray[np.int64]]]:
         """Return segments in which some of these records are mapped, and where each begins there; -1 for the others."""
-        found: list[tuple[Segment, npt.NDArray[np.int64]]] = []
+        found: list[tuple[PoolSegment, npt.NDArray[np.int64]]] = []
         with self._lock:
             if not self._is_closed:
                 self._look(records.tolist())

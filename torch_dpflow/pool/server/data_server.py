@@ -43,8 +43,8 @@ from torch_dpflow.pool.server_messages import (
     LOCK_FILE,
     Acknowledged,
     DatasetPart,
+    FollowerHeartbeat,
     GetStripeTable,
-    Heartbeat,
     JoinPool,
     ListServers,
     ServerInfo,
@@ -269,11 +269,11 @@ class DataServer:
                 return Acknowledged(), []
             case UnloadDataset() | ListDatasets() | ListServers():
                 return self._pool.command(request), []
-            case DatasetPart() | JoinPool() | Heartbeat():
+            case DatasetPart() | JoinPool() | FollowerHeartbeat():
                 return self._answer_follower(request, client), []
 
     def _answer_follower(
-        self, request: DatasetPart | JoinPool | Heartbeat, client: _PoolClient
+        self, request: DatasetPart | JoinPool | FollowerHeartbeat, client: _PoolClient
     ) -> PoolAnswer:
         if not isinstance(self._pool, PoolLeader):
             raise UsageError(f"this server is a follower itself; join its leader, at {self._pool.leader}")
@@ -287,7 +287,7 @@ class DataServer:
                 generation = self._pool.join(server, client.reports)
                 client.follower, client.reports = (server.name, generation), []
                 return Acknowledged()
-            case Heartbeat():
+            case FollowerHeartbeat():
                 if client.follower is None:
                     raise UsageError("a server has to join before it sends a heartbeat")
                 return self._pool.heartbeat(*client.follower, request)

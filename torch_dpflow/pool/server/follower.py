@@ -22,8 +22,8 @@ from torch_dpflow.pool.server.leader_state import KnownDataset
 from torch_dpflow.pool.server_messages import (
     MAX_STRIPES,
     DatasetState,
+    FollowerHeartbeat,
     GetStripeTable,
-    Heartbeat,
     Instructions,
     JoinPool,
     ListServers,
@@ -189,7 +189,9 @@ class PoolFollower:
             states += [self._holdings.state(identity) for identity in left]
             changed = [one for one in states if reported.get(one.identity) != one][:_MAX_STATES]
             wait_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
-            answer = connection.get(Heartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions)
+            answer = connection.get(
+                FollowerHeartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions
+            )
             reported |= {one.identity: one for one in changed}
             reported = {identity: one for identity, one in reported.items() if identity not in left}
             for instruction in answer.instructions:

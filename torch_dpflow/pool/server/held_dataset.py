@@ -19,7 +19,7 @@ from torch_dpflow.pool.planning.placement import ALL, resident, resident_layout
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.ahead import AheadReading
 from torch_dpflow.pool.sources import OpenedSource
-from torch_dpflow.pool.transport.segments import Segment, check_pushed, create_segment
+from torch_dpflow.pool.transport.segments import PoolSegment, check_pushed, create_segment
 
 
 class RecordQueue:
@@ -87,13 +87,13 @@ class HeldDataset:
         #: Layout in which records without a place take no bytes.
         self._places = resident_layout(records, cut)
         self._has_place, self._may_read_ahead, self._stays = known & stays, known & ~stays, stays
-        self.segments: list[Segment] = []
+        self.segments: list[PoolSegment] = []
         #: First error of a sample, or of reserving memory.
         self.error = ""
         self._changed = threading.Condition()
         #: State of each record.
         self._states = bytearray([ELSEWHERE]) * records.records
-        self._segment_of: dict[int, Segment] = {}
+        self._segment_of: dict[int, PoolSegment] = {}
         #: Whether a thread reads, or has read, each record.
         self._taken = bytearray(records.records)
         #: Stripes that have memory, or are about to.

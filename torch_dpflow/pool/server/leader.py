@@ -46,7 +46,7 @@ from torch_dpflow.pool.server_messages import (
     MAX_STRIPES,
     DatasetPart,
     DropDataset,
-    Heartbeat,
+    FollowerHeartbeat,
     Instructions,
     ListServers,
     ServerInfo,
@@ -182,7 +182,7 @@ class PoolLeader:
             self._apply(self._allocator.renew(server.name, generation, server.memory, self._clock(), held))
             return generation
 
-    def heartbeat(self, name: str, generation: int, heartbeat: Heartbeat) -> Instructions:
+    def heartbeat(self, name: str, generation: int, heartbeat: FollowerHeartbeat) -> Instructions:
         """Renew a follower's lease; return its instructions, once there are any or after `wait_s`.
 
         Raises PeerLostError if it was removed meanwhile, and has to join again.

@@ -33,7 +33,7 @@ from torch_dpflow.pool.server_messages import (
     DatasetPart,
     DatasetState,
     DropDataset,
-    Heartbeat,
+    FollowerHeartbeat,
     Instructions,
     ServerInfo,
 )
@@ -66,7 +66,7 @@ class FollowerRecord:
         if isinstance(instruction, DropDataset):
             del self.last_instruction[instruction.identity]
 
-    def take(self, heartbeat: Heartbeat) -> Iterator[DatasetState]:
+    def take(self, heartbeat: FollowerHeartbeat) -> Iterator[DatasetState]:
         """Accept the states of datasets whose instructions were all applied."""
         for state in heartbeat.states:
             if self.last_instruction.get(state.identity, 0) <= heartbeat.applied:

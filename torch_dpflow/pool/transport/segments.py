@@ -1,4 +1,4 @@
-"""Segment: shared memory of a server with stripes of one dataset, which readers map read-only.
+"""PoolSegment: shared memory of a server with stripes of one dataset, which readers map read-only.
 
     header | stripes: number, first record in the index | index: offset and length of each record | records
 
@@ -39,7 +39,7 @@ PUSH_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
 _RESERVE_SHARE = 0.05
 
 
-class Segment:
+class PoolSegment:
     """Mapped segment, as its server or a reader sees it."""
 
     def __init__(self, fd: int, memory: mmap.mmap, owners: list[int] | None = None) -> None:
@@ -90,9 +90,9 @@ class Segment:
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
-    def share(self) -> Segment:
+    def share(self) -> PoolSegment:
         """Server: share the memory with a further dataset. Raises OSError if no descriptor is free."""
-        other = Segment(os.dup(self.fd), self.memory, self._owners)
+        other = PoolSegment(os.dup(self.fd), self.memory, self._owners)
         self._owners[0] += 1
         return other
 
@@ -109,7 +109,7 @@ class Segment:
             os.close(fd)
 
 
-def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> Segment:
+def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndarray) -> PoolSegment:
     """Reserve memory for stripes.
 
     known: whether each record's length is known.
@@ -120,7 +120,7 @@ def create_segment(records: SampleLayout, stripes: Sequence[int], known: np.ndar
     size = _start(len(stripes), count) + sum(records.stripe_bytes(stripe) for stripe in stripes)
     fd, memory = sealed_memory(size, f"{records.records:,} samples")
     _write_index(memory, records, stripes, known)
-    return Segment(fd, memory)
+    return PoolSegment(fd, memory)
 
 
 def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
@@ -166,7 +166,7 @@ def check_pushed(fd: int, size: int) -> None:
         )
 
 
-def map_segment(fd: int, identities: Collection[bytes]) -> Segment:
+def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
     """Map a segment that a server has sent; the descriptor stays the caller's.
 
     Raises MessageError if it is no segment of these datasets.
@@ -180,7 +180,7 @@ def map_segment(fd: int, identities: Collection[bytes]) -> Segment:
             )
     except (OSError, ValueError, struct.error) as error:
         raise MessageError(f"a segment of the pool cannot be mapped: {error}") from error
-    return Segment(-1, memory)
+    return PoolSegment(-1, memory)
 
 
 def _start(stripes: int, records: int) -> int:
