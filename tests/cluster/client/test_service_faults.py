@@ -67,7 +67,7 @@ def test_a_fault_that_lasts_is_the_services_and_not_the_callers(
     service: FailingService, open_: Callable[[], SharedJob], method: str, error: Exception
 ) -> None:
     service.faults[method], service.error = float("inf"), error
-    with pytest.raises(RemoteCallError, match="which is a fault of its own") as caught:
+    with pytest.raises(RemoteCallError, match="which is the service's fault") as caught:
         list(open_().traverse(0))
     assert caught.value.kind is ErrorKind.INTERNAL
     assert "in serve" in caught.value.text  # where it happened
@@ -139,7 +139,7 @@ def test_a_flow_is_registered_again_where_the_coordinator_fails(
     service.faults["register"] = faults
     cluster = Cluster(address=service.address, transport=TransportOptions())
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
-    with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="a fault of its own"):
+    with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="the service's fault"):
         register(cluster, spec, b"", reconnect_timeout_s=30)
     assert service.calls["register"] == calls
 

@@ -111,7 +111,7 @@ def test_threads_share_a_client(client: RpcClient) -> None:
 
 
 def test_a_servers_own_failure_is_told_apart_and_comes_with_its_traceback(client: RpcClient) -> None:
-    with pytest.raises(RemoteCallError, match=r"a fault of its own(?s:.*)KeyError: 'no sample 7'") as caught:
+    with pytest.raises(RemoteCallError, match=r"the service's fault(?s:.*)KeyError: 'no sample 7'") as caught:
         client.call("fail", 7)
     assert caught.value.kind is ErrorKind.INTERNAL
     assert "Traceback (most recent call last)" in caught.value.text
