@@ -92,7 +92,7 @@ class Files:
         options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
     ) -> None:
-        address, login = split_login(str(os.fspath(url)))
+        address, login = split_login(os.fspath(url) if isinstance(url, os.PathLike) else str(url))
         check_url(address)
         check_path("url", address)
         #: fsspec's options: those given, and the user and password of the URL
@@ -112,7 +112,9 @@ class Files:
         is_needed = "://" not in address or service_of(file_system_of(address), self.options) is None
         self._is_of_keys = file_system_of(address) in _OF_KEYS
         self._is_local = is_needed and isinstance(self.filesystem, LocalFileSystem)
-        self.url = self.filesystem.unstrip_protocol(self._root) if self._is_local else _trimmed(address)
+        self.url = _trimmed(address)
+        if self._is_local:
+            self.url = self.filesystem.unstrip_protocol(self._opened.get()[1])
 
     def _open(self) -> tuple[Any, str]:
         if "://" in self.url:
@@ -124,11 +126,6 @@ class Files:
     def filesystem(self) -> Any:
         """The fsspec file system; a forked child opens its own. Raises MissingExtraError."""
         return self._opened.get()[0]
-
-    @property
-    def _root(self) -> str:
-        """The directory's path in it."""
-        return self._opened.get()[1]
 
     def at(self, path: str) -> Files:
         """Return the directory `path` below this one."""
@@ -343,7 +340,7 @@ class Files:
         return join_url(self.url, path) if path else self.url
 
     def _full(self, path: str) -> str:
-        root = self._root
+        root = self._opened.get()[1]
         return f"{root.rstrip('/')}/{path}" if path and root else path or root
 
     def __getstate__(self) -> dict[str, Any]:
