@@ -85,7 +85,7 @@ class DataReader:
         is_on_host = all(connection is not None and connection.is_on_host for connection in connections)
         self._window = self._windows[is_on_host]
         together = _RUN_ON_HOST_BYTES if is_on_host else 0
-        batch = _Batch(identity, owners, wanted, together, copy=copy)
+        batch = _RecordBatch(identity, owners, wanted, together, copy=copy)
         try:
             while True:
                 self._request(batch)
@@ -104,7 +104,7 @@ class DataReader:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _request(self, batch: _Batch) -> None:
+    def _request(self, batch: _RecordBatch) -> None:
         """Request as many records as the window allows."""
         while True:
             for owner in batch.queues.connections:
@@ -129,7 +129,7 @@ class DataReader:
                 except OSError as error:
                     self._lose(batch, owner, error)
 
-    def _take(self, busy: _Connections, batch: _Batch) -> None:
+    def _take(self, busy: _Connections, batch: _RecordBatch) -> None:
         """Receive one answer from each connection that has one; leave those that were silent for too long."""
         for owner, connection in self._having(busy, batch):
             try:
@@ -141,7 +141,7 @@ class DataReader:
                 self._lose(batch, owner, error)
 
     def _settle(
-        self, batch: _Batch, connection: DataConnection, one: RequestedRecord, content: Content | int
+        self, batch: _RecordBatch, connection: DataConnection, one: RequestedRecord, content: Content | int
     ) -> None:
         if content == 0:  # it was answered LATER and is in memory now
             batch.queues.requeue(one.place)
@@ -159,7 +159,7 @@ class DataReader:
         elif content == GONE:
             self.gone.add(batch.identity)
 
-    def _having(self, busy: _Connections, batch: _Batch) -> _Connections:
+    def _having(self, busy: _Connections, batch: _RecordBatch) -> _Connections:
         """Return the connections that have bytes to receive."""
         if len(busy) == 1 and busy[0][1].requested:
             return busy  # receiving blocks
@@ -198,7 +198,7 @@ class DataReader:
         self._poll.register(connection, select.POLLIN)
         return connection
 
-    def _lose(self, batch: _Batch, owner: str, error: Exception) -> None:
+    def _lose(self, batch: _RecordBatch, owner: str, error: Exception) -> None:
         """Close a failed server's connection; its records are read from storage."""
         is_silent = isinstance(error, BlockingIOError | TimeoutError)
         text = f"it has sent nothing for {self._silence_s:g} s" if is_silent else str(error)
@@ -218,7 +218,7 @@ class DataReader:
         connection.close()
 
 
-class _Batch:
+class _RecordBatch:
     """State of one `read` call."""
 
     def __init__(
