@@ -128,7 +128,7 @@ def test_a_job_pauses_while_its_router_names_a_shard_that_is_none_of_its_flow(
             lambda: service.calls["heartbeat"] >= HEARTBEATS and service.calls["fetch"], what="its heartbeats"
         )
         assert service.calls["fetch"] < MOST_FETCHES
-    with pytest.raises(UsageError, match="was given up"):
+    with pytest.raises(UsageError, match="was abandoned"):
         next(batches)
 
 

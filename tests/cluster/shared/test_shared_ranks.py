@@ -132,7 +132,7 @@ def test_a_rank_peeks_at_batches_and_keeps_its_iterator(
     with interpreter(PEEKING, json.dumps(given)) as ranks:
         out, err = ranks.communicate(timeout=250)
     assert ranks.returncode == 0, err
-    assert "goes on for as long as they take: job" in err
+    assert "continues for as long as they take: job" in err
     assert "waits for its ranks [0]" in err
     told = dict(json.loads(line) for line in out.splitlines())
     for first, second in zip(told[0], told[1], strict=True):

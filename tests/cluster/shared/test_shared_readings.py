@@ -108,7 +108,7 @@ def test_a_jobs_reading_that_another_one_ended_says_so(cluster: TestCluster, flo
         first = job.traverse(0)
         next(first)
         assert sorted(keys(job.traverse(1))) == ALL
-        with pytest.raises(UsageError, match="epoch 0 was given up"):
+        with pytest.raises(UsageError, match="epoch 0 was abandoned"):
             next(first)
 
 

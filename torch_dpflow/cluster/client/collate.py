@@ -47,7 +47,7 @@ def collate_function(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[
 
 
 def collate_samples(samples: list[Any]) -> Any:
-    """As torch's `default_collate`, with the same results and errors.
+    """Collate as torch's `default_collate`, with the same results and errors.
 
     The caller must not use the samples afterwards: their memory may become the batch's.
     """
@@ -60,12 +60,11 @@ def collate_samples(samples: list[Any]) -> Any:
 def collate_payloads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]], *, keep_layout: bool = False
 ) -> Any | None:
-    """What `collate_samples` makes of the samples in these payloads, without opening each; None unless all are alike.
+    """Collate the samples in these payloads without opening each; return None unless all are alike.
 
-    Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. Opening one
-    costs more than all else that a job does for a sample. The frames become the batch's, unless the result is None.
-
-    keep_layout: make what `collate_channels_last` makes of them.
+    Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. The result is
+    that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Opening a payload costs more than all
+    else that a job does for a sample. The frames become the batch's, unless the result is None.
     """
     found = decode_heads(payloads)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -114,12 +113,12 @@ def _stack(
     used: set[int],
     collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Stack the tensors. used: the addresses of batches of these samples that were not copied."""
+    """Stack tensors. used: the addresses of batches of these samples that were not copied."""
     first = batch[0]
     if first.nbytes < _SMALL_BYTES or not all(_is_alike(one, first) for one in batch):
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
     if _are_in_a_row(batch) and first.data_ptr() not in used:
-        # Once: where a sample holds the same tensor twice, torch makes two batches, which must not share memory.
+        # Once: if a sample holds the same tensor twice, torch makes two batches, which must not share memory.
         used.add(first.data_ptr())
         memory = np.asarray(_Row(first.data_ptr(), len(batch) * first.nbytes, batch))
         return tensor_over(storage_over(memory), first.dtype, (len(batch), *first.shape))
@@ -131,14 +130,14 @@ def _stack(
 
 
 def _kept_results(mapping: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The functions of `mapping`, whose results can be shared under arrays that were made of them."""
+    """Return the functions of `mapping`, whose results can be shared under arrays that were made of them."""
     return {kind: partial(_kept, function) for kind, function in mapping.items()}
 
 
 def _kept(function: Callable[..., Any], batch: Any, **keywords: Any) -> Any:
-    """As `function`, but `share_memory_` frees no memory of a tensor of which there is an array.
+    """Call `function`, such that `share_memory_` of the result frees no memory that an array refers to.
 
-    torch's loader has that of its workers' shared memory. The batch is not copied.
+    torch's loader gets this from its workers' shared memory. The batch is not copied.
     """
     result = function(batch, **keywords)
     if type(result) is not torch.Tensor or not is_plain(result):
@@ -164,7 +163,7 @@ class _Row:
 
 
 def _are_in_a_row(batch: list[torch.Tensor]) -> bool:
-    """Whether each begins where the one before ends. A single tensor may overlap with others of its sample."""
+    """Return whether each tensor begins where the one before ends. A single one may overlap others of its sample."""
     begin, nbytes = batch[0].data_ptr(), batch[0].nbytes
     return len(batch) > 1 and all(one.data_ptr() == begin + place * nbytes for place, one in enumerate(batch))
 
@@ -198,7 +197,7 @@ def build_batch(
 ) -> None:
     """Set the value of `ready` to the batch, or its error to the first error among the samples.
 
-    how_workers_ended: for the error of a sample that took down its workers.
+    how_workers_ended: for the error of a sample that ended its workers.
     """
     keeps_layout = collate is collate_channels_last
     if keeps_layout or collate is collate_samples:
@@ -231,7 +230,7 @@ def _made_at_once(came: list[Received | None], keep_layout: bool) -> Any | None:
         return None
     try:
         return collate_payloads(payloads, keep_layout=keep_layout)
-    except Exception:  # opening the samples one by one raises it again, and names the sample
+    except Exception:  # opened one by one, the sample raises it again, with its name
         return None
 
 

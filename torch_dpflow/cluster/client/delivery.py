@@ -27,12 +27,12 @@ from torch_dpflow._core.torch_private import ExceptionWrapper
 from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.errors import LoaderTimeoutError, StateError
 
-#: What a `PlanFeed` gives where the next batch has not been drawn yet.
+#: Returned by a `PlanFeed` while the next batch has not been drawn.
 LATER: Any = object()
 
 
 class PlanFeed:
-    """A queue for one thread that puts and one that takes. Control-C may interrupt the former at any step."""
+    """Queue of batches of keys: one thread puts and one takes. Control-C may interrupt the former at any step."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, list[Any]]] = deque()
@@ -41,17 +41,17 @@ class PlanFeed:
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, number: int, keys: list[Any]) -> None:
-        """Append the batch of this number, counted from 0; of one that is put twice, the second is ignored."""
+        """Append the batch of this number, counted from 0. A number that was put before is ignored."""
         self._waiting.append((number, keys))
         self._came.put(None)
 
     def end(self) -> None:
-        """No more batches come."""
+        """End the plan: no more batches follow."""
         self._ended = True
         self._came.put(None)
 
     def wait(self, within_s: float) -> None:
-        """Wait until something was put, or for so long."""
+        """Wait until a batch or the end is put, or for so long."""
         with suppress(queue.Empty):
             self._came.get(timeout=within_s)
 
@@ -59,7 +59,7 @@ class PlanFeed:
         return self
 
     def __next__(self) -> list[Any]:
-        """The next batch, or `LATER`."""
+        """Return the next batch, or `LATER`."""
         is_last = self._ended  # read first: nothing is put after the end
         while self._waiting:
             number, keys = self._waiting.popleft()
@@ -72,31 +72,31 @@ class PlanFeed:
         return later
 
 
-#: How long the training loop, and the reader's thread, wait at a time, seconds.
+#: Longest wait of the training loop, and of the reader's thread, at a time, seconds.
 LOOK_S, IDLE_S = 1.0, 0.1
 
 
 @dataclass(slots=True, eq=False)
 class ReadyBatch:
-    """A batch, or the error in its place."""
+    """A batch of a flow that is ready to be delivered, or the error in its place."""
 
     #: Counts the batches from 0 on.
     number: int
     value: Any
     keys: list[int]
-    #: How many samples there are up to its end.
+    #: Number of the epoch's samples up to its end.
     end: int
     error: BaseException | ExceptionWrapper | None = None
     nbytes: int = 0
-    #: Whether it marks the end of the epoch, and has no batch; with an error, the epoch ended early.
+    #: Whether it has no batch and marks the end of the epoch, an early one if there is an error.
     is_last: bool = False
 
 
 class ReadyBatches:
-    """A queue for one thread that puts and one that takes.
+    """Queue of ready batches: one thread puts and one takes.
 
     Args:
-        capacity: most batches that wait, beside the one in hand.
+        capacity: most batches that wait, besides the one in hand.
         closed: set to end the epoch early; call `wake` after that.
     """
 
@@ -104,14 +104,14 @@ class ReadyBatches:
         self._capacity = capacity
         self._closed = closed
         self._waiting: deque[ReadyBatch] = deque()
-        # They only wake the other side. Two of these take an eighth of the time of one bounded `queue.Queue`.
+        # These only wake the other side. Two of them take an eighth of the time of one bounded `queue.Queue`.
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._went: queue.SimpleQueue[None] = queue.SimpleQueue()
         #: The next batch, until `done`.
         self.in_hand: ReadyBatch | None = None
 
     def put(self, ready: ReadyBatch, idle: Callable[[], None]) -> None:
-        """Wait for room and append a batch, unless closed. `idle` is called every IDLE_S while it waits."""
+        """Wait until the queue is not full and append a batch, unless closed. Call `idle` every IDLE_S meanwhile."""
         if self._went.qsize():
             self._went.get()
         while len(self._waiting) >= self._capacity and not self._closed.is_set():
@@ -124,9 +124,9 @@ class ReadyBatches:
             self._came.put(None)
 
     def next(self, timeout_s: float | None = None) -> ReadyBatch | None:
-        """Wait for the next batch, the same one until `done`; None once closed.
+        """Wait for the next batch, the same one until `done`; return None once closed.
 
-        Raises LoaderTimeoutError where none comes within `timeout_s` seconds; None waits without end.
+        Raises LoaderTimeoutError if none is put within `timeout_s` seconds; None: no limit.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.in_hand is None:
@@ -139,8 +139,8 @@ class ReadyBatches:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise LoaderTimeoutError(
-                        f"DataLoader timed out after {timeout_s:g} seconds; the batch is still under way, and comes "
-                        "when the iterator is asked again"
+                        f"DataLoader timed out after {timeout_s:g} seconds; the batch is still being loaded, and the "
+                        "iterator's next call returns it"
                     )
                 # A signal that another thread has received is handled only when this one returns to Python.
                 with suppress(queue.Empty):
@@ -154,7 +154,7 @@ class ReadyBatches:
         return self.in_hand
 
     def done(self) -> None:
-        """The batch in hand was taken, and noted as delivered."""
+        """Proceed to the next batch: the one in hand was taken, and recorded as delivered."""
         self.in_hand = None
 
     def wake(self) -> None:
@@ -176,12 +176,11 @@ def mark(marks: Marks, keys: npt.NDArray[np.int64]) -> None:
 
 
 class EpochCursor:
-    """Where a job, or a rank of one, is in its epoch; new ones are at its start.
+    """Position of a job, or of a rank of one, in its epoch; at first at the start.
 
     Args:
-        size: samples of the flow.
-        seed: of the job.
-        rank: which part of the job this is; None: all of it.
+        size: number of samples of the flow.
+        rank: rank of this process; None: it is the whole job.
     """
 
     def __init__(self, size: int, seed: int, rank: JobRank | None, epoch: int) -> None:
@@ -193,7 +192,7 @@ class EpochCursor:
         self.marks: Marks = np.zeros(-(-size // 8), np.uint8)
 
     def add(self, keys: list[int], position: int) -> None:
-        """A batch of these samples was delivered, `position` samples in all by then. May be repeated."""
+        """Record the delivery of a batch, `position` samples in all by then. May be repeated."""
         # For the few samples of a batch numpy would take twice as long.
         marks = self.marks.data
         for key in keys:
@@ -201,7 +200,7 @@ class EpochCursor:
         self.position = position
 
     def state(self) -> dict[str, Any]:
-        """The state as plain data: O(size / 8)."""
+        """Return the state as plain data: O(size / 8)."""
         return {
             "epoch": self.epoch,
             "size": self._size,
@@ -212,7 +211,7 @@ class EpochCursor:
         }
 
     def resume(self, epoch: int, state: dict[str, Any]) -> None:
-        """Take the position of `state`. Raises StateError, and changes nothing, unless it is of this epoch."""
+        """Set the position to that of `state`. Raises StateError, and changes nothing, unless it is of this epoch."""
         try:
             self._check(epoch, state)
             marks = np.frombuffer(base64.b64decode(state["done"], validate=True), np.uint8)

@@ -28,11 +28,11 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.metrics import LoaderMeter
 
-#: The longest pauses before a failed fetch is retried, after the first time and after many, seconds.
+#: Longest pauses before a failed fetch is repeated, after the first time and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
-#: How long the thread waits for a fetch before it looks whether others were answered, and for each of those, seconds.
+#: How long the thread waits for a fetch before it checks the others, and for each of those, seconds.
 LOOK_S, POLL_S = 0.1, 0.001
-#: How long `close` waits for calls under way before it interrupts them, seconds.
+#: How long `close` waits for running calls before it interrupts them, seconds.
 CLOSE_S = 1.0
 
 
@@ -42,11 +42,11 @@ class Pipeline:
 
     Args:
         ready: batches that are collated ahead of need.
-        fetched: batches under way from the shards.
+        fetched: batches that are fetched from the shards at a time.
         requested: batches that are requested from shards ahead of need; more than `fetched`.
-        budget_bytes: most bytes of batches under way; one batch alone may be larger.
-        reconnect_timeout_s: how long the cluster may be away before the reader gives up.
-        loading_s: how much longer samples may take where the cluster answers.
+        budget_bytes: most bytes of fetched batches; one batch alone may be larger.
+        reconnect_timeout_s: how long the cluster may be away, seconds.
+        loading_s: how much longer samples may take while the cluster answers, seconds.
     """
 
     ready: int
@@ -61,11 +61,11 @@ class Pipeline:
 class _Batch:
     number: int
     wanted: list[Wanted]
-    #: By ticket, the payloads that have come, and errors in place of one.
+    #: By ticket, the received payloads, and errors in place of one.
     values: dict[int, Received] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
-    #: How often a shard has failed over a call for this batch.
+    #: How often a shard has failed at a call for this batch.
     faults: int = 0
 
     @property
@@ -74,7 +74,7 @@ class _Batch:
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether there will be an error in its place, whatever else comes."""
+        """Whether an error will take its place, whatever else arrives."""
         return any(isinstance(value, WorkerError) for value in self.values.values())
 
 
@@ -85,15 +85,13 @@ class EpochReader:
     the iterating thread, at any of its steps, loses no batch: the next call delivers it.
 
     Args:
-        links: to the shards.
         plan: the keys of each batch, or `LATER`; read in the reader's thread, ahead of need.
-        of: the epoch and its random draws.
-        collate: makes a batch of its samples, in that thread.
-        delivered: called with the number of each batch that was delivered, its keys, and how many samples were by
+        collate: makes a batch of its samples, in the reader's thread.
+        delivered: called with the number of each delivered batch, its keys, and the number of samples delivered by
             then; twice after an interrupt.
         meter: counts batches, and the time that the training loop waits for them.
         closed: set to end the epoch early.
-        await_plan: waits until the plan may go on after `LATER`, or for so many seconds.
+        await_plan: waits until the plan may continue after `LATER`, or for so many seconds.
     """
 
     def __init__(
@@ -121,9 +119,9 @@ class EpochReader:
         self._closed = closed
         self._await_plan = await_plan or closed.wait
         self._ready = ReadyBatches(pipeline.ready, closed)
-        #: Batches that were read from the plan, taken by the training loop, and counted; samples that were collated.
+        #: Batches read from the plan, taken by the training loop, and counted; and collated samples.
         self._planned = self._given = self._counted = self._samples = 0
-        #: What ended the epoch early.
+        #: The error that ended the epoch early.
         self._failure = ""
         #: Batches that were requested from shards, oldest first; the first `_fetching` of them are being fetched.
         self._requested: deque[_Batch] = deque()
@@ -145,8 +143,12 @@ class EpochReader:
     def head(self, timeout_s: float | None = None) -> ReadyBatch:
         """Wait for the next batch; it stays the next until its value is set to `TAKEN`.
 
-        Raises StopIteration at the end; the error that ended the epoch early, and WorkerError from then on; the error
-        in place of the batch, which counts as taken; LoaderTimeoutError where nothing comes within `timeout_s`.
+        Raises:
+            StopIteration: the epoch is over.
+            LoaderTimeoutError: no batch arrived within `timeout_s`.
+            WorkerError: an error ended the epoch in an earlier call.
+
+        It also raises the error that ends the epoch, and an error in place of the batch, which then counts as taken.
         """
         self.note_delivered()
         try:
@@ -170,7 +172,7 @@ class EpochReader:
         raise AssertionError("an ExceptionWrapper has raised nothing")
 
     def _awaited(self) -> str:
-        """What the reader's thread waits for, for people."""
+        """Describe what the reader's thread waits for."""
         try:
             batch = self._requested[0]
         except IndexError:
@@ -179,7 +181,7 @@ class EpochReader:
         return f"it waits for index {keys:.400}"
 
     def note_delivered(self) -> None:
-        """Report the batch that was taken to `delivered`, unless that was done."""
+        """Pass the taken batch to `delivered`, unless that was done."""
         ready = self._ready.in_hand
         if ready is not None and ready.value is TAKEN:
             self._delivered(ready.number, ready.keys, ready.end)
@@ -188,13 +190,13 @@ class EpochReader:
 
     @property
     def taken(self) -> int:
-        """How many batches were taken, with those in whose place an error was raised."""
+        """How many batches were taken, including those in whose place an error was raised."""
         self.note_delivered()
         return self._given
 
     @property
     def is_fetching(self) -> bool:
-        """Whether samples may still be needed of the services. Any thread may ask."""
+        """Whether the services may still be needed. Any thread may call."""
         return self._thread.is_alive()
 
     @property
@@ -208,9 +210,9 @@ class EpochReader:
         return self._exhausted and self._given == self._planned
 
     def _end(self, last: ReadyBatch | None) -> BaseException:
-        """Why there are no more batches."""
+        """Return the error or StopIteration that says why there are no more batches."""
         if last is not None and isinstance(last.error, BaseException):
-            # It is not kept: it will hold the frames that it is raised through, and those this iterator.
+            # Not kept: it will refer to the frames that it is raised through, and those to this iterator.
             error, last.error = last.error, None
             self._failure = (
                 f"this iteration was ended by {type(error).__name__}: {error}; begin another one, or resume from the "
@@ -222,19 +224,19 @@ class EpochReader:
         if self._is_complete:
             return StopIteration()
         return UsageError(
-            f"this reading of epoch {self._of.epoch} was given up before its end, as its job was closed or began "
+            f"this reading of epoch {self._of.epoch} was abandoned before its end, as its job was closed or began "
             "another epoch; read an epoch to its end before the next one, or open another job for that"
         )
 
     def abandon(self) -> None:
-        """Have the thread release its samples and end, without waiting for it. A finalizer may call."""
+        """Make the thread release its samples and end, without waiting for it. A finalizer may call."""
         self._closed.set()
         self._ready.wake()
 
     def close(self) -> bool:
-        """Stop reading and release the samples under way. Any thread may call, repeatedly.
+        """Stop reading and release the requested samples. Any thread may call, repeatedly.
 
-        Returns whether the reader's thread has ended; called by `collate` or the plan, it is that thread itself.
+        Returns whether the reader's thread has ended. It has not if `collate` or the plan calls, in that thread.
         """
         self.abandon()
         if threading.current_thread() is self._thread:
@@ -255,7 +257,7 @@ class EpochReader:
     def _run(self) -> None:
         end: BaseException | None = None
         try:
-            while not self._closed.is_set() and self._ask_ahead():
+            while not self._closed.is_set() and self._request_ahead():
                 if not self._requested:
                     self._await_plan(LOOK_S)
                     continue
@@ -267,13 +269,13 @@ class EpochReader:
             end = error
         self._release_all()
         self._ready.put(
-            ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_what_came
+            ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_answered
         )
 
-    def _ask_ahead(self) -> bool:
-        """Request coming batches, several at a time; whether any are left to deliver, or may come."""
+    def _request_ahead(self) -> bool:
+        """Request coming batches, several at a time; return whether any are left to deliver, or may follow."""
         wanted: list[Wanted] = []
-        # Each message wakes a shard, which costs more than the message where workers keep the processor busy.
+        # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
         together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.fetched)
         tickets = self._links.tickets
         begins = len(self._requested) <= self._pipeline.requested - max(1, together)
@@ -303,7 +305,7 @@ class EpochReader:
         self._links.flush(self._of)
 
     def _complete(self, batch: _Batch) -> _Batch:
-        """Wait until every sample of a batch is here, and fetch again what was lost on the way."""
+        """Wait for every sample of a batch, and fetch lost ones again."""
         since, waited = time.monotonic(), False
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
@@ -311,8 +313,8 @@ class EpochReader:
             while batch.fetches and not batch.is_poisoned:
                 fetch = batch.fetches.pop(0)
                 while not self._links.comes(fetch, LOOK_S):
-                    # The sample that is awaited may wait for the memory of those that have come.
-                    self._take_what_came()
+                    # The awaited sample may wait for the memory of received ones.
+                    self._take_answered()
                 outcome = self._take(batch, fetch)
                 if self._closed.is_set():
                     raise _Closed
@@ -321,8 +323,7 @@ class EpochReader:
                     waited = True
             missing = batch.missing
             if batch.is_poisoned:
-                # The error takes the batch's place whatever else comes, and where its other samples are as deadly each
-                # would cost three more workers.
+                # The error takes the batch's place in any case, and its other samples may each cost three more workers.
                 batch.fetches.clear()
                 self._links.release(missing, self._of)
                 break
@@ -340,18 +341,15 @@ class EpochReader:
         return batch
 
     def _take(self, batch: _Batch, fetch: Fetch) -> FetchOutcome:
-        """Wait for the answer to a fetch, and keep its samples."""
+        """Wait for the answer to a fetch, and store its samples."""
         outcome = self._links.finish(fetch)
         batch.nbytes += outcome.nbytes
         for sample, frames in outcome.samples:
             batch.values[sample.ticket] = received_sample(sample, frames)
         return outcome
 
-    def _take_what_came(self) -> None:
-        """Called while the thread waits: shards hold the samples of answered fetches until they are released.
-
-        Other samples may wait for that memory, of other jobs or of this one.
-        """
+    def _take_answered(self) -> None:
+        """Take the samples of answered fetches: shards hold their memory until the release, and others wait for it."""
         for batch in itertools.islice(self._requested, self._fetching):
             fetches, batch.fetches = batch.fetches, []
             for fetch in fetches:
@@ -407,14 +405,14 @@ class EpochReader:
         # A reference in this frame would keep the batch's memory while the thread waits for the next one.
         batch.values.clear()
         if not self._exhausted or self._requested:
-            self._ask_ahead()
+            self._request_ahead()
             self._fetch_ahead()
         if not self._requested:
             self._links.release([], self._of)
         self._samples += len(keys)
         ready = ReadyBatch(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
         build_batch(ready, came, self._collate, self._router.how_workers_ended)
-        self._ready.put(ready, self._take_what_came)
+        self._ready.put(ready, self._take_answered)
 
     def _release_all(self) -> None:
         left = [one for batch in self._requested for one in batch.wanted]

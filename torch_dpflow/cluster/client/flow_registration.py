@@ -1,4 +1,4 @@
-"""How a job describes its flow, registers it with the coordinator, and uploads what the workers load."""
+"""Registration of a job's flow with the coordinator, and upload of what the workers load."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.samplers.indices import IndexArray, check_indices
 from torch_dpflow.workers.script_settings import ScriptSettings
 
-#: Memory for samples under way, beside what a cache around the dataset may hold, bytes.
+#: Memory for samples in transit, besides the capacity of a cache around the dataset, bytes.
 UNDER_WAY_BYTES = 256 << 20
-#: The longest pauses before a call is repeated, after the first time and after many, seconds.
+#: Longest pauses before a call is repeated, after the first time and after many, seconds.
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
-#: The timeout of a call that has little patience left: a busy coordinator still says what it waits for, seconds.
+#: Shortest timeout of a call, seconds: a busy coordinator still reports what it waits for.
 MIN_CALL_S = 0.5
-#: The longest timeout of a registration, seconds: then the job looks for a cluster that has replaced this one.
+#: Longest timeout of a registration, seconds; then the job looks for a cluster that has replaced this one.
 LONGEST_CALL_S = 6.0
-#: How often a flow is registered where it is gone again by the time that its content is uploaded.
+#: How often a flow is registered that is gone again when its content is uploaded.
 _ATTEMPTS = 5
-#: The timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
+#: Timeout of one piece of an upload, seconds. A repeated piece is ignored, so a busy coordinator loses nothing.
 PIECE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobDataset:
-    """A job's dataset as the workers of its flow load it, and what of it may be cached."""
+    """A job's dataset as the workers of its flow load it."""
 
     dataset: TwoStageDataset
     #: Whether loading a sample twice gives the same.
     repeatable: bool
-    #: Whether the dataset has a per-draw stage, behind which nothing is cached.
+    #: Whether the dataset has a per-draw stage, whose output is not cached.
     staged: bool
     #: The cache that the dataset was wrapped in; the flow's own pool replaces it.
     cache: ALSDCache | None
@@ -65,7 +65,7 @@ class JobDataset:
 def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
     """Split a dataset into a cacheable and a per-draw stage if it declares them.
 
-    Of torch's `Subset` the flow has the dataset below, so that jobs of other parts share it.
+    A flow of torch's `Subset` has the dataset below it, so that jobs of other subsets share the flow.
     """
     cache = dataset if isinstance(dataset, ALSDCache) else None
     places = None
@@ -98,9 +98,9 @@ def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
 
 
 def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
-    """The dataset below torch's `Subset`s, and by place its sample numbers; None where there is no `Subset`.
+    """Return the dataset below torch's `Subset`s, and by place its sample numbers; None without a `Subset`.
 
-    One that has a sample twice, or numbers that are none of the dataset's, stays as it is.
+    A `Subset` that has a sample twice, or invalid numbers, stays as it is.
     """
     data, places = sys.modules.get("torch.utils.data"), None
     while data is not None and type(dataset) is data.Subset:
@@ -113,7 +113,7 @@ def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
 
 
 def length_of(dataset: Any) -> int:
-    """The length of a dataset. OptionTypeError where it has no length, OptionError where it is empty."""
+    """Return the length of a dataset. Raises OptionTypeError if it has none, OptionError if it is empty."""
     try:
         size = len(dataset)
     except Exception as error:  # a dataset without a length may raise anything
@@ -134,10 +134,10 @@ def describe(
     size: int,
     options: JobOptions,
 ) -> FlowSpec:
-    """The description under which a job registers its flow. Raises OptionError where it is not allowed.
+    """Return the description under which a job registers its flow. Raises OptionError if it is not allowed.
 
-    packed: what the workers load, as `SampleAssignment.pack` returns it.
-    content: as `content_of` returns it.
+    packed: what the workers load, by `SampleAssignment.pack`.
+    content: by `content_of`.
     """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
@@ -177,7 +177,7 @@ def content_of(
     options: JobOptions,
     settings: ScriptSettings,
 ) -> dict[str, str]:
-    """What identifies the content of a flow, by name. Takes about as long as pickling the dataset."""
+    """Return what identifies the content of a flow, by name. Takes about as long as pickling the dataset."""
     if options.fingerprint is not None:
         return {"its content": options.fingerprint}
     content = {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
@@ -187,14 +187,14 @@ def content_of(
 
 
 def _called(function: Callable[[int], Any] | None) -> str:
-    """A function's name and fingerprint, which tells it from another of that name; "none" where there is none."""
+    """Return a function's name and fingerprint; "none" if there is no function."""
     if function is None:
         return "none"
     return f"{working(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:
-    """Memory of the pools: what the job asks for, or else what the cache around the dataset may hold, and some more."""
+    """Return the memory of the shards: the job's option, else the capacity of the cache around the dataset and more."""
     if options.memory_bytes is not None:
         return options.memory_bytes
     held = None if source.cache is None else parse_capacity(source.cache.capacity).bytes
@@ -202,7 +202,7 @@ def _memory_of(source: JobDataset, options: JobOptions) -> int:
 
 
 def _samples_of(source: JobDataset, size: int) -> int:
-    """How many samples the cache around the dataset may hold; 0 where its capacity is in bytes."""
+    """Return how many samples the cache around the dataset may hold; 0 if its capacity is in bytes."""
     held = None if source.cache is None else parse_capacity(source.cache.capacity).items
     return min(held or 0, size)
 
@@ -216,13 +216,13 @@ def register(
     outages: OutageLog | None = None,
     is_replaced: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Register a flow, and upload what its workers load unless it is there.
+    """Register a flow, and upload what its workers load unless the cluster has it.
 
-    outages: records that the cluster does not answer, or has the job wait; None: log nothing.
-    is_replaced: whether another cluster has taken the place of this one; called after each call without an answer.
+    outages: records that the cluster does not answer, or makes the job wait; None: log nothing.
+    is_replaced: whether another cluster has replaced this one; called after each call without an answer.
 
     Returns False if the cluster has been replaced: the flow has to be registered with the other one.
-    Raises UsageError where it is refused, DeadlineError where that takes longer than `reconnect_timeout_s`.
+    Raises UsageError if it is rejected, DeadlineError if that takes longer than `reconnect_timeout_s`.
     """
     outages = outages or OutageLog(spec.name, "", reconnect_timeout_s=reconnect_timeout_s, muted=True)
     backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + reconnect_timeout_s, 0
@@ -251,18 +251,18 @@ def register(
                     return False
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"flow {spec.name!r}: no cluster answers at {cluster.address} within {reconnect_timeout_s:g} s; is it "
-                        f"up (`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
+                        f"flow {spec.name!r}: no cluster answers at {cluster.address} within {reconnect_timeout_s:g} s;"
+                        f" is it up (`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
                     ) from error
             time.sleep(backoff.pause_s())
     raise UsageError(
-        f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
-        "was under way; try again"
+        f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times during the upload of what "
+        "its workers load; try again"
     )
 
 
 def _note(error: RemoteCallError, spec: FlowSpec, outages: OutageLog, waited_s: float | None) -> None:
-    """Raise an error that no retry can help. waited_s: how long the job has waited, if that is all that it may."""
+    """Raise an error that a retry cannot mend. waited_s: how long the job has waited, once its time is over."""
     if error.kind is ErrorKind.USAGE:
         raise UsageError(error.text) from error
     if error.kind is ErrorKind.OVERLOADED:
@@ -274,9 +274,9 @@ def _note(error: RemoteCallError, spec: FlowSpec, outages: OutageLog, waited_s: 
 
 
 def _upload(coordinator: RpcClient, digest: str, packed: bytes, reconnect_timeout_s: float) -> bool:
-    """Send a content, piece by piece; False where the coordinator knows no flow any more that loads it.
+    """Send a content, piece by piece; return False if the coordinator has no flow any more that loads it.
 
-    Raises RemoteCallError where the coordinator is overloaded for longer than `reconnect_timeout_s`.
+    Raises RemoteCallError if the coordinator is overloaded for longer than `reconnect_timeout_s`.
     """
     whole, held = memoryview(packed), 0
     since, backoff = time.monotonic(), Backoff(PAUSE_S, LONGEST_PAUSE_S)

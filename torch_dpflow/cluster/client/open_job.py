@@ -1,4 +1,4 @@
-"""`open_job`: registers a flow with its cluster and joins the jobs that read it."""
+"""`open_job`: register a flow with its cluster and join the jobs that read it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def open_job(
     """Join the jobs that read `flow`; its services start if they do not run.
 
     Args:
-        address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for `reconnect_timeout_s`.
+        address: of the cluster; see `find_cluster`. A connection file that does not exist is awaited for
+            `options.reconnect_timeout_s`.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
-        UsageError: the cluster refuses the flow or the job; the message has the reason.
+        UsageError: the cluster rejects the flow or the job; the message has the reason.
         NotPicklableError: the dataset cannot be sent to the workers.
         DeadlineError: the cluster does not answer.
     """
@@ -120,13 +121,13 @@ def open_job(
 
 
 def content_of_flow(flow: FlowDefinition, options: JobOptions) -> dict[str, str]:
-    """What identifies the content of a flow as it is now, as `SharedJob.content` has it of when the job was opened."""
+    """Identify the content of a flow as it is now; `SharedJob.content` has it of the time when the job was opened."""
     dataset = split_stages(flow.dataset, options).dataset
     return content_of(dataset, flow.worker_init_fn, options, ScriptSettings.capture())
 
 
 def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:
-    """What the cluster's workers load: for a platform's with the user's modules, and without keys of storages."""
+    """Pack what the cluster's workers load; for a platform's workers with the user's modules, without storage keys."""
     if not cluster.sends_code:
         return assignment.pack()
     from torch_dpflow.datasets.storage.credentials import leave_out_keys
@@ -146,9 +147,9 @@ def _rank_of(name: str, replica: Replica | None) -> JobRank | None:
 
 
 def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
-    """The cluster at `address`; waits for its connection file, which is away while a cluster is replaced.
+    """Return the cluster at `address`; wait for its connection file, which is missing while a cluster is replaced.
 
-    Raises as `find_cluster`, of a file that does not exist after `outages.reconnect_timeout_s`.
+    Raises OptionError as `find_cluster` if the file does not exist after `outages.reconnect_timeout_s`.
     """
     backoff, deadline = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + outages.reconnect_timeout_s
     while True:
@@ -164,7 +165,7 @@ def await_cluster(address: str | None, outages: OutageLog) -> Cluster:
 
 
 def _found(address: str | None) -> Cluster | None:
-    """The cluster at `address`; None while there is none."""
+    """Return the cluster at `address`; None while there is none."""
     try:
         return find_cluster(address)
     except OptionError:

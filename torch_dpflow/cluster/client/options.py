@@ -21,27 +21,27 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.messages.fields import MAX_RANKS, UNNAMED
 from torch_dpflow.samplers.indices import IndexArray, Indices
 
-#: Memory for samples by default, bytes.
+#: Default memory for samples, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
-#: Most bytes of an option.
+#: Largest size in an option, bytes.
 MAX_BYTES = 2**53
 #: Longest name of a job, characters.
 MAX_NAME = 100
 
 
 def draw_name() -> str:
-    """A random name for a job without one."""
+    """Return a random name for a job without one."""
     return UNNAMED + secrets.token_hex(8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """Which rank of a job with several ranks a process is: each reads its part of one order.
+    """Rank of this process in a job of several ranks; each reads its part of one order.
 
     Args:
         rank: from 0 on.
-        num_replicas: how many ranks there are.
-        drop_last: leave out samples that do not divide evenly, instead of reading some twice.
+        num_replicas: number of ranks.
+        drop_last: drop samples that do not divide evenly, instead of reading some twice.
 
     Raises:
         OptionError: a value is out of range.
@@ -60,39 +60,38 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """How a job is read and its flow is served. Those marked (flow) count for the job that starts the flow.
+    """Options of a job and of its flow. Options marked (flow) take effect in the job that starts the flow.
 
     Args:
         name: the job's name; None: a random one. No other running job may have it. The name of a job that died is free
             at once for a job of the same host, and after 15 s for one of another. All ranks of one job have the same
-            name. If a loader is iterated again during an iteration, that is a job of its own, with "~2" and so on
-            appended to the name.
+            name. A loader that is iterated again during an iteration is a job of its own, with "~2" and so on appended
+            to the name.
         shards: (flow) shard processes.
         memory_bytes: (flow) memory for samples of all shards together, bytes. None: the bytes of the `ALSDCache` around
-            the dataset and 256 MiB for samples on their way; without one, 1 GiB.
+            the dataset and 256 MiB for samples in transit; without such a cache, 1 GiB.
         policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
-        strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl"
-            and what else `torch_dpflow.samplers.STRATEGIES` has.
+        strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl", or another
+            of `torch_dpflow.samplers.STRATEGIES`.
         cache_samples: (flow) how many samples the caches hold, for the strategy; 0: as many as fit into
             `memory_bytes` by the size of the latest, and a tenth of all before the first is loaded.
         repeatable: (flow) whether loading a sample twice gives the same, so that it may be cached. None: True if the
             dataset is an `ALSDCache`; if that has a `transform`, its input is cached, and a worker runs the transform
             for each job and epoch.
         idle_s: (flow) how long its services outlive the last job, seconds, at least 3.
-        task_timeout_s: (flow) how long a worker may take for one sample, or for its start, in which it fetches and
-            unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced, and the
-            sample counts as its cause: it is tried three times before it fails. Choose it well above the slowest
-            sample and the start.
+        task_timeout_s: (flow) time limit of a worker for one sample, and for its start, in which it fetches and
+            unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced. Its
+            sample is tried three times before it fails. Choose a limit well above the slowest sample and the start.
         fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
             `torch_dpflow.cluster.client.fingerprint`.
-        weight: how much the job counts when the cache decides what to evict, relative to other jobs (alpha in the
-            thesis's equation 3-5). Used by the policies "use-distance" and "alsd-mean".
+        weight: weight of the job, relative to other jobs, when the cache decides what to evict (alpha in the thesis's
+            equation 3-5). Used by the policies "use-distance" and "alsd-mean".
         ready: batches that are collated ahead of need (P_L).
-        requested: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order may
-            change while it is read is drawn no further ahead than torch draws it.
-        budget_bytes: most bytes of batches under way, but for one batch.
-        reconnect_timeout_s: how long the cluster, or all workers that a platform runs for the flow, may be away before a call
-            fails, seconds.
+        requested: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order
+            may change while it is read is drawn no further ahead than torch draws it.
+        budget_bytes: most bytes of batches in transit; one batch alone may be larger.
+        reconnect_timeout_s: how long the cluster, or all workers that a platform runs for the flow, may be away before
+            a call fails, seconds.
 
     Raises:
         OptionError: a value is out of range or unknown.
@@ -156,14 +155,14 @@ def _check_name(field: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowDefinition:
-    """The flow that a job reads; the same in all jobs that read it.
+    """Definition of a flow, the same in all jobs that read it.
 
     Args:
         name: 1 to 100 of the characters A-Z a-z 0-9 . _ / -.
-        dataset: map-style, with a length. cloudpickle carries it to the workers, once for each version. Of an
-            `ALSDCache` or a `TwoStageDataset` the flow caches what the cacheable stage gives.
+        dataset: map-style, with a length. It is sent to the workers by cloudpickle, once for each version. Of an
+            `ALSDCache` or a `TwoStageDataset` the flow caches the output of the cacheable stage.
         version: raise it with every change of the dataset.
-        workers: processes that load; counts for the job that starts the flow.
+        workers: number of processes that load; takes effect in the job that starts the flow.
         worker_init_fn: called in each worker, as by torch.
     """
 
@@ -176,16 +175,16 @@ class FlowDefinition:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReading:
-    """Which samples of a flow a job reads, in which order and in which batches.
+    """Samples of a flow that a job reads, their order and batches.
 
     Args:
         batch_size, drop_last, collate_fn: as of torch's loader; collate_fn=None is torch's default.
-        seed: decides, with the epoch, the job's own order and its random draws.
+        seed: with the epoch, the seed of the job's own order and its random draws.
         indices: the samples that the job reads; None: all.
-        replica: which rank of a job of several ranks this is; all ranks must give the same `JobOptions.name`, `seed`
-            and `indices`. None: it is the whole job.
+        replica: rank of this process; all ranks must have the same `JobOptions.name`, `seed` and `indices`. None: the
+            process is the whole job.
         cacheable_only: read the output of the cacheable stage instead of samples.
-        side: counts the processes' own readers of one rank, which read side by side; from 1 on.
+        side: number of this reader among those of one rank that read side by side, from 1.
         independence: share of the job's picks, 0 to 1, that ignore what other jobs have loaded; as of `DynaGCSSampler`.
     """
 
@@ -202,7 +201,7 @@ class JobReading:
 
 @dataclass(frozen=True, kw_only=True)
 class JobDescription:
-    """A job as its services know it, the same for as long as it lives."""
+    """Description of a job for its services, constant while the job lives."""
 
     flow: str
     version: int
@@ -216,26 +215,23 @@ class JobDescription:
     indices: IndexArray | None = None
     #: By place in the job's dataset, the sample of the flow; None: the same number.
     places: IndexArray | None = None
-    #: Which part of the job this process reads; None: all of it.
+    #: Rank of this process; None: it reads the whole job.
     rank: JobRank | None = None
-    #: Whether it reads the output of the cacheable stage.
     cacheable_only: bool = False
     #: Whether its flow caches samples for jobs that read them later.
     caches: bool = False
-    #: Which of several readers of a rank it is.
     side: int = 1
-    #: As of `JobReading` and `JobOptions`.
     independence: float = 0.0
     weight: float = 1.0
 
     @property
     def instance(self) -> str:
-        """The name and version of what it reads, as in `FlowSpec`."""
+        """Name and version of its flow, as in `FlowSpec`."""
         return f"{self.flow}:v{self.version}"
 
     @property
     def reader(self) -> str:
-        """The name of this process at the services."""
+        """Name of this process at the services."""
         if self.rank is None:
             return self.name
         return f"{self.name}/{self.rank.rank}" + (f"~{self.side}" if self.side > 1 else "")
@@ -243,9 +239,9 @@ class JobDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Failover:
-    """How a job moves to the cluster that takes the place of its own."""
+    """Functions by which a job moves to the cluster that has replaced its own."""
 
-    #: Finds the cluster that the job's address names now; None where it names none.
+    #: Finds the cluster that the job's address names now; None if it names none.
     find: Callable[[], Cluster | None]
     #: Registers the job's flow with a cluster within so many seconds; False if another cluster has replaced that one.
     register: Callable[[Cluster, float], bool]

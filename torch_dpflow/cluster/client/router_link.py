@@ -1,4 +1,4 @@
-"""A job's side of its router: joins, draws and renews its lease, across restarts of the router."""
+"""Client connection to a flow's router: joins, draws samples and renews the lease, across restarts of the router."""
 
 from __future__ import annotations
 
@@ -49,53 +49,44 @@ from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
 T = TypeVar("T")
-#: How long one call to a router may take before the job asks the coordinator for the router's address, seconds.
+#: Timeout of a call to a router, seconds; then the job gets the router's address from the coordinator again.
 CALL_S = 5.0
-#: The same for joining, which waits until every shard has registered, seconds.
+#: Timeout of joining, which waits until every shard has registered, seconds.
 JOIN_S = 20.0
-#: The timeout of a call that has little patience left, seconds.
+#: Shortest timeout of a call, seconds, however close the deadline is.
 MIN_CALL_S = 0.5
-#: The longest pauses between attempts, after the first and after many, seconds.
+#: Longest pauses between attempts, after the first and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
-#: How often the cost is asked for at most, how long an answer is waited for, and how long after one that has not
-#: come it is asked for again, seconds: a coordinator may be away while jobs read.
+#: Least time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
+#: coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
-#: How long an error of a sample waits for how its workers ended, seconds, and of how many workers it tells.
+#: Timeout of the request for how a sample's workers ended, seconds, and how many of them an error names.
 ENDS_CALL_S, MAX_ENDS = 2.0, 3
-#: Errors after which the same call is tried again.
-_TRANSIENT = (ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
 
 @dataclass(slots=True)
 class _EpochAtRouter:
-    """What has been drawn of an epoch."""
+    """The samples that were drawn of an epoch."""
 
     number: int
-    #: A bit for each sample, set where it has been drawn; and how many of them are set.
+    #: A bit for each sample, set once it was drawn; and how many of them are set.
     drawn: Marks
     position: int
-
-    @property
-    def place(self) -> EpochPlace:
-        return EpochPlace(self.number, self.position)
 
 
 class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
     A call is repeated for up to `reconnect_timeout_s`, also across restarts of the router and the coordinator. If
-    another cluster has replaced the one that was joined, the call is repeated there. A restarted router gets all that it knew of
-    the jobs from them, as they join.
+    another cluster has replaced the one that was joined, the call is repeated there. Jobs restore the state of a
+    restarted router when they join it.
 
     Args:
-        cluster: has the coordinator.
-        job: who joins.
-        reconnect_timeout_s: how long a call is tried, seconds.
         failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
 
     Raises:
-        UsageError: the router or the coordinator refuses the job; the message has the reason.
-        RemoteCallError: one of them fails over a call repeatedly.
+        UsageError: the router or the coordinator rejects the job; the message has the reason.
+        RemoteCallError: one of them fails repeatedly at a call.
         DeadlineError: they do not answer.
     """
 
@@ -107,19 +98,18 @@ class RouterLink:
         reconnect_timeout_s: float,
         failover: Failover | None = None,
     ) -> None:
-        #: The one that was joined.
         self.cluster = cluster
         self.outages = OutageLog(job.flow, job.name, reconnect_timeout_s=reconnect_timeout_s)
         self._failover = failover
         self._job = job
         self._patience_s = reconnect_timeout_s
-        #: When the present call gives up.
+        #: Deadline of the present call.
         self._deadline = 0.0
-        # Tells the router this process from another one that uses the job's name.
+        #: Distinguishes this process from others that use the job's name.
         self._holder = secrets.randbits(63)
-        # By the process, a later one of its host can tell that this one has ended, and take its name over.
+        #: By this a later process of the host detects that this one has ended, and takes over its name.
         self._process = own_process()
-        #: The random number of a process with the job's name that has ended; 0: none is known.
+        #: The `_holder` of a process with the job's name that has ended; 0: none is known.
         self._replaces = 0
         self._generation = 0
         self._lock = threading.RLock()
@@ -127,20 +117,20 @@ class RouterLink:
         self._router: RpcClient | None = None
         #: The router's latest address; empty before it is known.
         self._address = ""
-        #: The epoch that is being drawn, the one before, and whether the router knows this job's position in them.
+        #: The present epoch, the one before, and whether the router knows this job's position in them.
         self._epoch: _EpochAtRouter | None = None
         self._before: _EpochAtRouter | None = None
         self._router_in_step = False
-        #: Whether nothing of any epoch was read before the one that is being drawn.
+        #: Whether nothing was read of any epoch before the present one.
         self._is_fresh = False
-        #: An epoch that the job's own sampler orders, and what is left of its order.
+        #: An epoch that the job's own sampler orders, and the rest of its order.
         self._announced: tuple[int, CompactArray] | None = None
-        #: What keeps the flow's jobs from reading faster, as its services say; empty: nothing that is known.
+        #: What limits the flow's jobs, as its services report; empty: nothing that is known.
         self.limited_by = ""
-        #: What the flow's workers have taken, and when the coordinator was asked for that.
+        #: The worker-seconds of the flow, and when they were requested.
         self.cost = Cost(0.0, 0.0)
         self._cost_requested_at = -math.inf
-        #: Samples of an epoch, and the routing table.
+        #: Samples of an epoch.
         self.length = 0
         self.routes: RouteMap
         try:
@@ -158,7 +148,7 @@ class RouterLink:
     def start_epoch(self, epoch: int, drawn: Marks, position: int, *, resumes: bool = False) -> None:
         """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn.
 
-        resumes: whether it goes on from a saved state, which may be of its beginning.
+        resumes: whether it continues from a saved state, which may be of its beginning.
         """
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
@@ -167,20 +157,20 @@ class RouterLink:
             self._attempt(self._in_epoch)
 
     def announce(self, epoch: int, order: IndexArray) -> None:
-        """Report what is left of an epoch whose order the job's own sampler decides, for the shards' caches."""
+        """Send the rest of an epoch whose order the job's own sampler decides, for the shards' caches."""
         with self._lock:
             self._announced = epoch, order.astype(compact(self._job.size))
             self._attempt(lambda: self._announce(self._connected()))
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
-        """The next samples of the epoch, at most `count`; empty at its end. PeerLostError once it is given up."""
+        """Return the epoch's next samples, at most `count`; empty at its end. PeerLostError once it is abandoned."""
         with self._lock:
             return self._attempt(lambda: self._draw(count), given_up)
 
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Join again under a new generation, unless another thread has done so since generation `stale`.
 
-        given_up: as for `draw`. deadline: when to give up, by `time.monotonic`; None: after `reconnect_timeout_s`.
+        given_up: as for `draw`. deadline: by `time.monotonic`; None: after `reconnect_timeout_s`.
         """
         with self._lock:
             if self._generation == stale:
@@ -190,17 +180,15 @@ class RouterLink:
                 self._attempt(mend, given_up, deadline)
 
     def refresh_routes(self, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Get the present routing table. Arguments as for `rejoin`."""
+        """Fetch the present routing table. Arguments as for `rejoin`."""
         with self._lock:
             self._attempt(self._refresh, given_up, deadline)
 
     def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
-        """Renew the lease, report the job's figures, and get a new routing table where there is one.
+        """Renew the lease, report the job's figures, and fetch the routing table if it has changed. One attempt.
 
-        reads: whether the job is in the middle of an epoch. Between two it needs no services, which may be stopped
-            then in favour of another flow: that they do not answer is not logged.
-
-        One attempt; raises its error.
+        reads: whether the job is in the middle of an epoch. Between two epochs its services may be stopped in favour of
+            another flow, so a missing answer is not logged.
         """
         router = self._router
         if router is None:
@@ -219,7 +207,7 @@ class RouterLink:
             self.refresh_routes()
 
     def look_at_cost(self, *, every_s: float = COST_S) -> None:
-        """Ask for the cost, unless that was done shortly before; where nobody answers, it stays as it was."""
+        """Request the cost, unless that was done shortly before. It stays as it was if there is no answer."""
         coordinator, now = self._coordinator, time.monotonic()
         if coordinator is None or self.outages.is_out or now - self._cost_requested_at < every_s:
             return
@@ -231,7 +219,7 @@ class RouterLink:
             self._cost_requested_at = now + COST_PAUSE_S
 
     def how_workers_ended(self) -> str:
-        """How the flow's workers have ended most lately, for people; empty where that is not known."""
+        """Describe how the flow's workers ended lately; empty if that is not known."""
         coordinator, mine = self._coordinator, f"{self._job.instance}/"
         if coordinator is None:
             return ""
@@ -239,13 +227,11 @@ class RouterLink:
             views = coordinator.call("processes", reply_type=list[ProcessView], timeout_s=ENDS_CALL_S).body
         except (DeadlineError, PeerLostError, RemoteCallError):
             return ""
-        ends = [
-            view.ended for view in views if view.ended and view.role == "worker" and view.id.startswith(mine)
-        ]
-        return "; ".join(dict.fromkeys(ends[:MAX_ENDS]))
+        ends = [view.ended for view in views if view.role == "worker" and view.id.startswith(mine)]
+        return "; ".join(dict.fromkeys([*filter(None, ends)][:MAX_ENDS]))
 
     def interrupt(self) -> None:
-        """Make the calls under way fail at once; the next ones connect again. Takes no lock."""
+        """Fail the running calls at once; the next ones connect again. Takes no lock."""
         for client in (self._router, self._coordinator):
             if client is not None:
                 client.close()
@@ -266,7 +252,7 @@ class RouterLink:
         given_up: StopSignal | None = None,
         deadline: float | None = None,
     ) -> T:
-        """Repeat a call until it succeeds; each attempt first refreshes what the one before found out of date."""
+        """Repeat a call until it succeeds; each attempt first refreshes whatever was out of date in the one before."""
         deadline = time.monotonic() + self._patience_s if deadline is None else deadline
         self._deadline = deadline
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -293,10 +279,10 @@ class RouterLink:
                 self.outages.on_success()
                 return result
             given_up.wait(backoff.pause_s())
-        raise PeerLostError("the epoch was given up while its router was asked")
+        raise PeerLostError("the epoch was abandoned during a call to its router")
 
     def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
-        """Note what the error shows to be out of date; raise an error that no retry can help."""
+        """Record what is out of date by this error; raise an error that a retry cannot mend."""
         self.outages.on_answer()
         match error.kind:
             case ErrorKind.STALE_JOB:
@@ -319,7 +305,7 @@ class RouterLink:
             case ErrorKind.RANKS_AWAITED:
                 self.outages.on_wait(error.text, limit="for as long as they take")
                 return
-            case kind if kind in _TRANSIENT:
+            case ErrorKind.FORGOTTEN | ErrorKind.OVERLOADED:
                 self.outages.on_wait(error.text)
             case _:
                 raise error
@@ -329,12 +315,10 @@ class RouterLink:
     def _look_for_cluster(self) -> None:
         """Move to the cluster that has replaced ours, if one has: it knows neither the flow nor the job."""
         found = None if self._failover is None else self._failover.find()
-        if self._failover is None or found is None or found == self.cluster:
-            return
-        self._register_with(found)
+        if found is not None and found != self.cluster:
+            self._register_with(found)
 
     def _register_with(self, cluster: Cluster) -> None:
-        """Register the flow with this cluster and move there."""
         assert self._failover is not None
         with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt tries again
             if self._failover.register(cluster, self._call_s):
@@ -342,21 +326,20 @@ class RouterLink:
                 self._leave_for_another()
 
     def _leave_for_another(self) -> None:
-        """Locate the router again, which does not know the job."""
+        """Locate the router again; it does not know the job."""
         self._disconnect()
         self._address, self._generation = "", 0
 
     def _connected(self) -> RpcClient:
-        """The router, once the job has joined."""
+        """Return the router, once the job has joined."""
         if self._router is None:
-            self._address = self._locate()
-            self._router = self.cluster.connect(self._address, timeout_s=CALL_S)
+            self._router = self.cluster.connect(self._locate(), timeout_s=CALL_S)
         if not self._generation:
             self._join(self._router)
         return self._router
 
     def _locate(self) -> str:
-        """The router's address by the coordinator, or its latest one where the coordinator does not answer.
+        """Return the router's address by the coordinator, or the latest one if the coordinator does not answer.
 
         A service restarts at its old address, so a job that reads need not wait for a coordinator.
         """
@@ -364,20 +347,21 @@ class RouterLink:
         if self._coordinator is None:
             self._coordinator = self.cluster.connect(timeout_s=self._patience_s)
         try:
-            address: str = self._coordinator.call(
+            self._address = self._coordinator.call(
                 "access", access, reply_type=str, timeout_s=self._call_s
             ).body
         except (DeadlineError, PeerLostError):
             if not self._address:
                 raise
-            return self._address
-        return address
+        return self._address
 
     def _ended_holder(self) -> int:
-        """The random number of the process that has the job's name, if it has ended on this host; else 0."""
+        """Return the `_holder` of the process that has the job's name if it has ended on this host; else 0."""
         router = self._router
         if router is not None:
-            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt asks again
+            with suppress(
+                DeadlineError, PeerLostError, RemoteCallError
+            ):  # the next attempt requests it again
                 name = self._job.reader
                 found: NameHolder = router.call(
                     "holder", name, reply_type=NameHolder, timeout_s=self._call_s
@@ -386,7 +370,7 @@ class RouterLink:
         return 0
 
     def _in_epoch(self) -> RpcClient:
-        """The router, once it knows the job's position in its epoch."""
+        """Return the router, once it knows the job's position in its epoch."""
         router = self._connected()
         if not self._router_in_step:
             self._start(router)
@@ -394,11 +378,9 @@ class RouterLink:
 
     @property
     def _call_s(self) -> float:
-        """The timeout of a call of this attempt."""
         return min(CALL_S, max(MIN_CALL_S, self._deadline - time.monotonic()))
 
     def _disconnect(self) -> None:
-        """Forget the connections to router and coordinator, which may have moved."""
         self.interrupt()
         self._router = self._coordinator = None
 
@@ -434,15 +416,12 @@ class RouterLink:
     def _start(self, router: RpcClient) -> None:
         assert self._epoch is not None
         epochs = [self._epoch]
-        # Ranks that are still in the epoch before can go on only when the router knows what this one had of it.
-        if (
-            self._before is not None
-            and self._job.rank is not None
-            and self._before.number < self._epoch.number
-        ):
-            epochs.append(self._before)
+        # Ranks that are still in the epoch before can continue only when the router knows what this one had of it.
+        before = None if self._job.rank is None else self._before
+        if before is not None and before.number < self._epoch.number:
+            epochs.append(before)
         fresh = self._is_fresh and not self._epoch.position
-        body = StartEpoch(self.id, [epoch.place for epoch in epochs], fresh)
+        body = StartEpoch(self.id, [EpochPlace(epoch.number, epoch.position) for epoch in epochs], fresh)
         frames = [epoch.drawn.tobytes() for epoch in epochs]
         router.call("start", body, frames, timeout_s=self._call_s)
         self._router_in_step = True
@@ -468,4 +447,4 @@ class RouterLink:
         try:
             self.routes = RouteMap(table)
         except OptionError as error:
-            raise PeerLostError(f"flow {self._job.flow!r} has no shards at the moment ({error})") from error
+            raise PeerLostError(f"flow {self._job.flow!r}: no shards at the moment ({error})") from error

@@ -1,4 +1,4 @@
-"""A job's side of its shards: requests ahead of need, fetches from all shards at once, releases."""
+"""Client connections to the shards of a flow: requests ahead of need, fetches from all shards at once, releases."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
-#: How long a fetch may wait for its samples before it is repeated, seconds; less where the job's patience is.
+#: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
 FETCH_S = 30.0
-#: How long a shard may take to answer a heartbeat before the job asks whether another owns its keys, seconds.
+#: Timeout of a heartbeat, seconds; then the job fetches the routing table, as another shard may own the keys.
 HEARTBEAT_TIMEOUT_S = 2.0
-#: Most samples of one fetch: the answer fits into a message even where each sample has many frames.
+#: Most samples of one fetch: the answer fits into a message even if each sample has many frames.
 FETCH_SAMPLES = 256
-#: How long a shard may take to confirm that a job leaves it, seconds.
+#: Timeout of leaving a shard, seconds.
 LEAVE_S = 1.0
 #: Most shared memory lent to a shard on this host, bytes.
 LENT_BYTES = 1 << 28
 
 
 class EpochDraw(NamedTuple):
-    """The epoch that is read, and the random draws in it."""
+    """An epoch and its random draws."""
 
     epoch: int
-    #: Decides, with a sample's key, its random draws; None: the output of the cacheable stage is read.
+    #: Seed, with a sample's key, of its random draws; None: the output of the cacheable stage is read.
     draw: int | None
 
 
 @dataclass(slots=True)
 class Wanted:
-    """One sample that a job needs: its ticket and key."""
+    """One sample that a job needs."""
 
     ticket: int
     key: int
@@ -48,7 +48,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Fetch:
-    """One call to one shard for samples that the job waits for."""
+    """A call to one shard for samples that the job waits for."""
 
     address: str
     wanted: list[Wanted]
@@ -62,15 +62,15 @@ class FetchOutcome:
     #: The samples and the frames of each.
     samples: list[tuple[ServedSample, list[memoryview]]] = field(default_factory=list)
     nbytes: int = 0
-    #: Why it failed.
+    #: The reason if it failed.
     error: DPFlowError | None = None
 
 
 class ShardLinks:
-    """Connections to the shards of one flow. Calls belong to one thread, but for `send_heartbeat` and `close`.
+    """Connections to the shards of one flow. One thread calls all but `send_heartbeat`, `interrupt`, `forget`, `close`.
 
     Args:
-        router: names the cluster, and the shard that owns each key.
+        router: has the cluster, and the routing table.
     """
 
     def __init__(self, router: RouterLink) -> None:
@@ -82,29 +82,29 @@ class ShardLinks:
         self._routes = router.routes
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
-        #: Tickets whose samples have come and that are to be released, by shard.
+        #: Tickets of received samples that are to be released, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
-        #: By shard, how many samples it has given out and loaded since it was started.
+        #: How many samples each shard has served and loaded since its start.
         self.tallies: dict[str, tuple[int, int]] = {}
-        #: Samples that will be needed and were not requested yet, by shard.
+        #: Samples that will be needed and have not been requested yet, by shard.
         self._unsent: defaultdict[str, list[Wanted]] = defaultdict(list)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
-        """Note samples that will be needed, soonest first. They are requested with the next fetch, or by `flush`."""
-        # One message for several batches: each message wakes a shard, whose code is out of the processor's caches by
+        """Record samples that will be needed, soonest first; the next fetch, or `flush`, requests them."""
+        # One message for several batches: each message wakes a shard, whose code has left the processor's caches by
         # then, and interrupts a worker that decodes.
         for address, part in self._by_shard(wanted):
             self._unsent[address] += part
 
     def flush(self, of: EpochDraw) -> None:
-        """Request what was noted, without waiting for answers: a fetch makes up for a request that is lost."""
+        """Request the recorded samples, without waiting for answers: a fetch makes up for a lost request."""
         self._use_latest_routes()
         for address in [address for address, unsent in self._unsent.items() if unsent]:
             while ahead := self._next_unsent(address, MAX_SAMPLES):
                 self._begin("want", address, ahead, of)
 
     def fetch(self, wanted: Sequence[Wanted], of: EpochDraw) -> list[Fetch]:
-        """Begin to fetch these from all their shards at once."""
+        """Begin to fetch samples from all their shards at once."""
         fetches: list[Fetch] = []
         self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
@@ -116,14 +116,14 @@ class ShardLinks:
         return fetches
 
     def comes(self, fetch: Fetch, within_s: float) -> bool:
-        """Wait for so long; whether `finish` would wait no more."""
+        """Wait for up to `within_s`; return whether `finish` would return at once."""
         try:
             return fetch.pending.wait(within_s)
-        except DPFlowError:  # `finish` tells of it
+        except DPFlowError:  # `finish` returns it
             return True
 
     def finish(self, fetch: Fetch) -> FetchOutcome:
-        """Wait for the answer to a fetch. Samples that it lacks have to be fetched again."""
+        """Wait for the answer to a fetch. Samples that are missing in it have to be fetched again."""
         outcome = FetchOutcome()
         try:
             answer = fetch.pending.result()
@@ -144,7 +144,7 @@ class ShardLinks:
         return outcome
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:
-        """Release these samples at the shards, without waiting for the next fetch."""
+        """Release samples at the shards, without waiting for the next fetch."""
         self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]
@@ -161,14 +161,14 @@ class ShardLinks:
             call.result()
 
     def interrupt(self) -> None:
-        """Make the calls under way fail at once with PeerLostError. Any thread may call."""
+        """Fail the running calls at once with PeerLostError. Any thread may call."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
             client.close()
 
     def forget(self, job: JobId) -> None:
-        """Leave shards that own nothing any more and disconnect, so that they can end."""
+        """Leave shards that own no keys any more and disconnect, so that they can end."""
         addresses = set(self.router.routes.addresses)
         with self._lock:
             gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
@@ -177,14 +177,14 @@ class ShardLinks:
     def close(self, job: JobId) -> None:
         """Leave every shard and disconnect. May be called twice."""
         if self.router.outages.is_out:
-            self.interrupt()  # leaving would wait for an answer that does not come
+            self.interrupt()  # to leave would wait for answers in vain
             return
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         _leave(clients, job)
 
     def _use_latest_routes(self) -> None:
-        """Go by the routing table in force; samples that were noted by the one before may have other owners."""
+        """Switch to the routing table in force; recorded samples may have other owners in it."""
         routes = self.router.routes
         if routes is not self._routes:
             self._routes = routes
@@ -235,7 +235,7 @@ class ShardLinks:
         try:
             return self._begin_call(address, method, ask, reply)
         except DPFlowError:
-            self._taken[address][:0] = now  # else the shard holds their memory for as long as the job lives
+            self._taken[address][:0] = now  # else the shard holds their memory until the job ends
             raise
 
     def _begin_call(self, address: str, method: str, ask: Ask, reply: Any) -> PendingCall:
@@ -243,7 +243,7 @@ class ShardLinks:
         client = self._client(address)
         try:
             return client.begin(method, ask, reply_type=reply, timeout_s=timeout_s)
-        except PeerLostError:  # another thread has disconnected it, or it takes no more
+        except PeerLostError:  # another thread has closed it, or its queue is full
             with self._lock:
                 if self._clients.get(address) is client:
                     del self._clients[address]
@@ -265,7 +265,7 @@ class ShardLinks:
 
 
 def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
-    """Leave all these at once and disconnect."""
+    """Leave these shards at once and disconnect."""
     pending: list[PendingCall] = []
     for client in clients:
         with suppress(DPFlowError):

@@ -1,4 +1,4 @@
-"""A job that reads a shared flow: it gives out epochs, and a thread of its own renews its leases."""
+"""A job that reads a shared flow: returns readers of epochs, and renews its leases in a thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from torch_dpflow.samplers.indices import IndexArray
 
 #: How often a job sends its heartbeat, seconds.
 HEARTBEAT_S = 2.0
-#: How long `close` waits for the heartbeat's thread after it has interrupted it, before it does so again, seconds.
+#: How long `close` waits for the heartbeat's thread between two interrupts of its calls, seconds.
 JOIN_S = 0.05
 
 
@@ -66,7 +66,7 @@ class SharedJob:
         self._pid = os.getpid()
         self._job = job
         self.collate_with(collate)
-        #: What identified the content of its flow when the job was opened; see `flow_registration.content_of`.
+        #: Identification of its flow's content when the job was opened, by `flow_registration.content_of`.
         self.content = dict(content or {})
         self._options = options
         self._router = RouterLink(
@@ -74,11 +74,11 @@ class SharedJob:
         )
         self._links = ShardLinks(self._router)
         self._meter = LoaderMeter()
-        #: The latest; never reset to None, as another thread may close the job meanwhile.
+        #: The latest reader; never reset to None, as another thread may close the job meanwhile.
         self._reader: EpochReader | None = None
         self._cursor = self._cursor_at_start(0)
         self._closed = StopSignal()
-        #: Whether the heartbeat's thread is past its last heartbeat, and leaves the flow.
+        #: Whether the heartbeat's thread has sent its last heartbeat, and leaves the flow.
         self._leaving = False
         self._heartbeat = PeriodicCall(
             self._send_heartbeat, HEARTBEAT_S, "dpflow-heartbeat", on_error=self._on_error, finish=self._leave
@@ -86,7 +86,7 @@ class SharedJob:
         self._heartbeat.start()
 
     def collate_with(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        """Have epochs that begin from now on use another function to collate; None: torch's default."""
+        """Collate epochs that begin from now on by another function; None: torch's default."""
         self._collate = collate_function(collate_fn)
 
     @property
@@ -101,23 +101,23 @@ class SharedJob:
 
     @property
     def seed(self) -> int:
-        """What decides the job's own order."""
+        """Seed of the job's own order."""
         return self._job.seed
 
     @property
     def sharing(self) -> Sharing:
-        """What its flow's shards have loaded and given out, by their latest answers."""
+        """How many samples its flow's shards have loaded and served, by their latest answers."""
         tallies = list(self._links.tallies.values())
         served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
         return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches)
 
     @property
     def limited_by(self) -> str:
-        """What keeps its flow's jobs from reading faster, by the latest heartbeat; empty: nothing that is known."""
+        """What limits its flow's jobs, by the latest heartbeat; empty: nothing that is known."""
         return self._router.limited_by
 
     def cost(self) -> Cost:
-        """What its flow's workers have taken, and its part; of a second ago at most, while the cluster answers."""
+        """Return the worker-seconds of its flow, and its part; at most a second old while the cluster answers."""
         if not self._leaving:
             self._router.look_at_cost()
         return self._router.cost
@@ -132,11 +132,11 @@ class SharedJob:
     ) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
-        A rank of several waits for the others before its first batch, unless none of them has begun, and again where it
-        resumes from a state that differs from what the others know of it. It waits for as long as they take.
+        A rank of several waits for the others before its first batch, unless none of them has begun. It waits again if
+        it resumes from a state that differs from what the router knows of it. There is no time limit.
 
         done: a `state`; the samples that were delivered by then are not read again.
-        draw_seed: decides, with the epoch, the random draws; None: the job's seed.
+        draw_seed: with the epoch, the seed of the random draws; None: the job's seed.
         Raises StateError for a state of another flow, epoch or rank.
         """
         cursor = self._cursor_at_start(epoch)
@@ -159,11 +159,11 @@ class SharedJob:
     ) -> EpochReader:
         """Read the batches of a plan, in its order.
 
-        order: the samples of all its batches, if they are known now; the caches then keep what is read next. As the
-            plan has them: of a `Subset`, places in it.
+        order: the samples of all its batches, if they are known now; the caches then keep what is read next. As in the
+            plan, these are places in the dataset if it is a `Subset`.
         draw_seed: as for `traverse`.
-        passed: called with the number of each batch that was delivered, from 0 on, and its samples; before the next
-            batch is delivered, or by the reader's `note_delivered`, and twice after an interrupt.
+        passed: called with the number of each delivered batch, from 0 on, and its number of samples. Called before the
+            next batch is delivered, or by the reader's `note_delivered`; twice after an interrupt.
         """
         self._begin(self._cursor_at_start(epoch))
         if order is not None and len(order) and order.min() >= 0 and order.max() < self._samples:
@@ -172,7 +172,7 @@ class SharedJob:
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
-        """Which samples of the epoch have been delivered. O(size / 8)."""
+        """Return which samples of the epoch have been delivered. O(size / 8)."""
         if self._reader is not None:
             self._reader.note_delivered()
         return self._cursor.state()
@@ -183,9 +183,9 @@ class SharedJob:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """Have the job's own thread leave the flow and end; waits for nothing and takes no lock.
+        """Make the job's own thread leave the flow and end. It waits for nothing and takes no lock.
 
-        A finalizer may call it: that runs in any thread, between any two of its steps, so that thread may hold a lock
+        A finalizer may call it. That runs in any thread, between any two of its steps, so the thread may hold a lock
         that leaving takes, or be the one that leaving waits for.
         """
         self._closed.set()
@@ -195,7 +195,7 @@ class SharedJob:
             self._reader.abandon()
 
     def close(self) -> None:
-        """Leave the flow and end the threads. Any thread may call, repeatedly; the job's own threads do not wait."""
+        """Leave the flow and end the threads. Any thread may call, repeatedly; the job's own do not wait."""
         if os.getpid() != self._pid:
             return
         self.abandon()
@@ -261,7 +261,7 @@ class SharedJob:
                 requested=options.requested,
                 budget_bytes=options.budget_bytes,
                 reconnect_timeout_s=options.reconnect_timeout_s,
-                # A sample that hangs is tried by POISON_LIMIT workers before its shard gives it up.
+                # POISON_LIMIT workers try a sample that hangs before it fails.
                 loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
             ),
             closed=closed,
@@ -272,7 +272,7 @@ class SharedJob:
         return self._reader
 
     def _drawn_batches(self, left: int, given_up: StopSignal) -> Iterator[list[int]]:
-        """Batches as the router draws them. Each call draws half of what is requested ahead."""
+        """Yield batches as the router draws them. Each call draws half of what is requested ahead."""
         size = self._job.batch_size
         if self._job.drop_last:
             left -= left % size
@@ -327,13 +327,13 @@ class SharedJob:
             elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
                 raise
         except DPFlowError:
-            # Between two epochs the flow may have given way to another one: asking for its router would start it again.
+            # Between two epochs the flow may have been stopped for another one; to locate its router would start it.
             if reads:
                 self._router.refresh_routes(self._closed)
 
     def _figures(self) -> JobFigures:
         meter = self._meter
-        # The stall first: a wait that ends in between is missing now, and would else be counted twice.
+        # The stall first: a wait that ends in between is missing now, and would otherwise be counted twice.
         stall_s, reading_s = meter.stall_s, meter.iterating_s
         waiting_s = meter.waiting_s()
         return JobFigures(
@@ -348,13 +348,13 @@ class SharedJob:
 
 
 def _sample_number(key: Any, size: int) -> int:
-    """A key of the sampler's as an integer: numpy's integers and tensors of one integer are as good as Python's."""
+    """Return a sampler's key as an int; it may be numpy's or a tensor of one integer."""
     try:
         number = operator.index(key)
     except TypeError:
         raise OptionTypeError(
-            f"the sampler gives the key {key!r:.80} of type {type(key).__name__}: the samples of a flow have numbers, "
-            f"0 to {size - 1}; have the sampler give integers, and the dataset look its keys up by number"
+            f"the sampler returned the key {key!r:.80} of type {type(key).__name__}: the samples of a flow have "
+            f"numbers, 0 to {size - 1}; make the sampler return integers, and the dataset look its keys up by number"
         ) from None
     if not 0 <= number < size:
         raise OptionError(f"the plan has sample {number}: the flow has samples 0 to {size - 1}")
@@ -362,7 +362,7 @@ def _sample_number(key: Any, size: int) -> int:
 
 
 def _draw_of(seed: int, epoch: int) -> int:
-    """What decides, with a sample's key, its random draws: another number for each seed and epoch.
+    """Return the seed, with a sample's key, of its random draws: another number for each seed and epoch.
 
     Jobs with the same seed draw alike, as they would under torch's loader.
     """

@@ -43,12 +43,12 @@ from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS, RemoteConten
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Ref, Refused
 from torch_dpflow.remote.shipping.content_pack import split_content
 
-#: How long the provisioner's platform may take to be opened, and the provisioner to hear that a shard ends, seconds.
+#: Timeouts of opening the provisioner's platform, and of the call by which a shard leaves the provisioner, seconds.
 OPEN_S, RELEASE_S = 120.0, 2.0
 
 
 class ProvisionedSource:
-    """Where the members of a cluster's shard come from: see `PlatformSource`."""
+    """`PlatformSource` of the remote workers of a cluster's shard."""
 
     def __init__(self, service: ServiceSpec, place: MemberPlace) -> None:
         self._service = service
@@ -56,17 +56,17 @@ class ProvisionedSource:
         self._listen_at = ""
 
     def open(self) -> ProvisionedPlatform:
-        """Connect to the provisioner. Raises RemoteCallError with what the platform says, DeadlineError."""
+        """Connect to the provisioner. Raises RemoteCallError with the platform's error, DeadlineError."""
         platform = ProvisionedPlatform(self._service)
         self._listen_at = platform.listen_at
         return platform
 
     def listen_at(self) -> str:
-        """As the provisioner says, whose host is this one."""
+        """Return the provisioner's address to listen at; it runs on this host."""
         return self._listen_at
 
     def check_listen(self, address: str) -> None:
-        """Nothing: the provisioner has."""
+        """Do nothing: the provisioner has checked it."""
 
 
 class ProvisionedPlatform:
@@ -82,13 +82,13 @@ class ProvisionedPlatform:
         self._client = service.place.connect(service.place.provisioner_address)
         #: Guards what follows.
         self._lock = threading.Lock()
-        #: What is to be asked for, by the kind of request and the member, in order; until the provisioner has it.
+        #: Requests that the provisioner has not received, by kind and worker, in order.
         self._requests: dict[tuple[type, str], Request] = {}
-        #: Orders whose start has not been answered, and how the platform knows the others that are not gone.
-        self._orders: dict[str, bytes] = {}
+        #: Launch specs of unanswered starts, and the platform's references of the other workers that are not gone.
+        self._launch_specs: dict[str, bytes] = {}
         self._refs: dict[str, Ref | None] = {}
         self._outcomes: list[Outcome] = []
-        #: How much news the provisioner has told. For the thread that asks.
+        #: How many events the provisioner has sent. For the thread that reads them.
         self._seen = 0
         self._closed = False
         try:
@@ -99,7 +99,7 @@ class ProvisionedPlatform:
         self.limits, self.listen_at = attached.limits, attached.listen_at
         self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sender = PeriodicCall(self._send, math.inf, "dpflow-requests", on_error=self._log)
-        self._reader = PeriodicCall(self._read, 0.0, "dpflow-news", on_error=self._log)
+        self._reader = PeriodicCall(self._read, 0.0, "dpflow-events", on_error=self._log)
         self._sender.start()
         self._reader.start()
 
@@ -112,7 +112,7 @@ class ProvisionedPlatform:
                 f"{self.limits.max_launch_spec_bytes} are allowed"
             )
         with self._lock:
-            self._orders[name] = launch_spec
+            self._launch_specs[name] = launch_spec
         self._ask(StartRequest(name, launch_spec))
 
     def stop(self, name: str, why: str = "") -> None:
@@ -135,7 +135,7 @@ class ProvisionedPlatform:
             self._closed = True
         self._sender.stop()
         self._reader.stop()
-        with suppress(DPFlowError):  # it finds out by itself
+        with suppress(DPFlowError):  # it detects the end by itself
             self._client.call("release", Release(self._id, self._incarnation, grace_s), timeout_s=RELEASE_S)
         self._client.close()
         with self._lock:
@@ -163,7 +163,7 @@ class ProvisionedPlatform:
             return
         body = Requests(self._id, self._incarnation, [request for _, request in asked])
         if not self._client.call("request", body, reply_type=bool).body:
-            return  # a new provisioner: the other thread attaches, and then these are asked again
+            return  # a new provisioner: the other thread attaches, and then the requests are repeated
         with self._lock:
             for key, request in asked:
                 if self._requests.get(key) is request:
@@ -178,23 +178,23 @@ class ProvisionedPlatform:
             self._attach_again()
             return
         self._seen = news.seen
-        self._tell([outcome_of(told) for told in news.told])
+        self._add([outcome_of(told) for told in news.told])
 
     def _attach_again(self) -> None:
-        """To a new provisioner, and ask it for all starts that the one before has not answered."""
+        """Attach to a new provisioner, and repeat all starts that the one before has not answered."""
         try:
             self._attach()
-        except RemoteCallError as error:  # what the platform says; members live on
-            self._tell([Refused(name, UnavailableError(str(error))) for name in [*self._orders]])
+        except RemoteCallError as error:  # of the platform; workers live on
+            self._add([Refused(name, UnavailableError(str(error))) for name in [*self._launch_specs]])
             raise
         with self._lock:
             requests, self._requests = self._requests, {}
-            for name, launch_spec in self._orders.items():
+            for name, launch_spec in self._launch_specs.items():
                 self._requests[StartRequest, name] = StartRequest(name, launch_spec)
             self._requests |= requests
         self._sender.wake()
 
-    def _tell(self, outcomes: list[Outcome]) -> None:
+    def _add(self, outcomes: list[Outcome]) -> None:
         with self._lock:
             for outcome in outcomes:
                 self._note(outcome)
@@ -205,34 +205,34 @@ class ProvisionedPlatform:
 
     def _log(self, error: Exception) -> None:
         if not self._closed:
-            SERVICE.warning("calling the provisioner has failed and is repeated (%s)", error)
+            SERVICE.warning("a call to the provisioner has failed and is repeated (%s)", error)
 
     def _note(self, outcome: Outcome) -> None:
         name = outcome.name
         match outcome:
             case Accepted(ref=ref):
-                self._orders.pop(name, None)
+                self._launch_specs.pop(name, None)
                 self._refs[name] = ref
             case Answerless():
-                self._orders.pop(name, None)
+                self._launch_specs.pop(name, None)
                 self._refs.setdefault(name, None)
             case Refused() | Ended():
-                self._orders.pop(name, None)
+                self._launch_specs.pop(name, None)
                 self._refs.pop(name, None)
                 self._requests.pop((StartRequest, name), None)
 
 
-#: Most messages of members that are handled before one of a job is.
+#: Most messages of remote workers that are handled before one of a job.
 _BURST = 64
-#: How long the last messages to members may take to leave, seconds.
+#: Timeout of sending the last messages to remote workers, seconds.
 LINGER_S = 1.0
-#: For how long a port at which members may call is awaited, longer than a shard that is to end waits for its jobs; how
-#: often it is tried, seconds.
+#: How long a free port for remote workers is awaited, longer than a shard that ends waits for its jobs, and the pause
+#: between two attempts, seconds.
 PORT_S, PORT_RETRY_S = 30.0, 1.0
 
 
 class ProvisionedWorkers:
-    """Has a platform run the workers of a shard, and gives these what the shard's own listener would.
+    """Remote workers of a shard, which a platform runs, and their listener.
 
     All methods are for the server's thread. Another thread fetches the content and waits for the provisioner's
     platform, which takes seconds.
@@ -248,13 +248,13 @@ class ProvisionedWorkers:
         self._ended = False
 
     def attach(self, shard: SampleShard) -> None:
-        """Serve this shard, whose thread this is. To be called once."""
+        """Serve this shard, in its thread. To be called once."""
         self._shard = shard
         shard.workers.use_fleet(self)
         self._open()
 
     def close(self) -> None:
-        """End all members."""
+        """End all remote workers."""
         self._ended = True
         if self._remote is not None:
             self._remote.dismiss(all_=True)
@@ -262,12 +262,12 @@ class ProvisionedWorkers:
             self._remote.close()
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Have a worker ended: see `ShardWorkers`."""
+        """End a worker: see `ShardWorkers`."""
         if self._remote is not None:
-            self._remote.kill(worker, "its shard has given it up; the log of the cluster says why")
+            self._remote.kill(worker, "its shard has ended it; the cluster's log has the reason")
 
     def status(self) -> dict[str, Any]:
-        """Figures for people."""
+        """Return figures for the coordinator and for people."""
         if self._remote is None:
             return {"members": [], "remote_worker_s": 0.0, "away_s": 0.0}
         samples = self._shard.workers.samples_of
@@ -327,12 +327,12 @@ class ProvisionedWorkers:
     def fail(self, error: Exception) -> None:
         self._shard.workers.fail(str(error))
 
-    # -- what happens ----------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> bool:
-        """Handle what members have sent; whether there may be more.
+        """Handle messages of remote workers; return whether there may be more.
 
-        After it has returned False nothing is left that their listener's descriptors would not tell.
+        After it has returned False, the listener's descriptors report every further message.
         """
         remote = self._remote
         assert remote is not None
@@ -341,7 +341,7 @@ class ProvisionedWorkers:
             before = handled
             remote.look()
             self._shard.workers.flush()
-            # Last: to send takes the news that something has come away from the descriptors.
+            # Last: sending clears the descriptors' readiness, also for messages that have arrived meanwhile.
             while handled < _BURST and (message := remote.listener.receive(0)) is not None:
                 remote.on_message(*message)
                 handled += 1
@@ -354,10 +354,10 @@ class ProvisionedWorkers:
         try:
             remote = self._connected()
         except Exception as error:
-            text = f"no worker can be had of platform {self._members.name!r} for {self._service.id}: {error}"
+            text = f"platform {self._members.name!r} starts no worker for {self._service.id}: {error}"
             if isinstance(error, PortsInUseError):
                 text += (
-                    "; end what listens there, have fewer shards by `dpflow flow scale`, or start `dpflow up` with "
+                    "; end what listens there, reduce the shards by `dpflow flow scale`, or start `dpflow up` with "
                     "more ports in --worker-listen"
                 )
             if not isinstance(error, DPFlowError):
