@@ -2,8 +2,8 @@
 
 A record that was read for one reader is served to all that want it soon; its place is freed when none does. Its bytes
 lie in memory that readers map and copy from, and that is written to again. So a place is kept while a reader may copy
-from it, and a copy counts only once the server has confirmed that the place was still the reader's (`confirm`). A reader
-whose connection ends before that discards its copy.
+from it, and a copy counts only once the server has confirmed that the place was still the reader's (`confirm`). A
+reader whose connection ends before that discards its copy.
 """
 
 from __future__ import annotations
