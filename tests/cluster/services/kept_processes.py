@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_dpflow.cluster.services import provisioner
-from torch_dpflow.cluster.services.service import ClusterPlace, MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import ClusterPlace, ServiceSpec, WorkerPlatform
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 from torch_dpflow.remote.launchers.processes import Processes, SubprocessLauncher
@@ -33,7 +33,7 @@ class Waiting(Processes):
 
 
 def service_of(folder: str, id: str, incarnation: int = 1, *, workers: int = 4) -> ServiceSpec:
-    place = MemberPlace(name="processes", most_workers=workers)
+    place = WorkerPlatform(name="processes", max_workers=workers)
     return ServiceSpec(
         id=id,
         role=id.rpartition("/")[2],
@@ -41,7 +41,7 @@ def service_of(folder: str, id: str, incarnation: int = 1, *, workers: int = 4) 
         arguments=b"",
         settings=b"",
         address="",
-        place=ClusterPlace(directory=folder, token="t" * 32, members=place),
+        place=ClusterPlace(directory=folder, token="t" * 32, worker_platform=place),
     )
 
 

@@ -16,7 +16,7 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import Coordinator
-from torch_dpflow.cluster.services.service import MemberPlace, ask_in
+from torch_dpflow.cluster.services.service import WorkerPlatform, ask_in
 from torch_dpflow.cluster.services.state_store import WriteBehindStore, open_store
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
 from torch_dpflow.ipc.rpc import RpcClient, RpcServer
@@ -77,8 +77,10 @@ def scale_up(folder: Path) -> None:
     (folder / "contents").mkdir()
     server = RpcServer(listen(f"ipc://{folder}/coordinator"))
     state = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner")
-    place = MemberPlace(name="processes", listen_at="tcp://127.0.0.1:7610-7611", most_workers=8)
-    coordinator = Coordinator(server, state, Contents(folder / "contents"), ClusterLimits(), members=place)
+    place = WorkerPlatform(name="processes", listen_at="tcp://127.0.0.1:7610-7611", max_workers=8)
+    coordinator = Coordinator(
+        server, state, Contents(folder / "contents"), ClusterLimits(), worker_platform=place
+    )
     threading.Thread(target=server.serve, daemon=True).start()
     told = r"shards=3: each takes a port .*--worker-listen tcp://127.0.0.1:7610-7611` has 2; give no more"
     with RpcClient(server.address) as client:

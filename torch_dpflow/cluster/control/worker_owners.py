@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch_dpflow.cluster.messages.provisioner import MAX_MEMBERS, MAX_NEWS
+from torch_dpflow.cluster.messages.provisioner import MAX_EVENTS, MAX_OWNED
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.ipc.messages.errors import StaleShardError
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
@@ -127,7 +127,7 @@ class WorkerOwners:
         had = min(max(0, seen - owner.seen), len(owner.news))
         del owner.news[:had]
         owner.seen += had
-        told = owner.news[:MAX_NEWS]
+        told = owner.news[:MAX_EVENTS]
         return owner.seen + len(told), told
 
     def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
@@ -167,8 +167,8 @@ class WorkerOwners:
             )
         if (owner := self._members.get(name)) is not None and owner != shard:
             raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")
-        if len(self._members) >= MAX_MEMBERS and name not in self._members:
-            raise UsageError(f"{name}: {MAX_MEMBERS} members are there, the most that a provisioner has")
+        if len(self._members) >= MAX_OWNED and name not in self._members:
+            raise UsageError(f"{name}: {MAX_OWNED} members are there, the most that a provisioner has")
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""

@@ -1,4 +1,4 @@
-"""Bodies of the calls to a provisioner, and of its answers. It starts members for the shards of a cluster."""
+"""Bodies of the calls to a provisioner, which starts remote workers for the shards of a cluster."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ from torch_dpflow.ipc.messages.launch_spec import MAX_LAUNCH_SPEC_BYTES
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import End, Limits
 
-#: Most members of one shard that are not gone: successors and those that end are some more than its workers.
-MAX_MEMBERS = 4 * MAX_WORKERS
-#: Most requests in one call, and most pieces of news in one answer.
-MAX_REQUESTS, MAX_NEWS = 256, 256
+#: Most remote workers of one shard at a time: with successors and ending ones, more than it has in service.
+MAX_OWNED = 4 * MAX_WORKERS
+#: Most requests in one call, and events in one answer.
+MAX_REQUESTS, MAX_EVENTS = 256, 256
 
-#: Each before those that it is one of.
+#: Subclasses before their base classes.
 _ERRORS: dict[str, type[PlatformError]] = {
     one.__name__: one
     for one in (ThrottledError, QuotaError, ExpiredError, DeniedError, RejectedError, UnavailableError)
 }
 
 
-class KeptMember(Body):
-    """A member that a shard has."""
+class OwnedWorker(Body):
+    """A remote worker of a shard."""
 
     name: Name
-    #: How the platform knows it, where it has said that.
+    #: Its id on the platform, if known.
     ref: Text | None
 
 
 class Attach(Body):
-    """To a provisioner: this shard has these members.
+    """To a provisioner: this shard has these workers; those of earlier incarnations are ended.
 
-    Answered with `Attached`; what an earlier incarnation had is ended.
+    Answered with `Attached`.
     """
 
     shard: Name
     incarnation: Count
-    members: Annotated[list[KeptMember], msgspec.Meta(max_length=MAX_MEMBERS)]
+    workers: Annotated[list[OwnedWorker], msgspec.Meta(max_length=MAX_OWNED)]
 
 
 class Attached(Body):
-    """From a provisioner: what its platform is."""
+    """From a provisioner: its platform."""
 
     limits: Limits
-    #: Where to listen for members.
+    #: Address at which to listen for workers.
     listen_at: Text
-    #: Up to where the shard has had the news: see `Asking`.
+    #: Number of events that the shard has received: see `EventsRequest`.
     seen: Count
 
 
 class StartRequest(Body, tag="start"):
-    """Start this member."""
+    """Start this worker."""
 
     name: Name
-    order: Annotated[bytes, msgspec.Meta(max_length=MAX_LAUNCH_SPEC_BYTES)]
+    launch_spec: Annotated[bytes, msgspec.Meta(max_length=MAX_LAUNCH_SPEC_BYTES)]
 
 
 class StopRequest(Body, tag="stop"):
-    """End this member by force."""
+    """End this worker by force."""
 
     name: Name
     why: Text
 
 
 class SuspectRequest(Body, tag="suspect"):
-    """Ask the platform about this member soon."""
+    """Check this worker on the platform soon."""
 
     name: Name
 
@@ -86,86 +86,83 @@ Request: TypeAlias = StartRequest | StopRequest | SuspectRequest
 
 
 class Requests(Body):
-    """To a provisioner, in order. Answered with whether it knows the shard; if not it has done nothing."""
+    """To a provisioner: requests, in order. Answered with False, and without effect, if the shard is not attached."""
 
     shard: Name
     incarnation: Count
     requests: Annotated[list[Request], msgspec.Meta(max_length=MAX_REQUESTS)]
 
 
-class Asking(Body):
-    """To a provisioner: what is new beyond what the shard has had. Answered with `News`, as soon as there is any."""
+class EventsRequest(Body):
+    """To a provisioner: wait for new events of the shard's workers. Answered with `Events`."""
 
     shard: Name
     incarnation: Count
-    #: How many pieces of news it has had since it attached.
+    #: Number of events received since it attached.
     seen: Count
 
 
-class Told(Body):
-    """One piece of news: an `Outcome` of a platform."""
+class WorkerEvent(Body):
+    """An `Outcome` of a platform."""
 
     name: Name
-    #: The outcome's class, or that of the error of one that was refused.
+    #: Class of the outcome, or of the error of a refusal.
     kind: Name
-    #: The platform's own name of it, or the error's text.
+    #: Its id on the platform, or the text of the error.
     text: Text = ""
-    #: After how long to try again, or in how long it ends.
+    #: Time until the next attempt, or until it ends.
     seconds: Seconds = 0.0
     end: End | None = None
 
 
-class News(Body):
+class Events(Body):
     """From a provisioner."""
 
-    #: Whether the provisioner knows the shard; if not, it is to attach again.
+    #: Whether the shard is attached; if not, it must attach again.
     known: bool
-    #: As of the shard's next `Asking`.
+    #: For the next `EventsRequest`.
     seen: Count = 0
-    told: Annotated[list[Told], msgspec.Meta(max_length=MAX_NEWS)] = []
+    events: Annotated[list[WorkerEvent], msgspec.Meta(max_length=MAX_EVENTS)] = []
 
 
 class Release(Body):
-    """To a provisioner: this shard ends.
-
-    And its members are to be ended unless they do so by themselves in this time.
-    """
+    """To a provisioner: this shard ends. Its workers are ended unless they end by themselves in this time."""
 
     shard: Name
     incarnation: Count
     grace_s: Seconds
 
 
-def told_of(outcome: Outcome) -> Told:
-    """An outcome, to be sent."""
+def event_of(outcome: Outcome) -> WorkerEvent:
+    """Return an outcome as a message."""
     kind = type(outcome).__name__
     match outcome:
         case Accepted(name, ref):
-            return Told(name, kind, ref[:MAX_TEXT])
+            return WorkerEvent(name, kind, ref[:MAX_TEXT])
         case Answerless(name, text):
-            return Told(name, kind, text[:MAX_TEXT])
+            return WorkerEvent(name, kind, text[:MAX_TEXT])
         case Warned(name, until_s):
-            return Told(name, kind, seconds=until_s)
+            return WorkerEvent(name, kind, seconds=until_s)
         case Ended(name, end):
-            return Told(name, kind, end=end)
+            return WorkerEvent(name, kind, end=end)
         case Refused(name, error):
             why = next(
                 (one for one, known in _ERRORS.items() if isinstance(error, known)), "UnavailableError"
             )
-            return Told(name, why, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))
+            return WorkerEvent(name, why, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))
 
 
-def outcome_of(told: Told) -> Outcome:
-    """The outcome that was sent. Raises KeyError if it is none."""
-    match told.kind:
+def outcome_of(event: WorkerEvent) -> Outcome:
+    """Return the outcome in a message. Raises KeyError if it is not valid."""
+    match event.kind:
         case "Accepted":
-            return Accepted(told.name, told.text)
+            return Accepted(event.name, event.text)
         case "Answerless":
-            return Answerless(told.name, told.text)
+            return Answerless(event.name, event.text)
         case "Warned":
-            return Warned(told.name, told.seconds)
+            return Warned(event.name, event.seconds)
         case "Ended":
-            return Ended(told.name, told.end or End())
-    if told.kind == "ThrottledError":
-        return Refused(told.name, ThrottledError(told.text, told.seconds))
-    return Refused(told.name, _ERRORS[told.kind](told.text))
+            return Ended(event.name, event.end or End())
+    if event.kind == "ThrottledError":
+        return Refused(event.name, ThrottledError(event.text, event.seconds))
+    return Refused(event.name, _ERRORS[event.kind](event.text))

@@ -42,7 +42,7 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
-from torch_dpflow.cluster.services.service import MemberPlace
+from torch_dpflow.cluster.services.service import WorkerPlatform
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.ipc.messages.errors import OverloadedError, UnknownFlowError
@@ -85,7 +85,7 @@ class Coordinator:
         contents: pickled datasets that workers load.
         limits: of all flows together.
         changed: called when the desired processes may have changed.
-        members: where workers run; None: the nodes start them.
+        worker_platform: where workers run; None: the nodes start them.
         nodes: those of other hosts; None: there can be none.
         price_per_hour: of a worker, for reports.
         host_bytes: memory of the cluster's host if no other host can join it.
@@ -100,19 +100,21 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
-        members: MemberPlace | None = None,
+        worker_platform: WorkerPlatform | None = None,
         nodes: JoinedNodes | None = None,
         price_per_hour: float = 0.0,
         host_bytes: int | None = None,
     ) -> None:
         self._changed = changed
         self._host_bytes = host_bytes
-        self._members = members
+        self._worker_platform = worker_platform
         self._nodes = nodes
         self._post = server.post
         self._store = store
         self._contents = contents
-        self._limits = limits if members is None else replace(limits, shards=ports_in(members.listen_at))
+        self._limits = (
+            limits if worker_platform is None else replace(limits, shards=ports_in(worker_platform.listen_at))
+        )
         self._clock = clock
         self._registry = FlowRegistry()
         self._scaling = FlowScaling(limits.autoscale, price_per_hour=price_per_hour)
@@ -150,7 +152,7 @@ class Coordinator:
                     spec,
                     part,
                     self._processes,
-                    has_platform=self._members is not None,
+                    has_platform=self._worker_platform is not None,
                     lingering=self._lingering(spec),
                     limited_by=self._scaling.limited_by(instance),
                     nodes=self._hosts,
@@ -272,10 +274,10 @@ class Coordinator:
 
     def _check_ports(self, shards: int) -> None:
         most = self._limits.shards
-        if self._members is not None and most is not None and shards > most:
+        if self._worker_platform is not None and most is not None and shards > most:
             raise UsageError(
                 f"shards={shards}: each takes a port at which workers connect, and `dpflow up --worker-listen "
-                f"{self._members.listen_at}` has {most}; give no more, or start it with more ports, as "
+                f"{self._worker_platform.listen_at}` has {most}; give no more, or start it with more ports, as "
                 "tcp://HOST:FIRST-LAST"
             )
 

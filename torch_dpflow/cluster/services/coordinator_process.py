@@ -99,7 +99,7 @@ def run(service: ServiceSpec) -> None:
         contents,
         arguments.limits,
         changed=reconciler.changed,
-        members=service.place.members,
+        worker_platform=service.place.worker_platform,
         nodes=nodes[0],
         price_per_hour=arguments.price_per_hour,
         host_bytes=Headroom().total() if service.place.host is None else None,

@@ -142,10 +142,10 @@ class JoinedNodes:
         reason = unfit(join.versions, versions_here())
         if reason:
             raise UsageError(f"node {join.name!r} cannot load what jobs of this cluster describe: {reason}")
-        if self._place.members is not None:
+        if self._place.worker_platform is not None:
             raise UsageError(
-                f"the cluster's workers run on platform {self._place.members.name!r} and connect to its own host: "
-                "start it without --platform to have nodes join"
+                f"the workers of the cluster run on platform {self._place.worker_platform.name!r} and connect to "
+                "its own host: start it without --platform to have nodes join"
             )
         if self._ends:
             raise UsageError("the cluster ends")

@@ -43,7 +43,7 @@ from torch_dpflow.cluster.services.service import (
     POOL,
     PROVISIONER,
     ClusterPlace,
-    MemberPlace,
+    WorkerPlatform,
 )
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
@@ -148,7 +148,7 @@ class ClusterOptions:
         return None if self.web is None else check_page("web", self.web, self.web_token_file, vacant=vacant)
 
     @property
-    def members(self) -> PlatformSpec | None:
+    def worker_platform(self) -> PlatformSpec | None:
         """The platform that runs workers; None: this host. Raises as `resolve`."""
         return None if self.platform is None else resolve(self.platform)
 
@@ -236,22 +236,22 @@ class LocalCluster:
         folder = self._directory.path
         keys = generate_keys("") if options.keys is None else read_key_file(options.keys)
         keys.server_keys()
-        members, worker_place = options.members, None
-        if members is not None:
-            worker_place = MemberPlace(
-                name=members.name, listen_at=options.worker_listen or "", most_workers=self.workers
+        platform, worker_place = options.worker_platform, None
+        if platform is not None:
+            worker_place = WorkerPlatform(
+                name=platform.name, listen_at=options.worker_listen or "", max_workers=self.workers
             )
         place = ClusterPlace(
             directory=folder,
             host=None if options.listen is None else _host_of(options.listen),
             keys=None if options.listen is None else keys,
             log=options.log,
-            members=worker_place,
+            worker_platform=worker_place,
         )
         self.address = options.listen or place.address_for(COORDINATOR)
         self._announcement = Announcement(
             self._path,
-            msgspec.structs.replace(keys, address=self.address, sends_code=place.members is not None),
+            msgspec.structs.replace(keys, address=self.address, sends_code=place.worker_platform is not None),
         )
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",
@@ -261,17 +261,17 @@ class LocalCluster:
             options.limits.memory_bytes,
             options.metrics or "",
             self._autoscale,
-            getattr(members, "price_per_hour", 0.0),
+            getattr(platform, "price_per_hour", 0.0),
         )
         own = [Launch(COORDINATOR, COORDINATOR, msgspec.msgpack.encode(arguments))]
-        if members is not None:
+        if platform is not None:
             own.append(Launch(PROVISIONER, PROVISIONER))
         page = options.page_place(vacant=False)
         if page is not None:
             own.append(Launch(PAGE, PAGE, msgspec.msgpack.encode(page)))
         if options.pool_memory is not None:
             own.append(Launch(POOL, POOL, msgspec.msgpack.encode(options.pool_memory)))
-        node = Node(place, own, fork_platform(options.preload), members=members)
+        node = Node(place, own, fork_platform(options.preload), worker_platform=platform)
         self._announcement.track(lambda: node.address_of(COORDINATOR))
         return node
 

@@ -105,7 +105,7 @@ class Node:
             the pool. None on a host that has joined a cluster.
         platform: starts its processes; closed with the node.
         roles: roles that a coordinator may desire.
-        members: for the provisioner, the platform that runs workers; None: `platform` runs them.
+        worker_platform: for the provisioner, the platform that runs workers; None: `platform` runs them.
 
     Raises:
         OptionError: the platform cannot run services: they could not be reached, or could not reach the node.
@@ -118,7 +118,7 @@ class Node:
         platform: Platform,
         *,
         roles: Collection[str] = ROLES,
-        members: PlatformSpec | None = None,
+        worker_platform: PlatformSpec | None = None,
         lease_s: float = LEASE_S,
     ) -> None:
         if not platform.limits.accepts_connections:
@@ -137,7 +137,7 @@ class Node:
         #: Number of processes that could not be started, as last logged.
         self._refused = 0
         self._clock = SuspendAwareClock()
-        self._members = members
+        self._worker_platform = worker_platform
         self._own, self._roles = [*own], roles
         #: Addresses of processes of another host, by id.
         self._elsewhere: dict[str, str] = {}
@@ -186,7 +186,7 @@ class Node:
             if self._failure:
                 raise StateError(self._failure)
         finally:
-            self._platform.close(grace_s=GRACE_S if self._place.members is not None else 0.0)
+            self._platform.close(grace_s=GRACE_S if self._place.worker_platform is not None else 0.0)
             self._server.close()
 
     def address_of(self, id: str) -> str:
@@ -268,7 +268,7 @@ class Node:
             settings=spawn.launch.settings,
             address=spawn.address,
             place=self._place,
-            platform=self._members if spawn.launch.role == PROVISIONER else None,
+            platform=self._worker_platform if spawn.launch.role == PROVISIONER else None,
         )
         spec = ProcessSpec(
             name=service.id,
@@ -296,7 +296,7 @@ class Node:
         else:
             SERVICE.info("process %s stopped: no longer desired", kill.id, extra=subjects_of(kill.id))
             key = kill.id, kill.incarnation
-            if self._place.members is not None and key not in self._leaving:
+            if self._place.worker_platform is not None and key not in self._leaving:
                 self._leaving.add(key)  # it is killed if it does not end within its lease
                 return
         process = self._processes.get(kill.id)

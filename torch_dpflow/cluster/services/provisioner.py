@@ -1,8 +1,7 @@
-"""The provisioner of a cluster whose workers run on a platform: it alone has the platform's library and credentials.
+"""The provisioner of a cluster with workers on a platform: the only process with its library and credentials.
 
-It starts, watches and ends members for all shards. What becomes of them is decided by each shard's fleet, which has
-their keys and hears them; so members live through the provisioner's death. It saves nothing: see
-`cluster.control.worker_owners`.
+It starts, watches and ends workers for all shards. The fleet of each shard has their keys and connections and decides
+about them, so workers survive the death of the provisioner. It saves no state: see `cluster.control.worker_owners`.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from typing import Any
 from torch_dpflow._core.threads import PeriodicCall, SuspendAwareClock
 from torch_dpflow.cluster.control.worker_owners import WorkerOwners
 from torch_dpflow.cluster.messages.provisioner import (
-    Asking,
     Attach,
     Attached,
-    News,
+    Events,
+    EventsRequest,
     Release,
     Requests,
     StartRequest,
     StopRequest,
     SuspectRequest,
-    told_of,
+    event_of,
 )
-from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec, ask_in, serve
+from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, serve
 from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.log import SERVICE
@@ -45,24 +44,24 @@ from torch_dpflow.remote.launchers.contract import (
     prefix_of,
 )
 
-#: How long a call of `news` waits for some, seconds.
+#: How long a call of `events` waits for one, seconds.
 HOLD_S = 1.0
-#: After how long all shards have told a new provisioner what they have, so that it can look for strays; how often;
+#: Time until all shards have attached to a new provisioner, so that it can look for strays; interval of looking;
 #: seconds.
 FIRST_SWEEP_S, SWEEP_S = 15.0, 60.0
-#: How long members may take to end by themselves when the cluster ends, seconds.
+#: How long workers may take to end by themselves when the cluster ends, seconds.
 GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A platform that answers."""
+    """A platform that was opened."""
 
     platform: AdoptingPlatform
     launcher: Launcher
-    #: Where to listen for its members.
+    #: Address at which to listen for its workers.
     listen_at: str
-    #: What it had when it was opened.
+    #: Its workers at that time.
     found: Mapping[str, Ref]
 
 
@@ -72,16 +71,16 @@ class Provisioner:
     Args:
         server: methods are registered with it; the caller serves.
         spec: the platform.
-        place: how it is used.
-        prefix: of the names of the cluster's members.
-        on_opened: called in the server's thread once the platform answers.
+        place: how shards use it.
+        prefix: of the names of the workers of the cluster.
+        on_opened: called in the server's thread once the platform is open.
     """
 
     def __init__(
         self,
         server: RpcServer,
         spec: PlatformSpec,
-        place: MemberPlace,
+        place: WorkerPlatform,
         prefix: str,
         *,
         clock: Callable[[], float],
@@ -93,42 +92,42 @@ class Provisioner:
         self._prefix = prefix
         self._clock = clock
         self._on_open = on_opened
-        self._members = WorkerOwners(prefix, place.most_workers)
+        self._owners = WorkerOwners(prefix, place.max_workers)
         self._opened: Opened | None = None
         self._opens = False
-        #: Why the platform has started no worker, where waiting cannot mend that; empty: it has, or nobody has asked.
+        #: Why the platform refuses workers, if waiting does not help; otherwise empty.
         self._refusal = ""
-        #: Calls that wait for the platform, and calls of `news` with the time when to answer them at the latest.
+        #: Calls that wait for the platform, and calls of `events` with their deadlines.
         self._attaching: list[IncomingCall] = []
-        self._asking: list[tuple[float, IncomingCall]] = []
+        self._watching: list[tuple[float, IncomingCall]] = []
         self._sweep_at = clock() + FIRST_SWEEP_S
         server.register("attach", self._on_attach, body_type=Attach, remembered=False)
         server.register("request", self._on_request, body_type=Requests)
-        server.register("news", self._on_news, body_type=Asking, remembered=False)
+        server.register("events", self._on_events, body_type=EventsRequest, remembered=False)
         server.register("release", self._on_release, body_type=Release)
 
     def poll(self) -> None:
-        """End what is to be ended, and answer who has waited long enough. In the server's thread."""
+        """End workers of shards that have ended, and answer calls at their deadlines. In the server's thread."""
         now = self._clock()
         if self._opened is not None:
-            for name in self._members.to_end(now):
+            for name in self._owners.to_end(now):
                 self._opened.platform.stop(name, "its shard has ended")
             if now >= self._sweep_at:
                 self._sweep_at = now + SWEEP_S
                 threading.Thread(target=self._sweep, name="dpflow-sweep", daemon=True).start()
-        self._answer_asking()
+        self._answer_watching()
 
     def status(self) -> dict[str, Any]:
         """Figures for people."""
         return {
             "platform": self._spec.name,
-            "kept": len(self._members),
-            "most": self._members.most,
+            "kept": len(self._owners),
+            "most": self._owners.most,
             "refusal": self._refusal,
         }
 
     def close(self) -> None:
-        """End all members. Any thread may call; waits."""
+        """End all workers, and wait. Any thread may call."""
         if self._opened is not None:
             self._opened.platform.close(grace_s=GRACE_S)
 
@@ -152,64 +151,64 @@ class Provisioner:
                 call.fail(error)
 
     def _attach(self, attach: Attach, opened: Opened) -> Attached:
-        names = [member.name for member in attach.members]
-        seen = self._members.attach(attach.shard, attach.incarnation, names, self._clock())
-        for member in attach.members:
-            opened.platform.adopt(member.name, member.ref or opened.found.get(member.name))
-        SERVICE.info("shard %s has %d members of platform %s", attach.shard, len(names), self._spec.name)
+        names = [worker.name for worker in attach.workers]
+        seen = self._owners.attach(attach.shard, attach.incarnation, names, self._clock())
+        for worker in attach.workers:
+            opened.platform.adopt(worker.name, worker.ref or opened.found.get(worker.name))
+        SERVICE.info("shard %s has %d workers on platform %s", attach.shard, len(names), self._spec.name)
         return Attached(opened.platform.limits, opened.listen_at, seen)
 
     def _on_request(self, call: IncomingCall) -> Result:
         sent: Requests = call.body
-        if self._opened is None or not self._members.hears(sent.shard, sent.incarnation, self._clock()):
+        if self._opened is None or not self._owners.hears(sent.shard, sent.incarnation, self._clock()):
             return Result(False)
         platform = self._opened.platform
         for request in sent.requests:
             match request:
                 case StartRequest():
                     self._start(sent.shard, request, self._opened)
-                case StopRequest(name, why) if self._members.has(sent.shard, name):
+                case StopRequest(name, why) if self._owners.has(sent.shard, name):
                     platform.stop(name, why)
-                case SuspectRequest(name) if self._members.has(sent.shard, name):
+                case SuspectRequest(name) if self._owners.has(sent.shard, name):
                     platform.suspect(name)
-        self._answer_asking()
+        self._answer_watching()
         return Result(True)
 
     def _start(self, shard: str, request: StartRequest, opened: Opened) -> None:
         name = request.name
-        if not self._members.start(shard, name):
+        if not self._owners.start(shard, name):
             return
-        if name in opened.found:  # by an earlier provisioner, whose answer was lost
+        if name in opened.found:  # an earlier provisioner started it, and its answer was lost
             opened.platform.adopt(name, opened.found[name])
-            self._members.note(Accepted(name, opened.found[name]))
+            self._owners.note(Accepted(name, opened.found[name]))
             return
         try:
-            opened.platform.start(name, request.order)
+            opened.platform.start(name, request.launch_spec)
         except OptionError as error:
-            self._members.note(Refused(name, RejectedError(str(error))))
+            self._owners.note(Refused(name, RejectedError(str(error))))
 
-    def _on_news(self, call: IncomingCall) -> Later:
-        self._asking.append((self._clock() + HOLD_S, call))
-        self._answer_asking()
+    def _on_events(self, call: IncomingCall) -> Later:
+        self._watching.append((self._clock() + HOLD_S, call))
+        self._answer_watching()
         return LATER
 
-    def _answer_asking(self) -> None:
+    def _answer_watching(self) -> None:
         now = self._clock()
-        asking, self._asking = self._asking, []
-        for until, call in asking:
-            asked: Asking = call.body
-            if not self._members.hears(asked.shard, asked.incarnation, now):
-                call.answer(News(False))
+        watching, self._watching = self._watching, []
+        for until, call in watching:
+            request: EventsRequest = call.body
+            if not self._owners.hears(request.shard, request.incarnation, now):
+                call.answer(Events(False))
                 continue
-            seen, outcomes = self._members.news(asked.shard, asked.seen)
+            seen, outcomes = self._owners.news(request.shard, request.seen)
             if outcomes or now >= until:
-                call.answer(News(True, seen, [told_of(outcome) for outcome in outcomes]))
+                call.answer(Events(True, seen, [event_of(outcome) for outcome in outcomes]))
             else:
-                self._asking.append((until, call))
+                self._watching.append((until, call))
 
     def _on_release(self, call: IncomingCall) -> None:
         sent: Release = call.body
-        names = self._members.release(sent.shard, sent.incarnation, self._clock() + sent.grace_s)
+        names = self._owners.release(sent.shard, sent.incarnation, self._clock() + sent.grace_s)
         if self._opened is not None:
             for name in names:
                 self._opened.platform.suspect(name)
@@ -227,7 +226,7 @@ class Provisioner:
         except Exception as error:
             if not isinstance(error, DPFlowError):
                 SERVICE.exception("platform %s could not be opened", self._spec.name)
-            # As an error of usage, whose text is told as it is.
+            # As an error of usage, whose text is shown unchanged.
             self._server.post(partial(self._on_failed, UsageError(str(error))))
         else:
             self._server.post(partial(self._on_opened, opened))
@@ -256,12 +255,12 @@ class Provisioner:
         self._opened = opened
         self._on_open()
         most = opened.platform.limits.max_workers
-        self._members.limit(most)
+        self._owners.limit(most)
         PeriodicCall(
             partial(self._await_outcomes, opened.platform.wakeup_fd),
             0.0,
             "dpflow-outcomes",
-            what="waiting for what becomes of members",
+            what="waiting for outcomes of workers",
         ).start()
         self._attach_all()
 
@@ -274,13 +273,13 @@ class Provisioner:
     def _take(self) -> None:
         assert self._opened is not None
         for outcome in self._opened.platform.take():
-            self._members.note(outcome)
+            self._owners.note(outcome)
             match outcome:
                 case Accepted():
                     self._refusal = ""
                 case Refused(_, error) if isinstance(error, DeniedError | RejectedError):
                     self._refusal = str(error)
-        self._answer_asking()
+        self._answer_watching()
 
     def _listed(self, launcher: Launcher) -> Mapping[str, Ref]:
         if not launcher.limits.can_list:
@@ -288,42 +287,42 @@ class Provisioner:
         try:
             return launcher.list(self._prefix)
         except Exception as error:
-            SERVICE.warning("members of platform %s cannot be listed: %s", self._spec.name, error)
+            SERVICE.warning("workers on platform %s cannot be listed: %s", self._spec.name, error)
             return {}
 
     def _sweep(self) -> None:
-        """End members of this cluster that nobody knows: those of shards and provisioners that were killed together."""
+        """End workers of this cluster that no shard owns, as after the death of a shard and a provisioner."""
         assert self._opened is not None
         found = self._listed(self._opened.launcher)
         self._server.post(partial(self._end_strays, found))
 
     def _end_strays(self, found: Mapping[str, Ref]) -> None:
         assert self._opened is not None
-        for name in self._members.strays(found):
-            SERVICE.warning("%s is no shard's and is ended", name)
+        for name in self._owners.strays(found):
+            SERVICE.warning("%s belongs to no shard and is ended", name)
             self._opened.platform.adopt(name, found[name])
-            self._opened.platform.stop(name, "no shard knows it")
+            self._opened.platform.stop(name, "no shard owns it")
 
 
 def run(service: ServiceSpec) -> None:
     """Run a provisioner: the role of a node's process."""
-    assert service.place.members is not None
+    assert service.place.worker_platform is not None
     assert service.platform is not None
     server = RpcServer(
         service.listen(service.place.provisioner_address), options=ServerOptions(shared_bytes=0)
     )
 
     def await_sigterm() -> None:
-        # Shards tell their members meanwhile that they are not wanted any more, so the server goes on.
+        # The server continues, as shards stop their workers meanwhile.
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(provisioner,)).start())
 
     provisioner = Provisioner(
         server,
         service.platform,
-        service.place.members,
+        service.place.worker_platform,
         prefix_of(service.place.cluster),
         clock=SuspendAwareClock(),
-        on_opened=await_sigterm,  # again: a library's own handler, as Ray's, writes a stack and aborts after 3 s
+        on_opened=await_sigterm,  # again: a library's own handler, such as Ray's, writes a stack and aborts after 3 s
     )
     await_sigterm()
     provisioner.open()

@@ -58,14 +58,14 @@ _ID = re.compile(r"(?P<flow>[^:]+:v\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberPlace:
+class WorkerPlatform:
     """The platform that runs the workers of a cluster, for shards. The provisioner alone has its settings and keys."""
 
     name: str
     #: Address at which shards listen for workers: see `RemoteWorkers`.
     listen_at: str = ""
     #: Most workers of all flows together.
-    most_workers: int
+    max_workers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class ClusterPlace:
         keys: for TCP; None without TCP. Held here, as the connection file may vanish while processes start.
         log: how its processes log.
         token: proves to services that the node has started a shard or worker.
-        members: where workers run; None: the node starts them.
+        worker_platform: where workers run; None: the node starts them.
     """
 
     directory: str
@@ -86,7 +86,7 @@ class ClusterPlace:
     keys: ConnectionFile | None = field(default=None, repr=False)
     log: LogOptions = field(default_factory=LogOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    members: MemberPlace | None = None
+    worker_platform: WorkerPlatform | None = None
 
     @property
     def node_address(self) -> str:

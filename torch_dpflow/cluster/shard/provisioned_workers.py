@@ -18,11 +18,11 @@ from typing import IO, Any
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.messages.provisioner import (
     MAX_REQUESTS,
-    Asking,
     Attach,
     Attached,
-    KeptMember,
-    News,
+    Events,
+    EventsRequest,
+    OwnedWorker,
     Release,
     Request,
     Requests,
@@ -32,7 +32,7 @@ from torch_dpflow.cluster.messages.provisioner import (
     outcome_of,
 )
 from torch_dpflow.cluster.services.contents import open_content
-from torch_dpflow.cluster.services.service import COORDINATOR, MemberPlace, ServiceSpec
+from torch_dpflow.cluster.services.service import COORDINATOR, ServiceSpec, WorkerPlatform
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
@@ -50,7 +50,7 @@ OPEN_S, RELEASE_S = 120.0, 2.0
 class ProvisionedSource:
     """`PlatformSource` of the remote workers of a cluster's shard."""
 
-    def __init__(self, service: ServiceSpec, place: MemberPlace) -> None:
+    def __init__(self, service: ServiceSpec, place: WorkerPlatform) -> None:
         self._service = service
         self.name = place.name
         self._listen_at = ""
@@ -150,8 +150,8 @@ class ProvisionedPlatform:
 
     def _attach(self) -> Attached:
         with self._lock:
-            members = [KeptMember(name, ref) for name, ref in self._refs.items()]
-        body = Attach(self._id, self._incarnation, members)
+            workers = [OwnedWorker(name, ref) for name, ref in self._refs.items()]
+        body = Attach(self._id, self._incarnation, workers)
         attached: Attached = self._client.call("attach", body, reply_type=Attached, timeout_s=OPEN_S).body
         self._seen = attached.seen
         return attached
@@ -171,14 +171,14 @@ class ProvisionedPlatform:
         self._sender.wake()
 
     def _read(self) -> None:
-        news: News = self._client.call(
-            "news", Asking(self._id, self._incarnation, self._seen), reply_type=News
+        answer: Events = self._client.call(
+            "events", EventsRequest(self._id, self._incarnation, self._seen), reply_type=Events
         ).body
-        if not news.known:
+        if not answer.known:
             self._attach_again()
             return
-        self._seen = news.seen
-        self._add([outcome_of(told) for told in news.told])
+        self._seen = answer.seen
+        self._add([outcome_of(event) for event in answer.events])
 
     def _attach_again(self) -> None:
         """Attach to a new provisioner, and repeat all starts that the one before has not answered."""
@@ -238,7 +238,7 @@ class ProvisionedWorkers:
     platform, which takes seconds.
     """
 
-    def __init__(self, service: ServiceSpec, members: MemberPlace, content: str) -> None:
+    def __init__(self, service: ServiceSpec, members: WorkerPlatform, content: str) -> None:
         self._service = service
         self._members = members
         self._digest = content

@@ -24,7 +24,7 @@ from torch_dpflow.cluster.messages.router import (
     RegisterShard,
 )
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings
-from torch_dpflow.cluster.services.service import MemberPlace, ServiceSpec, ask_in, locate, serve
+from torch_dpflow.cluster.services.service import ServiceSpec, WorkerPlatform, ask_in, locate, serve
 from torch_dpflow.cluster.shard.provisioned_workers import ProvisionedWorkers
 from torch_dpflow.cluster.shard.server import SampleShard
 from torch_dpflow.errors import DPFlowError, RemoteCallError
@@ -35,7 +35,7 @@ from torch_dpflow.log import SERVICE
 REGISTER_S = 1.0
 #: How often a shard asks its node about workers whose end it cannot see, seconds.
 WATCH_S = 1.0
-#: How long a shard may take to end its members, seconds.
+#: How long a shard may take to end its workers, seconds.
 LEAVE_S = 8.0
 
 
@@ -151,8 +151,8 @@ class WorkerWatch:
 
 def run(service: ServiceSpec) -> None:
     """Run a shard: the role of a node's process."""
-    if service.place.members is not None:
-        _run_with_platform(service, service.place.members)
+    if service.place.worker_platform is not None:
+        _run_with_platform(service, service.place.worker_platform)
         return
     watch = WorkerWatch(service)
     shard = _shard_of(service, watch.end)
@@ -160,10 +160,10 @@ def run(service: ServiceSpec) -> None:
     _serve(service, shard)
 
 
-def _run_with_platform(service: ServiceSpec, members: MemberPlace) -> None:
+def _run_with_platform(service: ServiceSpec, platform: WorkerPlatform) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
-    fleet = ProvisionedWorkers(service, members, arguments.spec.content)
+    fleet = ProvisionedWorkers(service, platform, arguments.spec.content)
     try:
         shard = _shard_of(service, fleet.end)
         fleet.attach(shard)
@@ -179,7 +179,7 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 
 def _leave() -> None:
-    """End this process's members, and then this process."""
+    """End the workers of this process, and then this process."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_S)
 
