@@ -3,9 +3,6 @@
 import sys
 from typing import Any
 
-#: Exit status after Control-C, as shells have it.
-INTERRUPTED = 130
-
 
 def main() -> None:
     """The entry point of `dpflow`."""
@@ -21,7 +18,7 @@ def main() -> None:
         sys.exit(f"dpflow needs {error.name}; install it with: pip install 'torch_dpflow[cli]'")
     except KeyboardInterrupt:
         print("Aborted!", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(130)  # `cli.main.INTERRUPTED`
     try:
         root.main(prog_name="dpflow")
     finally:

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from torch_dpflow.cli import INTERRUPTED
 from torch_dpflow.cli.common import (
     name_value_pairs,
     storage_options_of,
@@ -28,6 +27,7 @@ from torch_dpflow.cli.dataset_printing import (
     problem_line,
     verify_progress,
 )
+from torch_dpflow.cli.main import INTERRUPTED
 from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers import IMPORTERS, make_importer

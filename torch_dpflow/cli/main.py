@@ -14,9 +14,10 @@ from typing import Any
 import click
 
 from torch_dpflow._version import __version__
-from torch_dpflow.cli import INTERRUPTED
 from torch_dpflow.errors import DPFlowError
 
+#: Exit status after Control-C, as of shells.
+INTERRUPTED = 130
 #: name → (module, attribute, description). A command is imported when it runs or prints its help.
 COMMANDS = {
     "up": ("torch_dpflow.cli.up", "up", "Run a cluster that several jobs read from."),

@@ -163,7 +163,7 @@ def test_two_shards_share_one_maximum_and_a_restarted_shard_has_none_left(keepin
     assert isinstance(rejected, Refused)
     assert isinstance(rejected.error, RejectedError)
     assert "is no member of this cluster" in str(rejected.error)
-    with pytest.raises(OptionError, match="bytes, of at most 8192"):
+    with pytest.raises(OptionError, match="bytes; at most 8192"):
         second.start(keeping.name(4), bytes(8193))
 
 
