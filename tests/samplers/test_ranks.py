@@ -44,7 +44,7 @@ def test_a_resumed_epoch_is_filled_up_with_its_own_head() -> None:
     first = GlobalBatches(group, "a", shares, 1)
     drawn = [first.draw(), first.draw()]
     group.start_epoch("a", 0, done=np.concatenate(drawn))
-    second = GlobalBatches(group, "a", shares, 1, position=first.position, head=first.head)
+    second = GlobalBatches(group, "a", shares, 1, position=first.position, first=first.first)
     last = second.draw()
     assert last[2:].tolist() == drawn[0][:2].tolist()
     assert not len(second.draw())

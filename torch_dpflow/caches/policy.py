@@ -233,7 +233,7 @@ class Capacity:
     bytes: int | None = None
 
 
-def parse_capacity(capacity: int | str) -> Capacity:
+def parse_capacity(capacity: int | str, name: str = "capacity") -> Capacity:
     """Read a capacity: an int of samples, or text with a unit of bytes.
 
     Raises:
@@ -241,11 +241,11 @@ def parse_capacity(capacity: int | str) -> Capacity:
         OptionTypeError: neither an int nor text.
     """
     if isinstance(capacity, bool):
-        raise OptionError(f"capacity={capacity!r} is a bool; {_ALLOWED}")
+        raise OptionError(f"{name}={capacity!r} is a bool; {_ALLOWED}")
     if isinstance(capacity, str):
-        return Capacity(bytes=parse_bytes("capacity", capacity, _ALLOWED))
+        return Capacity(bytes=parse_bytes(name, capacity, _ALLOWED))
     if not isinstance(capacity, int):
-        raise OptionTypeError(f"capacity={capacity!r} is of type {type(capacity).__name__}; {_ALLOWED}")
+        raise OptionTypeError(f"{name}={capacity!r} is of type {type(capacity).__name__}; {_ALLOWED}")
     if capacity < 1:
-        raise OptionError(f"capacity={capacity} is below 1; {_ALLOWED}")
+        raise OptionError(f"{name}={capacity} is below 1; {_ALLOWED}")
     return Capacity(items=capacity)

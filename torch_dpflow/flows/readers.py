@@ -13,7 +13,7 @@ from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
+from torch_dpflow.errors import UsageError
 from torch_dpflow.flows.flow import DataLoadFlow, FlowSource
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
@@ -56,7 +56,7 @@ class LocalDataLoadFlowReader:
         pool: AddressLike | None = None,
     ) -> None:
         if cache is not None:
-            _check_capacity(cache)
+            parse_capacity(cache, "cache")
         check_how_to_read(storage_options, read_options, metadata_cache, check)
         if store is not None:
             check_type(
@@ -99,11 +99,3 @@ class LocalDataLoadFlowReader:
         if source.in_pool or self._pool is not None:
             return PooledDataset(stored, "auto" if self._pool is None else self._pool, **self._reading)
         return DatasetReader(stored, **self._reading)
-
-
-def _check_capacity(cache: int | str) -> None:
-    """Raise OptionError or OptionTypeError for an invalid capacity, with the argument's name here."""
-    try:
-        parse_capacity(cache)
-    except (OptionError, OptionTypeError) as error:
-        raise type(error)(str(error).replace("capacity=", "cache=", 1)) from None

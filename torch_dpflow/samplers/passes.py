@@ -50,7 +50,7 @@ class GlobalBatches:
     Args:
         batch_size: samples for each rank.
         position: samples, of all ranks, that were drawn before; the group's epoch was started with them.
-        head: the epoch's first samples, from `head` at that time; needed to fill up an uneven end.
+        first: the epoch's first samples, from `first` at that time; needed to fill up an uneven end.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GlobalBatches:
         batch_size: int,
         *,
         position: int = 0,
-        head: IndexArray = _NOTHING,
+        first: IndexArray = _NOTHING,
     ) -> None:
         self._group = group
         self._job = job
@@ -70,7 +70,7 @@ class GlobalBatches:
         #: Samples of the epoch that were drawn, including those that fill it up.
         self.position = position
         #: Its first samples, at most one for each rank.
-        self.head = head
+        self.first = first
 
     def draw(self, now: float | None = None) -> IndexArray:
         """Draw the next global batch, which divides evenly among the ranks; empty at the end of the epoch."""
@@ -78,12 +78,12 @@ class GlobalBatches:
         if not size:
             return _NOTHING
         fresh = self._group.next(self._job, size, now) if self.position < self._shares.length else _NOTHING
-        if len(self.head) < self._shares.replicas:
-            self.head = np.concatenate([self.head, fresh])[: self._shares.replicas]
+        if len(self.first) < self._shares.replicas:
+            self.first = np.concatenate([self.first, fresh])[: self._shares.replicas]
         self.position += size
         if len(fresh) == size:
             return fresh
-        return np.concatenate([fresh, np.resize(self.head, size - len(fresh))])
+        return np.concatenate([fresh, np.resize(self.first, size - len(fresh))])
 
 
 def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
@@ -163,15 +163,12 @@ class SharedPass(Pass):
         super().__init__(epoch, position)
         self._group, self._job = group, job
         self._rank, self._replicas, self._length = rank, shares.replicas, shares.per_rank
-        resumed = _ResumedPass.of(state, group.size, rank)
-        group.start_epoch(job, epoch, done=resumed.done)
-        self._batches = GlobalBatches(
-            group, job, shares, batch_size, position=resumed.drawn, head=resumed.head
-        )
-        self._done = resumed.done
+        drawn, self._done, first, pending = _checked(state, group.size, rank)
+        group.start_epoch(job, epoch, done=self._done)
+        self._batches = GlobalBatches(group, job, shares, batch_size, position=drawn, first=first)
         #: The position at which this rank's record begins, and its slices since then, in order.
         self._recorded_from = position
-        self._record: list[IndexArray] = [resumed.pending]
+        self._record: list[IndexArray] = [pending]
         #: The global batches since then.
         self._drawn: list[IndexArray] = []
         #: Why the pass was ended; None if it was not.
@@ -210,7 +207,7 @@ class SharedPass(Pass):
             "rank": self._rank,
             "drawn": self._batches.position,
             "done": _encode(drawn, self._group.size),
-            "head": self._batches.head.tolist(),
+            "head": self._batches.first.tolist(),
             "pending": record[consumed - self._recorded_from :].tolist(),
         }
 
@@ -228,28 +225,24 @@ class SharedPass(Pass):
         )
 
 
-class _ResumedPass:
-    """The checked state of a shared pass: samples drawn, the epoch's first samples, samples to be yielded."""
-
-    def __init__(self, drawn: int, done: IndexArray, head: IndexArray, pending: IndexArray) -> None:
-        self.drawn, self.done, self.head, self.pending = drawn, done, head, pending
-
-    @classmethod
-    def of(cls, state: dict[str, Any] | None, size: int, rank: int) -> "_ResumedPass":
-        if state is None:
-            return cls(0, _NOTHING, _NOTHING, _NOTHING)
-        try:
-            if state["rank"] != rank:
-                raise StateError(
-                    f"the state is that of rank {state['rank']} in the middle of an epoch, this is rank "
-                    f"{rank}; save and load the sampler's state on every rank"
-                )
-            head, pending = (np.array(state[key], np.int64) for key in ("head", "pending"))
-            return cls(int(state["drawn"]), _decode(state["done"], size), head, pending)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(f"the sampler's state is damaged: {error!r}") from error
+def _checked(
+    state: dict[str, Any] | None, size: int, rank: int
+) -> tuple[int, IndexArray, IndexArray, IndexArray]:
+    """Check a shared pass's state: number of samples drawn, those samples, the first ones, those to be yielded."""
+    if state is None:
+        return 0, _NOTHING, _NOTHING, _NOTHING
+    try:
+        if state["rank"] != rank:
+            raise StateError(
+                f"the state is that of rank {state['rank']} in the middle of an epoch, this is rank "
+                f"{rank}; save and load the sampler's state on every rank"
+            )
+        first, pending = (np.array(state[key], np.int64) for key in ("head", "pending"))
+        return int(state["drawn"]), _decode(state["done"], size), first, pending
+    except StateError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"the sampler's state is damaged: {error!r}") from error
 
 
 def _encode(samples: IndexArray, size: int) -> str:

@@ -69,8 +69,6 @@ class LauncherContract:
         """For errors that can be brought about, a launcher whose starts are refused with them."""
         return {}
 
-    # --- fixtures ---
-
     @pytest.fixture(autouse=True)
     def new_names(self) -> None:
         global _incarnation
@@ -93,8 +91,6 @@ class LauncherContract:
         with socket.create_server((self.near, 0)) as server:
             server.settimeout(TIMEOUT_S)
             yield server
-
-    # --- starts ---
 
     def test_a_start_is_reported_and_the_worker_calls(
         self, platform: RemotePlatform, listener: socket.socket
@@ -143,8 +139,6 @@ class LauncherContract:
         assert all(finding.good and finding.text for finding in launcher.check())
         assert launcher.limits.can_list is False or not launcher.list(PREFIX)
 
-    # --- ends ---
-
     @pytest.mark.parametrize("by_name", [False, True])
     def test_a_stop_ends_a_worker_and_may_be_repeated(
         self, launcher: Launcher, listener: socket.socket, by_name: bool
@@ -180,8 +174,6 @@ class LauncherContract:
             platform.stop(name_of(0), "it was in the way")
             assert ended(platform, name_of(0)).end.killed_for == "it was in the way"
             assert not platform.limits.can_stop or connection.recv(1) == b""
-
-    # --- what is left ---
 
     def test_others_find_and_end_what_a_killed_starter_has_left(
         self, launcher: Launcher, listener: socket.socket
@@ -223,8 +215,6 @@ class LauncherContract:
             assert not launcher.limits.can_stop or connection.recv(1) == b""
         assert not launcher.limits.can_list or not launcher.list(PREFIX)
         platform.close()
-
-    # --- secrets ---
 
     def test_no_text_quotes_a_launch_spec(
         self, launcher: Launcher, listener: socket.socket, caplog: pytest.LogCaptureFixture

@@ -58,8 +58,6 @@ class PlatformContract:
         """A platform that has started nothing."""
         raise NotImplementedError(f"{type(self).__name__} must say what to test")
 
-    # --- fixtures and helpers ---
-
     @pytest.fixture
     def platform(self) -> Iterator[Platform]:
         platform = self.new_platform()
@@ -93,8 +91,6 @@ class PlatformContract:
         assert end is not None
         return end
 
-    # --- starts ---
-
     def test_arguments_arrive_whole(self, platform: Platform, listener: socket.socket) -> None:
         data = os.urandom(1 << 16)
         handle = self.launch(platform, call_at, listener.getsockname(), data)
@@ -113,8 +109,6 @@ class PlatformContract:
         assert refused is None or ("one" in refused and "lock" in refused)
         again = self.launch(platform, leave, 0)
         assert self.end_of(platform, again).code == 0
-
-    # --- ends ---
 
     def test_an_end_is_reported_once_with_its_code(self, platform: Platform) -> None:
         handle = self.launch(platform, leave, 7)
@@ -168,8 +162,6 @@ class PlatformContract:
         assert "SIGTERM" in str(end)
         assert "its exit report:\nalas" in str(end)
 
-    # --- closing ---
-
     def test_closing_ends_processes_that_ignore_sigterm_too(
         self, platform: Platform, listener: socket.socket
     ) -> None:
@@ -204,8 +196,6 @@ class PlatformContract:
             starter.kill()
             starter.join()
             assert connection.recv(1) == b"", "the process has ended"
-
-    # --- limits ---
 
     def test_memory_is_shared_where_it_says_so(self, platform: Platform, listener: socket.socket) -> None:
         self.launch(platform, lend, listener.getsockname())

@@ -201,8 +201,6 @@ class PolicyHistory(RuleBasedStateMachine):
         self.jobs: dict[str, None] = {}
         self.hits = self.misses = 0
 
-    # -- reading ---------------------------------------------------------------------------------------------
-
     @rule(job=_JOBS, size=st.integers(1, 15), keep=st.booleans())
     def read(self, job: str, size: int, keep: bool) -> None:
         key = int(self.script[self.place])
@@ -235,8 +233,6 @@ class PolicyHistory(RuleBasedStateMachine):
         gone = self.policy.admit_many(keys).tolist()
         self._offer(keys.tolist(), [1] * 6, gone)
 
-    # -- what goes -------------------------------------------------------------------------------------------
-
     @rule()
     def evict(self) -> None:
         key = self.policy.evict()
@@ -247,8 +243,6 @@ class PolicyHistory(RuleBasedStateMachine):
     @rule(key=st.integers(0, _KEYS - 1))
     def discard(self, key: int) -> None:
         assert self.policy.discard(key) == (self.resident.pop(key, None) is not None)
-
-    # -- jobs ------------------------------------------------------------------------------------------------
 
     @rule(job=_JOBS, weight=st.sampled_from([0.5, 1.0, 3.0]))
     def join(self, job: str, weight: float) -> None:
@@ -277,8 +271,6 @@ class PolicyHistory(RuleBasedStateMachine):
         self.policy.hint(job, lookahead)
         self.jobs.setdefault(job)
 
-    # -- what holds always -----------------------------------------------------------------------------------
-
     @invariant()
     def residents_agree(self) -> None:
         assert sorted(self.policy) == sorted(self.resident)
@@ -303,8 +295,6 @@ class PolicyHistory(RuleBasedStateMachine):
     @invariant()
     def jobs_agree(self) -> None:
         assert self.policy.jobs == tuple(self.jobs)
-
-    # -- the model -------------------------------------------------------------------------------------------
 
     def _note(self, keys: list[int], hits: list[bool], job: str) -> None:
         assert hits == [key in self.resident for key in keys]

@@ -55,8 +55,6 @@ class SamplingContract:
         """A new group over `size` samples."""
         raise NotImplementedError(f"{type(self).__name__} must say how a group is made")
 
-    # -- epochs and state ------------------------------------------------------------------------------------
-
     def test_epochs_are_permutations_under_any_history(self) -> None:
         """Draws repeat nothing and omit nothing; a pickled group continues like its original."""
         machine = type("History", (GroupHistory,), {"make_group": staticmethod(self.make_group)})
@@ -103,8 +101,6 @@ class SamplingContract:
         for job in ("a", "b"):
             assert sorted(group.next(job, 1000).tolist()) == list(range(50))
             assert len(group.next(job, 1)) == 0
-
-    # -- wrong calls -----------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("indices", [[3, -1], [0, 60], [1, 2, 1], []])
     def test_a_set_of_wrong_indices_is_refused(self, indices: list[int]) -> None:

@@ -44,8 +44,6 @@ class TransportContract:
         """An address without a listener. With a fixed port or name: a new one for each test."""
         raise NotImplementedError(f"{type(self).__name__} must say where to listen")
 
-    # --- fixtures ---
-
     @pytest.fixture
     def endpoints(self) -> Iterator[list[Any]]:
         """What the test opens; closed after it."""
@@ -87,8 +85,6 @@ class TransportContract:
         connection = open_connection(listener.address)
         greet(listener, connection)
         return listener, connection
-
-    # --- messages ---
 
     @pytest.mark.parametrize("size", [0, 1, 8_192, 8_193, 131_072, 3_000_000])
     def test_message_of_any_size_crosses_unchanged(
@@ -149,8 +145,6 @@ class TransportContract:
         listener = open_listener()
         assert open_connection(listener.address).identity != open_connection(listener.address).identity
 
-    # --- waiting ---
-
     def test_receive_returns_none_when_nothing_comes(self, pair: tuple[Listener, Connection]) -> None:
         for endpoint in pair:
             assert endpoint.receive(0) is None
@@ -194,8 +188,6 @@ class TransportContract:
         message = listener.receive(TIMEOUT_S) or listener.receive(TIMEOUT_S)
         assert message is not None
         assert bytes(message[1][0]) == b"there"
-
-    # --- coming and going ---
 
     def test_connection_may_come_before_its_listener(
         self,
@@ -245,8 +237,6 @@ class TransportContract:
     ) -> None:
         with pytest.raises(Exception, match="cannot listen"):
             open_listener(pair[0].address)
-
-    # --- limits ---
 
     def test_peer_that_does_not_read_is_refused_after_a_while(
         self, open_listener: Callable[..., Listener], open_connection: Callable[..., Connection]
@@ -299,8 +289,6 @@ class TransportContract:
                 listener.send(connection.identity, frames)
         connection.send([b"still whole"])
         assert [bytes(frame) for frame in next_message(listener)[1]] == [b"still whole"]
-
-    # --- the end ---
 
     def test_closed_endpoints_say_so(self, pair: tuple[Listener, Connection]) -> None:
         listener, connection = pair
