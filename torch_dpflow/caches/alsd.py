@@ -105,7 +105,7 @@ class LookaheadPolicy(RankedPolicy):
         return progress
 
     def _begin(self, progress: JobProgress, lookahead: Lookahead | None) -> None:
-        """A job starts an epoch; None: without a lookahead."""
+        """Start an epoch of a job; None: without a lookahead."""
         speed = None if lookahead is None else lookahead.speed
         progress.pace = self._pace(progress) if speed is None else 1 / speed
         self._timetable.begin(
@@ -119,7 +119,7 @@ class LookaheadPolicy(RankedPolicy):
         self._recompute_all()
 
     def _pace(self, progress: JobProgress) -> float:
-        """Time for a sample, measured without a clock, by the reads of the other jobs meanwhile."""
+        """Return the time for a sample, measured by the reads of the other jobs meanwhile."""
         elapsed = self._ranking.now - progress.began
         if progress.reads and elapsed > 0:
             return elapsed / progress.reads
@@ -127,7 +127,7 @@ class LookaheadPolicy(RankedPolicy):
         return sum(others) / len(others) if others else 1.0
 
     def _revise(self, progress: JobProgress, lookahead: Lookahead) -> None:
-        """A job announces more of its epoch. O(announced keys, old and new)."""
+        """Record that a job announces more of its epoch. O(announced keys, old and new)."""
         before = self._ranking.values(progress)
         touched = self._timetable.revise(progress, lookahead)
         self._ranking.update(progress)

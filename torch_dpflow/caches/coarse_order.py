@@ -114,13 +114,13 @@ class CoarseOrder:
         return keys[ranks > self.floor]
 
     def raise_bounds(self, distance: float) -> None:
-        """Every rank may have grown by `distance`."""
+        """Raise all bounds, because every rank may have grown by `distance`."""
         for bucket in self._stack:
             bucket.bound = complex(bucket.bound.real + distance, bucket.bound.imag)
         self._changed()
 
     def entries(self) -> list[Keys]:
-        """All entries, in pieces, in no order."""
+        """Return all entries, in pieces, in no order."""
         return [chunk for bucket in self._stack for chunk in bucket.chunks]
 
     def restart(self, keys: Keys) -> None:

@@ -48,17 +48,17 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def values(self, progress: JobProgress) -> list[float]:
-        """A job's contribution to the distance of keys of codes 0 to 3."""
+        """Return a job's contribution to the distance of keys of codes 0 to 3."""
 
     @abstractmethod
     def advance(self, progress: JobProgress) -> None:
-        """A job's position has advanced."""
+        """Record that a job's position has advanced."""
 
     def distances(self, keys: Keys) -> Distances:
         return self._distances_from(self.anchors.take(keys), keys)
 
     def _distances_from(self, distances: Distances, keys: Keys) -> Distances:
-        """The distances for these anchors, which are overwritten."""
+        """Return the distances for these anchors, which are overwritten."""
         distances -= self.now
         for number, plane in enumerate(self.timetable.planes):
             combined = self._combined[number]
@@ -83,7 +83,7 @@ class NextUseRanking(Ranking):
         self._combined_of = [self._combine_plane(number).tolist() for number in range(planes)]
 
     def update(self, progress: JobProgress) -> None:
-        """A job's values have changed."""
+        """Recompute a job's values."""
         self._values[progress.plane][progress.place] = self.values(progress)
         self._combined[progress.plane] = self._combined_of[progress.plane] = None
 
@@ -95,7 +95,7 @@ class NextUseRanking(Ranking):
         return first
 
     def _column_of(self, attribute: str, absent: float) -> npt.NDArray[np.float64]:
-        """An attribute of the jobs as a column vector, shape (width, 1)."""
+        """Return an attribute of the jobs as a column vector, shape (width, 1)."""
         column = np.full((self.timetable.width, 1), absent)
         for progress in self.timetable:
             column[progress.column] = getattr(progress, attribute)

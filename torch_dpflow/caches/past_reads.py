@@ -95,19 +95,19 @@ class KeyedPolicy(Policy):
 
     @abstractmethod
     def _entered(self, key: int) -> None:
-        """`key` has become resident."""
+        """Record that `key` has become resident."""
 
     @abstractmethod
     def _used(self, key: int) -> None:
-        """A resident key was read."""
+        """Record a read of a resident key."""
 
     @abstractmethod
     def _left(self, key: int) -> None:
-        """`key` is no longer resident."""
+        """Record that `key` is no longer resident."""
 
     @abstractmethod
     def _next_victim(self) -> int:
-        """The key to evict next; at least one is resident."""
+        """Return the key to evict next; at least one is resident."""
 
     def _evict_for(self, size: int) -> list[int] | None:
         """Evict until one more key of `size` fits; returns the evicted keys. None: the policy refuses the key."""

@@ -179,7 +179,7 @@ class Policy(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """The resident keys, in no particular order."""
+        """Return the resident keys, in no particular order."""
 
     def _is_over(self) -> bool:
         return (self.max_items is not None and len(self) > self.max_items) or (

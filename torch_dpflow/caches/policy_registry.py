@@ -35,7 +35,7 @@ def make_policy(
     keys: int | None = None,
     **options: Any,
 ) -> Policy:
-    """A new policy of that name; `options`: what it takes beside its budget and the number of keys.
+    """Make a policy by name; `options`: its arguments besides its budget and the number of keys.
 
     Raises OptionError for an unknown name, and what the policy raises.
     """

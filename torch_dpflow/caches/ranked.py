@@ -61,7 +61,7 @@ class RankedPolicy(Policy):
 
     @abstractmethod
     def _read_many(self, keys: Keys, job: Job) -> None:
-        """The same for many keys, one after the other."""
+        """Record reads of many keys, in order."""
 
     @abstractmethod
     def _grow(self, span: int) -> None:
@@ -252,7 +252,7 @@ class RankedPolicy(Policy):
 
 
 def _once(keys: Keys, sizes: Sizes | None) -> tuple[Keys, Sizes | None]:
-    """Each key once, at its first place, with its last size."""
+    """Return each key once, at its first place, with its last size."""
     ordered = np.sort(keys)
     if not (ordered[1:] == ordered[:-1]).any():
         return keys, sizes

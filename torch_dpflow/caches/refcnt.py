@@ -117,7 +117,7 @@ class RefCnt(RankedPolicy):
         self._needs.grow(np.concatenate([self._needs.counts, np.full(added, newcomers, dtype=np.int32)]))
 
     def _ready(self, job: Job) -> _Claim:
-        """The claim of a job that reads now; the next epoch's if it has read all of this one."""
+        """Return the claim of a job that reads now; the next epoch's if it has read all of this one."""
         claim = self._claims.get(job)
         if claim is None:
             claim = self._claim(job)
@@ -131,7 +131,7 @@ class RefCnt(RankedPolicy):
         return self._claims.setdefault(job, fresh)
 
     def _begin(self, claim: _Claim, lookahead: Lookahead | None) -> None:
-        """A job starts an epoch; None: without a lookahead, so it reads the same keys as in the last one."""
+        """Start an epoch of a job; None: without a lookahead, so with the keys of the last one."""
         self._needs.counts -= claim.needs
         needed = claim.members
         claim.position = 0

@@ -29,11 +29,11 @@ class Ranking(ABC):
 
     @abstractmethod
     def distance(self, key: int) -> float:
-        """How far the next use of a resident key is now, in any unit."""
+        """Return the distance of a resident key's next use, in any unit."""
 
     @abstractmethod
     def distances(self, keys: Keys) -> Distances:
-        """The same for many keys."""
+        """Do the same for many keys."""
 
     @abstractmethod
     def renew(self, key: int) -> float:
@@ -41,7 +41,7 @@ class Ranking(ABC):
 
     @abstractmethod
     def renew_many(self, keys: Keys) -> Distances:
-        """The same for many keys."""
+        """Do the same for many keys."""
 
 
 class Residents:
@@ -79,7 +79,7 @@ class Residents:
         self._stray_count = 0
 
     def keys(self) -> npt.NDArray[np.int64]:
-        """The resident keys, ascending. O(the largest key)."""
+        """Return the resident keys, ascending. O(the largest key)."""
         return np.flatnonzero(self.loads)
 
     def grow(self, span: int) -> None:
@@ -89,7 +89,7 @@ class Residents:
         self.loads, self.load_of = loads, loads.data
 
     def add(self, key: int, distance: float) -> None:
-        """A key that is not resident becomes so."""
+        """Add a key that is not resident."""
         if self._last_load == self.highest_load:
             self._renumber()
         self._last_load += 1
@@ -98,7 +98,7 @@ class Residents:
         self.move(key, distance, self._last_load)
 
     def move(self, key: int, distance: float, load: int) -> None:
-        """The distance of a resident key has become `distance`; `load` is its load number."""
+        """Set the distance of a resident key; `load` is its load number."""
         coarse = self._coarse
         if distance > coarse.floor_distance or (
             distance == coarse.floor_distance and load < coarse.floor_load
@@ -126,12 +126,12 @@ class Residents:
             self._to_heap()
 
     def remove(self, key: int) -> None:
-        """A resident key leaves."""
+        """Remove a resident key."""
         self.load_of[key] = 0
         self.count -= 1
 
     def _pop_heap(self) -> int | None:
-        """The key to evict next, if it is in the heap."""
+        """Return the key to evict next, if it is in the heap."""
         heap, load_of, coarse, distance_of = self._heap, self.load_of, self._coarse, self._ranking.distance
         while heap:
             bound, load, key = heap[0]
@@ -152,7 +152,7 @@ class Residents:
         return None
 
     def add_many(self, keys: Keys, distances: Distances) -> None:
-        """Distinct keys that are not resident become so, in this order."""
+        """Add distinct keys that are not resident, in this order."""
         if self._last_load + len(keys) > self.highest_load:
             self._renumber()
         self.loads[keys] = np.arange(self._last_load + 1, self._last_load + 1 + len(keys))
@@ -161,7 +161,7 @@ class Residents:
         self.move_many(keys, distances)
 
     def move_many(self, keys: Keys, distances: Distances) -> None:
-        """The distances of resident keys have become `distances`."""
+        """Set the distances of resident keys."""
         if self._heap:
             self._to_front()
         # Where distances are equal the load decides; `_sift_front` moves misplaced keys down again.
@@ -231,25 +231,25 @@ class Residents:
         return keys
 
     def _guess(self, amount: int, sizes: npt.NDArray[np.int64]) -> int:
-        """About how many keys of the front have `amount` together."""
+        """Estimate how many keys of the front have `amount` together."""
         mean = float(sizes[self._front].mean())
         return min(len(self._front), int(amount / max(1.0, mean)) + 1)
 
     def raise_bounds(self, distance: float) -> None:
-        """Any distance may have grown by up to `distance` since the last `add` or `move` of its key."""
+        """Raise the bounds: any distance may have grown by up to `distance` since its key's `add` or `move`."""
         if self._heap:
             self._to_front()
         self._coarse.raise_bounds(distance)
 
     def _renumber(self) -> None:
-        """Load numbers have run out: renumber the resident keys in the same order."""
+        """Renumber the resident keys in the same order, because load numbers have run out."""
         keys = self.keys()
         self.loads[keys[self.loads[keys].argsort()]] = np.arange(1, len(keys) + 1)
         self._last_load = len(keys)
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Any distance may have changed in any way. O(the largest key)."""
+        """Rebuild the queue after any change of distances. O(the largest key)."""
         self._restart(self.keys())
 
     def _restart(self, keys: Keys) -> None:
@@ -288,7 +288,7 @@ class Residents:
             self._drop_repeated()
 
     def _drop_repeated(self) -> None:
-        """Most entries are stale: keep one for each resident key."""
+        """Keep one entry for each resident key, because most are stale."""
         if 16 * self.count > len(self.loads):
             self.rebuild()
             return

@@ -41,7 +41,7 @@ _COMPONENTS = {
 
 
 def measure(sample: object) -> int:
-    """Bytes of `sample` and all it refers to; a view of a tensor or array counts its own extent."""
+    """Return the bytes of `sample` and all it refers to; a view of a tensor or array counts its own extent."""
     total = 0
     seen: dict[int, object] = {}
     waiting = [sample]
@@ -55,7 +55,7 @@ def measure(sample: object) -> int:
 
 
 def duplicate(sample: Any) -> Any:
-    """A deep copy of `sample`; tensors keep their device and are detached.
+    """Copy `sample` deeply; tensors keep their device and are detached.
 
     Raises OptionTypeError where something in it cannot be copied.
     """
@@ -69,7 +69,7 @@ def duplicate(sample: Any) -> Any:
 
 
 def _own_size(part: Any) -> int:
-    """Bytes of one object without those that it refers to."""
+    """Return the bytes of one object without those that it refers to."""
     size = sys.getsizeof(part)
     if isinstance(part, torch.Tensor):
         components = _COMPONENTS.get(part.layout)
@@ -83,7 +83,7 @@ def _own_size(part: Any) -> int:
 
 
 def _parts(part: Any) -> Iterable[object]:
-    """What one object refers to."""
+    """Return the objects that one object refers to."""
     if isinstance(part, (str, bytes, bytearray, memoryview, torch.Tensor)) or _is_image(part):
         return ()
     if isinstance(part, np.ndarray):

@@ -168,7 +168,7 @@ class SampleStore:
         return future, joined
 
     def _waits_for(self, thread: int, future: RunningLoad) -> bool:
-        """Whether a load waits for `thread`: the thread runs it, or runs a load that it waits for."""
+        """Return whether a load waits for `thread`: the thread runs it, or runs a load that it waits for."""
         awaited: RunningLoad | None = future
         while awaited is not None and not awaited.done():
             if awaited.thread == thread:
@@ -177,7 +177,7 @@ class SampleStore:
         return False
 
     def _abandon(self) -> None:
-        """A thread no longer waits for a load that it had joined."""
+        """Count a thread that no longer waits for a load that it had joined."""
         self._joined -= 1
         self._abandoned += 1
 
@@ -249,7 +249,7 @@ class SampleStore:
                 self._waits.pop(thread, None)
 
     def _after_fork(self) -> None:
-        """In the child: the threads that held the lock or were loading do not exist."""
+        """Reset in the child, where the threads that held the lock or were loading do not exist."""
         interrupted = self._lock.locked()
         self._lock = threading.Lock()
         self._abandoned += len(self._running)

@@ -83,7 +83,7 @@ class JobProgress:
         self.likely_rank = _mean_rank(lookahead)
 
     def announced_from(self, start: int) -> Keys | None:
-        """The keys announced for positions from `start` on; None if that is not recorded."""
+        """Return the keys announced for positions from `start` on; None if that is not recorded."""
         if self.announced is None or start < self.announced[0]:
             return None
         first, keys = self.announced
@@ -96,7 +96,7 @@ class JobProgress:
 
 
 def _mean_rank(lookahead: Lookahead) -> float:
-    """The sum of w_i * i / m over the likely keys, i from 1: eq. 3-2 without the common terms."""
+    """Return the sum of w_i * i / m over the likely keys, i from 1: eq. 3-2 without the common terms."""
     count = len(lookahead.likely)
     if count == 0:
         return 1.0
@@ -146,7 +146,7 @@ class Timetable:
         return iter(self.progress_of.values())
 
     def add(self, job: Job, weight: float) -> JobProgress:
-        """A job joins; its keys are unknown."""
+        """Add a job; its keys are unknown."""
         if not self._free:
             self._widen()
         column = self._free.pop()
@@ -253,7 +253,7 @@ class Timetable:
         self._encode(progress, read)
 
     def next_epoch(self, progress: JobProgress) -> Lookahead:
-        """A lookahead for a next epoch that the job has not announced: its order if known, else its keys."""
+        """Return a lookahead for a next epoch that the job has not announced: its order if known, else its keys."""
         epoch = 0 if progress.epoch is None else progress.epoch + 1
         if progress.following is not None:
             keys = np.flatnonzero(progress.following != READ)
@@ -263,7 +263,7 @@ class Timetable:
         return Lookahead.unknown(progress.length, epoch=epoch, members=members)
 
     def read(self, progress: JobProgress, key: int) -> None:
-        """A job reads a key."""
+        """Record that a job reads a key."""
         at = key * self.width + progress.column
         cell = self.cell_of[at]
         if progress.position <= cell < progress.length:
@@ -280,7 +280,7 @@ class Timetable:
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
     def read_many(self, progress: JobProgress, keys: Keys) -> int:
-        """A job reads keys one after the other, up to the end of its epoch; returns how many."""
+        """Record that a job reads keys in order, up to the end of its epoch; returns how many."""
         at = keys * self.width
         at += progress.column
         flat = self.cells.reshape(-1)

@@ -233,7 +233,7 @@ class RemoteDataLoadFlowReader:
         cacheable: tuple[Stage, ...],
         per_draw: tuple[Stage, ...] = (),
     ) -> SharedFlow:
-        """The cluster's flow with these stages."""
+        """Return the cluster's flow with these stages."""
         title = f"{flow.name}:{flow.version}"
         skips = flow.on_error == "skip"
         dataset = TwoStageDataset(

@@ -39,7 +39,7 @@ class FlowSource:
     in_pool: bool = False
 
     def is_same(self, other: FlowSource) -> bool:
-        """Whether both have the same samples, as far as that can be determined."""
+        """Return whether both have the same samples, as far as that can be determined."""
         if (self.ref, self.in_pool) != (other.ref, other.in_pool):
             return False
         if self.samples is other.samples:

@@ -90,7 +90,7 @@ class LocalDataLoadFlowReader:
         return DataLoadFlowRead(flow, StagedDataset(samples, stages, name, seed=self._seed))
 
     def open(self, source: FlowSource) -> Any:
-        """The samples of a flow's source. Raises as `read`."""
+        """Return the samples of a flow's source. Raises as `read`."""
         if source.samples is not None:
             return source.samples
         if self._store is None:

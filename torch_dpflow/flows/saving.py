@@ -69,7 +69,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 
 
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
-    """The description in a flow's file. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
+    """Return the description in a flow's file. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
     return _read(url, storage_options)[0]
 
 
@@ -95,7 +95,7 @@ def load_flow(url: str | os.PathLike[str], **storage_options: Any) -> DataLoadFl
 
 
 def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]:
-    """The first line of a flow's file and the code after it, both checked against the digest."""
+    """Return the first line of a flow's file and the code after it, both checked against the digest."""
     files, name = _place(url, storage_options)
     line, _, code = files.read(name).partition(b"\n")
     printed = without_login(str(url))

@@ -17,10 +17,10 @@ class MapTransform(Protocol):
     """Selects the function's argument from a sample. Must pickle if the stage has to."""
 
     def process_arg(self, arg: Any) -> Any:
-        """The function's argument, from the sample `arg`."""
+        """Return the function's argument, from the sample `arg`."""
 
     def process_ret(self, arg: Any, ret: Any) -> Any:
-        """The next stage's sample, from the sample `arg` and the function's result `ret`."""
+        """Return the next stage's sample, from the sample `arg` and the function's result `ret`."""
 
 
 class SampleTransform:

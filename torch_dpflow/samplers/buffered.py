@@ -48,7 +48,7 @@ class Cells:
         self._mask_array: NDArray[np.uint64] = _words_of([], 1)
 
     def insert(self, job: int, members: BoolArray) -> None:
-        """Job `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
+        """Add a job that needs the samples of this mask of shape (size,)."""
         bit = 1 << job
         rest = members.copy()
         parts: list[tuple[int, CompactArray]] = []
@@ -61,7 +61,7 @@ class Cells:
         self.needed[job] = int(np.count_nonzero(members))
 
     def delete(self, job: int) -> None:
-        """Job `job` needs nothing any more; cells that differed only in this job are merged."""
+        """Remove a job; cells that differed only in this job are merged."""
         merged: dict[int, list[CompactArray]] = {}
         for mask, samples in self.items():
             merged.setdefault(mask & ~(1 << job), []).append(samples)
@@ -70,13 +70,13 @@ class Cells:
         self.needed[job] = 0
 
     def items(self) -> Iterable[tuple[int, CompactArray]]:
-        """Masks and samples of the cells; the arrays must not be kept or written to."""
+        """Yield masks and samples of the cells; the arrays must not be kept or written to."""
         for mask, place in self._place.items():
             if self.sizes[place]:
                 yield mask, self._samples[place][: self.sizes[place]]
 
     def needed_by(self, jobs: int, short_of: int = 0) -> list[int]:
-        """The cells that all jobs of the mask `jobs` need, ascending.
+        """Return the cells that all jobs of the mask `jobs` need, ascending.
 
         `short_of` is a mask of more jobs: what all of those need is left out.
         """
@@ -91,12 +91,12 @@ class Cells:
         return [cell for cell, mask in enumerate(self.masks) if mask & jobs == jobs]
 
     def samples_in(self, cells: Iterable[int]) -> int:
-        """The number of samples of these cells together."""
+        """Return the number of samples of these cells together."""
         sizes = self.sizes
         return sum([sizes[cell] for cell in cells])
 
     def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
-        """The slot of a sample drawn uniformly from the union of these cells, which holds at least one."""
+        """Return the slot of a sample drawn uniformly from the union of these cells, which holds at least one."""
         sizes = self.sizes
         slot = int(rng.random() * self.samples_in(cells))
         for cell in cells:
@@ -106,7 +106,7 @@ class Cells:
         raise AssertionError("a uniform number reached 1")
 
     def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[CellSlot]:
-        """The slots of `count` distinct samples, drawn as `pick` does."""
+        """Return the slots of `count` distinct samples, drawn as `pick` does."""
         if count == 1:
             return [self.pick(cells, rng)]
         sizes = np.array([self.sizes[cell] for cell in cells])
@@ -117,7 +117,7 @@ class Cells:
         return [(cells[k], slot) for k, slot in zip(found.tolist(), slots.tolist())]
 
     def take(self, place: CellSlot, jobs: int) -> int:
-        """The sample in this slot; the jobs of the mask `jobs` no longer need it."""
+        """Take the sample in this slot for the jobs of the mask `jobs`, which no longer need it."""
         cell, slot = place
         samples = self._samples[cell]
         sample = int(samples[slot])
@@ -176,13 +176,13 @@ class Cells:
 
 
 def _words_of(masks: list[int], words: int) -> NDArray[np.uint64]:
-    """Masks as an array of shape (masks, words), the lowest bits first."""
+    """Return masks as an array of shape (masks, words), the lowest bits first."""
     packed = b"".join([mask.to_bytes(words * _WORD_BITS // 8, "little") for mask in masks])
     return np.frombuffer(packed, np.dtype("<u8")).reshape(-1, words)
 
 
 def bits_of(mask: int) -> Iterable[int]:
-    """The numbers of the bits that are set, lowest first."""
+    """Return the numbers of the bits that are set, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -190,7 +190,7 @@ def bits_of(mask: int) -> Iterable[int]:
 
 
 def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
-    """The lowest job number below `limit` that is not taken; OptionError if all are."""
+    """Return the lowest job number below `limit` that is not taken; OptionError if all are."""
     used = set(taken)
     for job in range(limit):
         if job not in used:
@@ -250,11 +250,11 @@ class BufferedGroup(SamplingGroup):
         return Draw(np.array([buffer.popleft() for _ in range(n)], np.int64))
 
     def _unpicked(self, member: Member) -> int:
-        """Samples that the member needs beyond its buffer; 0 between epochs."""
+        """Return how many samples the member needs beyond its buffer; 0 between epochs."""
         return self._cells.needed[self._bits[member.name]]
 
     def _to_fill(self, member: Member) -> list[Member]:
-        """This member, then the others whose buffers hold less than a batch."""
+        """Return this member, then the others whose buffers hold less than a batch."""
         others = (
             m
             for m in self._members.values()

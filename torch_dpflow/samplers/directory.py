@@ -41,7 +41,7 @@ class Directory:
         self._chosen_as: IndexArray = self._numbers[:0]
 
     def resident(self, samples: CompactArray) -> BoolArray:
-        """Whether each sample is held."""
+        """Return whether each sample is held."""
         return self._held[samples]
 
     def load(self, samples: CompactArray) -> BoolArray:

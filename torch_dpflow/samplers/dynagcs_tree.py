@@ -36,22 +36,22 @@ class IntersectionTree:
         return tuple(job for leaf in self.nodes.get(1, ()) for job in bits_of(leaf))
 
     def insert(self, job: int) -> None:
-        """A job starts an epoch: add it to a copy of every node, and drop the nodes of least contribution."""
+        """Add a job that starts an epoch to a copy of every node, and drop the nodes of least contribution."""
         bit = 1 << job
         self._regroup([bit, *self._all(), *(node | bit for node in self._all())])
 
     def remove(self, job: int) -> None:
-        """A job ends its epoch or leaves: remove it from its nodes, and drop those that would have one job left."""
+        """Remove a job from its nodes, and drop nodes that would have one job left."""
         bit = 1 << job
         self._regroup(node & ~bit for node in self._all() if not node & bit or (node & ~bit).bit_count() > 1)
 
     def with_job(self, job: int) -> Iterator[int]:
-        """The nodes that a job is in, the highest level first."""
+        """Return the nodes that a job is in, the highest level first."""
         for count in sorted(self.nodes, reverse=True):
             yield from [node for node in self.nodes[count] if node >> job & 1]
 
     def contribution(self, node: int) -> float:
-        """A node's contribution: the size of the shared set over the sum of the sets' sizes, times the
+        """Return a node's contribution: the size of the shared set over the sum of the sets' sizes, times the
         likeness of the speeds (eq. 3-6)."""
         jobs = list(bits_of(node))
         total = sum(self._cells.needed[job] for job in jobs)
@@ -151,5 +151,5 @@ class DynaGCSGroup(BufferedGroup):
 
 
 def group_size(served: list[Member]) -> int:
-    """How many samples a round takes from a node: half of the smallest batch (eq. 3-8), at least one."""
+    """Return how many samples a round takes from a node: half of the smallest batch (eq. 3-8), at least one."""
     return max(1, min(member.batch_size for member in served) // 2)

@@ -21,7 +21,7 @@ class FixedOrderGroup(SamplingGroup):
 
     @abstractmethod
     def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
-        """The order of an epoch that is not resumed."""
+        """Return the order of an epoch that is not resumed."""
 
     def _joined(self, member: Member) -> None:
         pass

@@ -307,7 +307,7 @@ class SamplingGroup(ABC):
 
     @abstractmethod
     def _draw(self, member: Member, n: int) -> Draw:
-        """Exactly `n` of the samples that are left, n >= 1; the caller advances `member.position`."""
+        """Draw exactly `n` of the samples that are left, n >= 1; the caller advances `member.position`."""
 
     @abstractmethod
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:

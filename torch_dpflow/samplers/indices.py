@@ -29,7 +29,7 @@ MAX_SEED = 2**63 - 1
 def check_indices(
     indices: Indices, size: int | None = None, *, name: str = "indices", allow_empty: bool = False
 ) -> IndexArray:
-    """The sample numbers as a new int64 array, in the order given.
+    """Return the sample numbers as a new int64 array, in the order given.
 
     Raises:
         OptionTypeError: they are not whole numbers in one dimension.
@@ -80,12 +80,12 @@ def _first_repeated(array: IndexArray) -> int | None:
 
 
 def compact(size: int) -> type[np.signedinteger[Any]]:
-    """The narrowest type that holds the sample numbers below `size`; below four bytes torch gains nothing."""
+    """Return the narrowest type that holds the sample numbers below `size`; below four bytes torch gains nothing."""
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64
 
 
 def permutation(length: int, seed: int, epoch: int) -> CompactArray:
-    """What torch's RandomSampler and DistributedSampler draw for a generator seeded with `seed + epoch`."""
+    """Draw as torch's RandomSampler and DistributedSampler do with a generator seeded with `seed + epoch`."""
     import torch  # here, because a router that has no job yet does not need it
 
     generator = torch.Generator()
@@ -97,5 +97,5 @@ def permutation(length: int, seed: int, epoch: int) -> CompactArray:
 
 
 def check_speed(speed: object) -> float:
-    """A speed in samples per second; OptionError unless it is finite and above 0."""
+    """Return a speed in samples per second; OptionError unless it is finite and above 0."""
     return check_number("speed", speed, exclusive=True)

@@ -39,7 +39,7 @@ class JoaderGroup(BufferedGroup):
 
 
 def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
-    """One round: for each of these jobs, all of which need something, the sample that it reads now.
+    """Draw one round: for each of these jobs, all of which need something, the sample that it reads now.
 
     O(jobs * cells), for any number of samples.
     """
@@ -66,7 +66,7 @@ def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) ->
 
 
 def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
-    """How many of the jobs, ascending by what they have left, take an intersection of this size."""
+    """Return how many of the jobs, ascending by what they have left, take an intersection of this size."""
     if size == 0 or rng.random() * left[0] >= size:
         return 0
     takers = 1

@@ -111,7 +111,7 @@ class Pass(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """The samples from `position` on."""
+        """Return the samples from `position` on."""
 
     @abstractmethod
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ class Pass(ABC):
 
     @abstractmethod
     def lookahead(self) -> Lookahead:
-        """The lookahead from `position` on."""
+        """Return the lookahead from `position` on."""
 
 
 class PrivatePass(Pass):
@@ -194,7 +194,7 @@ class SharedPass(Pass):
             self._record.append(part)
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """The samples that the job has drawn, and those of them that this rank has not consumed."""
+        """Return the samples that the job has drawn, and those of them that this rank has not consumed."""
         if consumed < self._recorded_from:
             raise StateError(
                 f"consumed={consumed} is before sample {self._recorded_from}, at which this pass was resumed"
@@ -212,7 +212,7 @@ class SharedPass(Pass):
         }
 
     def lookahead(self) -> Lookahead:
-        """Samples drawn but not yielded, then the group's lookahead; for one of several ranks only the position.
+        """Return samples drawn but not yielded, then the group's lookahead; for one of several ranks only the position.
 
         A rank's slice of a global batch is not known before the batch is drawn.
         """
@@ -246,7 +246,7 @@ def _checked(
 
 
 def _encode(samples: IndexArray, size: int) -> str:
-    """A set of samples as text: one bit for each of the `size` samples."""
+    """Return a set of samples as text: one bit for each of the `size` samples."""
     mask = np.zeros(size, np.bool_)
     mask[samples] = True
     return b64encode(np.packbits(mask).tobytes()).decode("ascii")

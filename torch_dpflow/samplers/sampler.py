@@ -110,7 +110,7 @@ class DynaGCSSampler(Sampler[int]):
         self.job: str | None = None if group is None else self._join(group)
 
     def __len__(self) -> int:
-        """Samples that this rank reads in an epoch."""
+        """Return the number of samples that this rank reads in an epoch."""
         return self._shares.per_rank
 
     def __iter__(self) -> Iterator[int]:
@@ -144,7 +144,7 @@ class DynaGCSSampler(Sampler[int]):
             self._end_running(_LEFT)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The sampler's position as plain data; no side effect. O(1) alone, O(samples) in a group.
+        """Return the sampler's position as plain data; no side effect. O(1) alone, O(samples) in a group.
 
         Args:
             consumed: how many of the epoch's samples this rank has used, for a loader that draws ahead of
@@ -170,7 +170,7 @@ class DynaGCSSampler(Sampler[int]):
         self._resume = position, state["shared"]
 
     def lookahead(self) -> Lookahead | None:
-        """What this rank reads next, for a cache in the process that draws. Draws nothing.
+        """Return what this rank reads next, for a cache in the process that draws. Draws nothing.
 
         Alone, the whole order, and the next epoch's too unless `set_epoch` sets that. In a
         group, the group's lookahead; for one of several ranks, only how much is left. None
@@ -189,7 +189,7 @@ class DynaGCSSampler(Sampler[int]):
         return self._latest
 
     def _from_first_draw(self) -> Iterator[int]:
-        """An epoch that begins with its first draw, as RandomSampler's: torchdata makes iterators and reads none."""
+        """Begin the epoch at the first draw, as RandomSampler does: torchdata makes iterators and reads none."""
         yield from self._next_pass()
 
     def _upcoming(self) -> tuple[int, int, dict[str, Any] | None]:
@@ -225,7 +225,7 @@ class DynaGCSSampler(Sampler[int]):
         return self._running
 
     def _part(self, epoch: int) -> CompactArray:
-        """This rank's part of an epoch of its own."""
+        """Return this rank's part of an epoch of its own."""
         order: CompactArray = np.arange(self.size)
         if self.shuffle:
             order = permutation(self.size, self.seed, epoch)
@@ -269,7 +269,7 @@ class DynaGCSSampler(Sampler[int]):
         return epoch, position
 
     def _identity(self) -> dict[str, Any]:
-        """What a state must agree with to fit this sampler."""
+        """Return the values that a state must have to fit this sampler."""
         return {
             "version": STATE_VERSION,
             "length": self.size,
@@ -298,7 +298,7 @@ class DynaGCSSampler(Sampler[int]):
 
 
 def given_indices(data_source: object) -> IndexArray | None:
-    """The indices, if `data_source` is a sequence of whole numbers; None if it is a data set."""
+    """Return the indices, if `data_source` is a sequence of whole numbers; None if it is a data set."""
     if isinstance(data_source, range):
         return check_indices(data_source, name="data_source", allow_empty=True)
     if isinstance(data_source, torch.Tensor):
@@ -334,7 +334,7 @@ def length_of(data_source: Sized) -> int:
 
 
 def own_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int, bool]:
-    """Number of ranks, this one, and whether the caller has ranks at all."""
+    """Return the number of ranks, this one, and whether the caller has ranks at all."""
     initialised = dist.is_available() and dist.is_initialized()
     is_distributed = initialised or num_replicas is not None
     if num_replicas is None:

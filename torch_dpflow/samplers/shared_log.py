@@ -124,7 +124,7 @@ class SharedLogGroup(SamplingGroup):
         return self._rngs[member.name].binomial(quota, member.independence)
 
     def _order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
-        """The rest of the job's private permutation after `done`.
+        """Return the rest of the job's private permutation after `done`.
 
         A resumed job that has read the first samples of its permutation continues it. Otherwise the rest is shuffled
         again: in the order of the permutation, the samples that it skipped to follow others would come first.
