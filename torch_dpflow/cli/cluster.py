@@ -150,10 +150,7 @@ def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
         for row in rows:
             own = {name: getattr(row, name) for name in row.__struct_fields__ if name != "figures"}
             counts = {name: getattr(row.figures, name) for name in row.figures.__struct_fields__}
-            rates = {
-                "hit_rate": row.figures.hit_rate,
-                "decodes_per_sample": row.figures.decodes_per_sample,
-            }
+            rates = {"hit_rate": row.figures.hit_rate, "decodes_per_sample": row.figures.decodes_per_sample}
             named[kind].append({**counts, **own, **rates})
     for job in figures.jobs:
         counts = {name: getattr(job, name) for name in job.__struct_fields__}

@@ -9,13 +9,7 @@ from typing import Any
 
 import click
 
-from torch_dpflow.cli.common import (
-    name_value_pairs,
-    storage_options_of,
-    store_options,
-    to_json,
-    with_options,
-)
+from torch_dpflow.cli.common import name_value_pairs, storage_options_of, store_options, to_json, with_options
 from torch_dpflow.cli.dataset_printing import (
     checked_line,
     copied_lines,

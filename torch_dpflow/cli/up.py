@@ -53,10 +53,7 @@ _up_options = with_options(
         help="Store of flows: a path, or redis://HOST:PORT/NUMBER. Without it, flows are lost when the cluster ends.",
     ),
     click.option("--connection-file", help="Path of the file by which jobs find the cluster."),
-    click.option(
-        "--keys",
-        help="File of `dpflow keygen`, for --listen. Without it, new keys are generated.",
-    ),
+    click.option("--keys", help="File of `dpflow keygen`, for --listen. Without it, new keys are generated."),
     click.option("--metrics", metavar="HOST:PORT", help="Address of metrics for Prometheus, over HTTP."),
     click.option(
         "--metrics-public", is_flag=True, help="Allow other hosts to read --metrics, without a key."

@@ -192,11 +192,7 @@ def _read(rows: Sequence[tuple[tuple[str, ...], Any]], field: str) -> list[tuple
 
 
 def _family(
-    name: str,
-    grows: bool,
-    text: str,
-    labels: Sequence[str],
-    values: Iterable[tuple[tuple[str, ...], float]],
+    name: str, grows: bool, text: str, labels: Sequence[str], values: Iterable[tuple[tuple[str, ...], float]]
 ) -> Any:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

@@ -270,9 +270,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     connection = read_connection_file(address)
     keys = connection.client_keys() if connection.address.startswith("tcp://") else None
     return Cluster(
-        address=connection.address,
-        transport=TransportOptions(keys=keys),
-        sends_code=connection.sends_code,
+        address=connection.address, transport=TransportOptions(keys=keys), sends_code=connection.sends_code
     )
 
 

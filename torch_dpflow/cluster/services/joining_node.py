@@ -122,7 +122,6 @@ class CoordinatorLink:
         cluster: how its coordinator is reached.
         place: of the node's own processes.
         silence_s: the node ends once no coordinator has answered for this long, seconds.
-        leave_s: as `LEAVE_S`.
     """
 
     def __init__(
@@ -132,10 +131,9 @@ class CoordinatorLink:
         place: ClusterPlace,
         *,
         silence_s: float = SILENCE_S,
-        leave_s: float = LEAVE_S,
     ) -> None:
         self._joining = joining
-        self._silence_s, self._leave_s = silence_s, leave_s
+        self._silence_s = silence_s
         self._coordinator = cluster.connect(timeout_s=ANSWER_S)
         self._local = place.connect(place.node_address, timeout_s=10.0)
         #: Set by `start`.
@@ -240,7 +238,7 @@ class CoordinatorLink:
     def _stop_when_drained(self, assigned: NodeAssignment, running: Running) -> None:
         if not self._leaves_since:
             return
-        is_late = time.monotonic() - self._leaves_since >= self._leave_s
+        is_late = time.monotonic() - self._leaves_since >= LEAVE_S
         if is_late:
             SERVICE.warning("the node ends although jobs read from its shards: they have not left in time")
         if is_late or not (assigned.launches or running.processes):
@@ -277,7 +275,7 @@ class CoordinatorLink:
         self._counted_at = now
         if self._silent_s >= self._silence_s:
             self._fail(f"the cluster has not answered for {self._silent_s:.0f} s ({error})")
-        elif self._leaves_since and now - self._leaves_since >= self._leave_s:
+        elif self._leaves_since and now - self._leaves_since >= LEAVE_S:
             self._node.stop()
         else:
             SERVICE.warning("the cluster does not answer, retrying (%s)", error)
@@ -430,34 +428,30 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
 
 
 def _keys_of(path: str) -> ConnectionFile:
-    keys = read_connection_file(path)
-    if keys.sends_code:
-        raise OptionError(
-            f"--join {path!r}: the workers of that cluster run on a platform and connect to its own host, so it "
-            "has no nodes; start it by `dpflow up --listen tcp://ADDRESS:PORT` without --platform"
-        )
-    if not keys.address.startswith("tcp://"):
-        raise OptionError(
-            f"--join {path!r}: that cluster can be reached on its own host only; start it by `dpflow up --listen "
-            "tcp://ADDRESS:PORT`"
-        )
+    keys, error = read_connection_file(path), ""
+    start, give = (
+        "start it by `dpflow up --listen tcp://ADDRESS:PORT`",
+        "give the file that `dpflow up` has written",
+    )
     try:
         parts = urlsplit(keys.address)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, 1
-    if not port:
-        raise OptionError(
-            f"--join {path!r}: it has keys, but no cluster's address, as `dpflow keygen` writes it; give the "
-            "connection file that `dpflow up` has written"
-        )
-    if not host:
-        raise OptionError(
-            f"--join {path!r}: its address {keys.address!r:.80} is not tcp://ADDRESS:PORT; give the connection file "
-            "that `dpflow up` has written"
-        )
-    try:
-        keys.server_keys()
-    except OptionError as error:
-        raise OptionError(f"--join {path!r}: {error}") from error
+    if keys.sends_code:
+        where = "run on a platform and connect to its own host"
+        error = f"the workers of that cluster {where}, so it has no nodes; {start} without --platform"
+    elif not keys.address.startswith("tcp://"):
+        error = f"that cluster can be reached on its own host only; {start}"
+    elif not port:
+        error = f"it has keys, but no cluster's address, as `dpflow keygen` writes it; {give}"
+    elif not host:
+        error = f"its address {keys.address!r:.80} is not tcp://ADDRESS:PORT; {give}"
+    else:
+        try:
+            keys.server_keys()
+        except OptionError as missing:
+            error = str(missing)
+    if error:
+        raise OptionError(f"--join {path!r}: {error}")
     return keys

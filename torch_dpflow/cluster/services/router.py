@@ -321,12 +321,7 @@ class Router:
         batch = join.batch_size * rank.replicas
         named = not rank.job.startswith(UNNAMED)
         self._group.join(
-            rank.job,
-            indices,
-            seed=join.seed,
-            batch_size=batch,
-            independence=join.independence,
-            named=named,
+            rank.job, indices, seed=join.seed, batch_size=batch, independence=join.independence, named=named
         )
         shares = RankShares(
             self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last
