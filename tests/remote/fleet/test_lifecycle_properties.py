@@ -294,7 +294,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert any(isinstance(one, RejectWorker) for one in self.step())
             assert known.gone or not on_deck or self.state(known) is WorkerState.LEAVING
 
-    @rule(place=ANY, how=st.sampled_from(["drained", "bye", "silent"]))
+    @rule(place=ANY, how=st.sampled_from(["drained", "goodbye", "silent"]))
     def quieten(self, place: int, how: str) -> None:
         if known := self.one(place, arrived=True):
             getattr(self.fleet, how)(known.started.name, self.now)
