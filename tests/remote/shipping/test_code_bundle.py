@@ -217,7 +217,7 @@ def test_too_much_code_says_what_is_large_and_what_to_do(
     monkeypatch.setattr(code_bundle, "MAX_FILES", 3)
     with pytest.raises(OptionError, match=r"in 4 files"):
         make_bundle(pickled_data(), "auto")
-    monkeypatch.setattr(code_bundle, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(code_bundle, "_MAX_ENTRIES", 3)
     with pytest.raises(OptionError, match="keep data out of packages"):
         make_bundle(pickled_data(), "auto")
 
