@@ -19,8 +19,8 @@ def test_it_says_how_many_workers_and_for_how_long() -> None:
     arguments = ["--autoscale", *NUMBERS, "--jobs", "2", "--price", "3.6"]
     facts = json.loads(run(*arguments, "--json").output)
     assert facts["workers_needed"] == 10
-    assert 10 <= facts["most_workers"] <= 20
-    assert facts["least_worker_seconds"] <= facts["worker_seconds"] <= 1.5 * facts["least_worker_seconds"]
+    assert 10 <= facts["max_workers"] <= 20
+    assert facts["min_worker_seconds"] <= facts["worker_seconds"] <= 1.5 * facts["min_worker_seconds"]
     assert facts["cost"] == facts["worker_seconds"] / 1000
     told = run(*arguments).output
     assert "workers: at most 10 are busy" in told

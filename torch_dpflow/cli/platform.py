@@ -152,14 +152,14 @@ def _list_cluster_workers(address: str, *, as_json: bool) -> None:
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
     remote = {
-        view.id: msgspec.convert(view.status["members"], list[RemoteWorkerView])
+        view.id: msgspec.convert(view.status["remote_workers"], list[RemoteWorkerView])
         for view in processes
-        if "members" in view.status
+        if "remote_workers" in view.status
     }
     provisioner = next((view.status for view in processes if view.role == "provisioner"), {})
     running = [flow for flow in flows if flow.workers_s is not None and flow.part is not None]
     if as_json:
-        facts = {"members": remote, "flows": [_cost_of(flow) for flow in running]}
+        facts = {"workers": remote, "flows": [_cost_of(flow) for flow in running]}
         click.echo(to_json({**facts, "refusal": provisioner.get("refusal", "")}))
         return
     if provisioner.get("refusal"):

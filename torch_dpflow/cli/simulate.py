@@ -137,15 +137,15 @@ def _facts(
     def median(name: str) -> float:
         return float(statistics.median(getattr(one, name) for one in outcomes))
 
-    worker_s, least_s = median("worker_s"), median("least_worker_s")
+    worker_s, min_s = median("worker_s"), median("least_worker_s")
     most = max(model.needed(now) for now in range(math.ceil(duration_s)))
     return {
         "workers_needed": most,
-        "most_workers": round(median("most_workers")),
+        "max_workers": round(median("most_workers")),
         "starts": round(median("starts")),
         "stall_share": median("stall_share"),
         "worker_seconds": worker_s,
-        "least_worker_seconds": least_s,
+        "min_worker_seconds": min_s,
         "fixed_worker_seconds": most * duration_s,
         "seconds": duration_s,
         "cost": None if price is None else worker_s / 3600 * price,
@@ -157,10 +157,10 @@ def _print(facts: dict[str, Any]) -> None:
         return f"{facts[name] / 3600:,.2f} worker-hours"
 
     click.echo(
-        f"workers: at most {facts['workers_needed']:,} are busy; autoscaling has up to {facts['most_workers']:,}, by "
+        f"workers: at most {facts['workers_needed']:,} are busy; autoscaling has up to {facts['max_workers']:,}, by "
         f"{facts['starts']:,} starts\n"
         f"stall: jobs wait for {facts['stall_share']:.1%} of {facts['seconds']:,.0f} s\n"
-        f"time: {hours('worker_seconds')}; {hours('least_worker_seconds')} if all were known in advance, "
+        f"time: {hours('worker_seconds')}; {hours('min_worker_seconds')} if all were known in advance, "
         f"{hours('fixed_worker_seconds')} with {facts['workers_needed']:,} workers all the time"
     )
     if facts["cost"] is not None:

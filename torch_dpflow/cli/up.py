@@ -149,7 +149,7 @@ def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
         facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
         facts["web"] = options.web
         facts["pool"] = _pool_directory(options.pool_memory)
-        yield to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers})
+        yield to_json({**facts, "pid": os.getpid(), "max_workers": cluster.workers})
         return
     yield f"dpflow is up at {cluster.address}"
     yield f"jobs find it by {options.path}"

@@ -185,10 +185,10 @@ def test_processes_and_members_are_shown_with_their_states() -> None:
     member = RemoteWorkerView("dpf-1", 0, "on deck", 3.0, "host-a pid 9")
     views = [
         ProcessView("coordinator", "coordinator", 1, 5, "ipc://x", {}),
-        ProcessView("a/b:v2/shard-000", "shard", 2, 6, "", {"members": msgspec.to_builtins([member])}),
+        ProcessView("a/b:v2/shard-000", "shard", 2, 6, "", {"remote_workers": msgspec.to_builtins([member])}),
         ProcessView("a/b:v2/shard-000/worker-0", "worker", 3, 7, "", {"up": True}),
         ProcessView("a/b:v2/shard-000/worker-1", "worker", 4, 8, "", {}, 2, True, "exited with code 1"),
-        ProcessView("a/b:v2/router", "router", 5, 0, "", {"members": "many"}, 1, False),
+        ProcessView("a/b:v2/router", "router", 5, 0, "", {"remote_workers": "many"}, 1, False),
         ProcessView("a/b:v2/shard-001", "shard", 0, 0, "", {}, 0, False),
         ProcessView("a/b:v2/shard-002", "shard", 6, 0, "", {}, 0, False, "exited with code 1"),
     ]

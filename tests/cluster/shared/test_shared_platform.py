@@ -103,7 +103,7 @@ def members(cluster: CommandedCluster) -> dict[str, list[dict[str, Any]]]:
     """As `dpflow workers` lists them, by the shard."""
     result = CliRunner().invoke(root, ["workers", "--json", "--address", cluster.address])
     assert result.exit_code == 0, result.output
-    listed: dict[str, list[dict[str, Any]]] = json.loads(result.output)["members"]
+    listed: dict[str, list[dict[str, Any]]] = json.loads(result.output)["workers"]
     return listed
 
 

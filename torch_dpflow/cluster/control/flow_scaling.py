@@ -148,7 +148,9 @@ class FlowScaling:
         for view in own:
             if view.role == "shard":
                 key = (view.id, view.incarnation)
-                taken_s = _number(view.status, "remote_worker_s" if "members" in view.status else "worker_s")
+                taken_s = _number(
+                    view.status, "remote_worker_s" if "remote_workers" in view.status else "worker_s"
+                )
                 passed += max(0.0, taken_s - flow.seen.get(key, 0.0))
                 flow.seen[key] = max(taken_s, flow.seen.get(key, 0.0))
         flow.worker_s += passed
@@ -168,7 +170,7 @@ class FlowScaling:
 def _workers_of(own: Sequence[ProcessView]) -> int:
     """How many workers a flow has now, wherever they run."""
     return sum(view.role == "worker" for view in own) + sum(
-        len(view.status.get("members", ())) for view in own if view.role == "shard"
+        len(view.status.get("remote_workers", ())) for view in own if view.role == "shard"
     )
 
 
@@ -181,9 +183,11 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -
     readings = router.status.get("readings")
     known = readings if isinstance(readings, Mapping) else {}
     working = int(_sum(shards, "working"))
-    has_platform = any("members" in status for status in shards)
+    has_platform = any("remote_workers" in status for status in shards)
     members = [
-        one for status in shards for one in msgspec.convert(status.get("members", []), list[RemoteWorkerView])
+        one
+        for status in shards
+        for one in msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
     ]
     return FlowCounts(
         jobs=int(_number(router.status, "jobs")),

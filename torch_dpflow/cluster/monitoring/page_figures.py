@@ -200,6 +200,6 @@ def _flow_of(id: str) -> str:
 
 def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
     try:
-        return msgspec.convert(status.get("members", []), list[RemoteWorkerView])
+        return msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
     except msgspec.ValidationError:
         return []  # a figure for people: that of a later release is no error

@@ -1,8 +1,8 @@
-"""Certificates of a cluster, by which both sides of a TLS connection prove that they belong to it.
+"""Certificates of a cluster: both sides of a TLS connection prove by them that they belong to it.
 
-An authority of the cluster's own signs one certificate for its servers and one for its clients; its key is thrown away,
-so it never signs another. An operator may give others, whose authority signs for other purposes too. Names are those of
-roles, and both sides check them: a cluster's servers may move, and nobody else has such certificates.
+An authority of the cluster signs one certificate for its servers and one for its clients; then its key is discarded. An
+operator may give other certificates, whose authority may sign for other purposes too. Names are those of roles, as
+servers may move between hosts, and both sides check them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import msgspec
 
 from torch_dpflow.errors import MissingExtraError, OptionError
 
-#: The name in the certificate of every server, and of every client.
+#: Names in the certificates of servers and of clients.
 SERVER_NAME, CLIENT_NAME = "server.dpflow", "client.dpflow"
 _DAYS = 3650
-#: Certificates and keys in a PEM file; what stands between them is for people.
+#: Certificates and keys in a PEM file, which may have other text between them.
 _BLOCKS = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.+?-----END [A-Z0-9 ]+-----", re.DOTALL)
 
 
 class ClusterCertificates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Certificates, each with its key, as PEM."""
 
-    #: Who has signed the others; without a key.
+    #: Certificate of the authority, without a key.
     authority: str
     client: str
-    #: For processes that serve; others need none.
+    #: For processes that serve.
     server: str | None = None
 
 
 def can_draw_certificates() -> bool:
-    """Whether the library for it is installed."""
+    """Return whether the library that generates certificates is installed."""
     return importlib.util.find_spec("cryptography") is not None
 
 
 def draw_certificates() -> ClusterCertificates:
-    """Draw those of a new cluster, valid for ten years. Raises MissingExtraError."""
+    """Generate the certificates of a new cluster, valid for ten years. Raises MissingExtraError."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -52,16 +52,16 @@ def draw_certificates() -> ClusterCertificates:
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
     except ImportError as error:
         raise MissingExtraError(
-            "certificates are drawn by cryptography, and it is not installed: pip install 'torch_dpflow[pool]'"
+            "certificates need the package cryptography: pip install 'torch_dpflow[pool]'"
         ) from error
 
     now = datetime.datetime.now(datetime.timezone.utc)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority.dpflow")])
 
-    def begun(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    def builder_of(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(authority_name, name, key.public_key(), x509.random_serial_number())
-        # Clocks of hosts differ.
+        # A day early, as clocks of hosts differ.
         return builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
             now + datetime.timedelta(days=_DAYS)
         )
@@ -70,9 +70,9 @@ def draw_certificates() -> ClusterCertificates:
         certificate = builder.sign(authority_key, hashes.SHA256())
         return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
-    def member(name: str, usage: x509.ObjectIdentifier) -> str:
+    def signed(name: str, usage: x509.ObjectIdentifier) -> str:
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = begun(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key)
+        builder = builder_of(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key)
         builder = builder.add_extension(
             x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False
         ).add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
@@ -80,25 +80,25 @@ def draw_certificates() -> ClusterCertificates:
         text = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
         return pem(builder) + text.decode()
 
-    root = begun(authority_name, authority_key).add_extension(
+    root = builder_of(authority_name, authority_key).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
     return ClusterCertificates(
         authority=pem(root),
-        client=member(CLIENT_NAME, ExtendedKeyUsageOID.CLIENT_AUTH),
-        server=member(SERVER_NAME, ExtendedKeyUsageOID.SERVER_AUTH),
+        client=signed(CLIENT_NAME, ExtendedKeyUsageOID.CLIENT_AUTH),
+        server=signed(SERVER_NAME, ExtendedKeyUsageOID.SERVER_AUTH),
     )
 
 
 def read_certificates(
     authority: Sequence[Path], client: Sequence[Path], server: Sequence[Path]
 ) -> ClusterCertificates:
-    """An operator's own, from PEM files.
+    """Read the certificates of an operator from PEM files.
 
-    authority: certificates of who has signed the others.
-    client, server: a certificate, with those between it and the authority, and its key, in one file or in several.
+    authority: certificates of the authority.
+    client, server: a certificate with intermediate ones and its key, in one or more files.
 
-    Raises OptionError: one cannot be read, or as `check_certificates`.
+    Raises OptionError if a file cannot be read, or as `check_certificates`.
     """
     found = ClusterCertificates(
         authority=_pem("authority", authority), client=_pem("client", client), server=_pem("server", server)
@@ -108,9 +108,9 @@ def read_certificates(
 
 
 def check_certificates(certificates: ClusterCertificates) -> None:
-    """Have both sides look at each other's certificate as they will: its key, signature, time, purpose and name.
+    """Make both sides check the certificate of the other: its key, signature, time, purpose and name.
 
-    Raises OptionError: one of them is refused.
+    Raises OptionError if one of them is refused.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context(certificates).wrap_bio(to_client, to_server, server_hostname=SERVER_NAME)
@@ -134,31 +134,31 @@ def check_certificates(certificates: ClusterCertificates) -> None:
 
 
 def is_client(certificate: dict[str, Any] | None) -> bool:
-    """Whether a certificate, as `ssl` shows it, is for clients of clusters, and not only of the same authority."""
+    """Return whether a certificate, as returned by `ssl`, is for clients of clusters."""
     return ("DNS", CLIENT_NAME) in (certificate or {}).get("subjectAltName", ())
 
 
 def server_context(certificates: ClusterCertificates) -> ssl.SSLContext:
-    """What a server accepts: TLS 1.3, clients with a certificate of the cluster. Raises OptionError."""
+    """Return the TLS 1.3 context of a server, for clients with a certificate of the cluster. Raises OptionError."""
     if certificates.server is None:
         raise OptionError(
-            "the connection file holds no certificate for servers, so nobody can listen with it; use the file that "
+            "the connection file holds no certificate for servers, so no server can use it; use the file that "
             "`dpflow keygen` has written"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # connections are kept, none is resumed
+    context.num_tickets = 0  # connections stay open, none is resumed
     context.verify_mode = ssl.CERT_REQUIRED
     return _prepared(context, certificates.authority, certificates.server)
 
 
 def client_context(certificates: ClusterCertificates) -> ssl.SSLContext:
-    """What a client accepts: TLS 1.3, the cluster's servers. Raises OptionError."""
+    """Return the TLS 1.3 context of a client, for servers of the cluster. Raises OptionError."""
     return _prepared(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificates.authority, certificates.client)
 
 
 def _prepared(context: ssl.SSLContext, authority: str, own: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # ssl takes a chain and its key from a file alone; this one has no name.
+    # ssl reads a chain and its key from files only; this file has no name.
     descriptor = os.memfd_create("dpflow-certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, own.encode())
@@ -175,7 +175,7 @@ def _prepared(context: ssl.SSLContext, authority: str, own: str) -> ssl.SSLConte
 
 
 def _pem(role: str, files: Sequence[Path]) -> str:
-    """The certificates and keys in one role's files. Raises OptionError: it is not what the role needs."""
+    """Return the certificates and keys in the files of a role. Raises OptionError if they do not fit the role."""
     what = f"--{role} {' and '.join(str(file) for file in files)}"
     try:
         found = [one for file in files for one in _BLOCKS.findall(file.read_bytes())]

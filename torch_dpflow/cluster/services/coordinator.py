@@ -406,9 +406,9 @@ class Coordinator:
         return Result(self.views()[0])
 
     def _on_cost(self, call: IncomingCall) -> Result:
-        asked: CostRequest = call.body
-        taken = self._scaling.worker_seconds(asked.flow)
-        return Result(Cost(taken.total, taken.by_job.get(asked.job, 0.0)))
+        request: CostRequest = call.body
+        taken = self._scaling.worker_seconds(request.flow)
+        return Result(Cost(taken.total, taken.by_job.get(request.job, 0.0)))
 
     def _on_processes(self, call: IncomingCall) -> Result:
         return Result(self._processes)

@@ -269,13 +269,13 @@ class ProvisionedWorkers:
     def status(self) -> dict[str, Any]:
         """Return figures for the coordinator and for people."""
         if self._remote is None:
-            return {"members": [], "remote_worker_s": 0.0, "away_s": 0.0}
+            return {"remote_workers": [], "remote_worker_s": 0.0, "away_s": 0.0}
         samples = self._shard.workers.samples_of
         views = self._remote.views()
         for view in views:
             view.samples = samples(view.number) if view.state == "working" else 0
         return {
-            "members": views,
+            "remote_workers": views,
             "remote_worker_s": self._remote.time.seconds,
             "away_s": self._remote.time.away_s,
             "limited_by": self._remote.limited_by,
