@@ -76,7 +76,7 @@ def test_show(dataset: Dataset, tree: Path) -> None:
 
 def test_show_says_whether_samples_have_checksums(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     dataset("import", "imagefolder", "core/pets:v1", f"train={tree}/train", "--shard-size", "6")
-    assert "checks  no checksums; --checksum at import" in dataset("show", "core/pets:v1:train").stdout
+    assert "checks  no checksums; `import --checksum`" in dataset("show", "core/pets:v1:train").stdout
     dataset("append", "imagefolder", "core/pets:v1", f"train={tree}/val", "--checksum", "sha256")
     assert "checks  checksums of 4 of 14 samples" in dataset("show", "core/pets:v2:train").stdout
     dataset("import", "imagefolder", "core/pets:v5", f"train={tree}/val", "--checksum", "crc32")
@@ -117,9 +117,7 @@ def test_verify(dataset: Dataset, tree: Path) -> None:
     _import(dataset, tree)
     result = dataset("verify", "core/pets:v1:val")
     assert result.exit_code == 0, result.output
-    assert (
-        result.stdout == "core/pets:v1:val: metadata of 4 samples checked; --data looks at their data too\n"
-    )
+    assert result.stdout == "core/pets:v1:val: metadata of 4 samples checked; --data also checks their data\n"
     result = dataset("verify", "core/pets", "--data")
     assert result.exit_code == 0, result.output
     assert "core/pets:v1:train: 10 samples checked with their data: 10 match their checksums" in (
@@ -129,7 +127,7 @@ def test_verify(dataset: Dataset, tree: Path) -> None:
     result = dataset("verify", "core/pets:v1", "--data")
     assert result.exit_code == 1
     assert "train, sample 3: " in result.stdout
-    assert "1 of 14 samples cannot be read as they should be" in result.output
+    assert "1 of 14 samples are damaged or missing" in result.output
 
 
 def test_a_version_that_cannot_be_read_does_not_hide_the_others(

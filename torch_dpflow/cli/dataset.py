@@ -34,7 +34,7 @@ from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 
 def version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
-    """A dataset with a version, without a variant."""
+    """Return a dataset with a version, without a variant."""
     if "=" in text:
         text = without_login(text)
         raise click.BadParameter(
@@ -50,7 +50,7 @@ def version_ref(context: click.Context, parameter: click.Parameter, text: str) -
 
 
 def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
-    """The name of an importer."""
+    """Return the name of an importer."""
     if text in IMPORTERS:
         return text
     raise click.BadParameter(
@@ -77,9 +77,9 @@ _import_options = with_options(
     click.option(
         "--checksum",
         type=click.Choice(["crc32", "sha256"]),
-        help="Read all data and keep its checksums; data that is copied into the store has them always.",
+        help="Read all data and store checksums; data that is copied into the store always has them.",
     ),
-    click.option("--description", default="", help="A line for people."),
+    click.option("--description", default="", help="Description, one line."),
     click.option("--restart", is_flag=True, help="Discard what an interrupted run has written."),
 )
 
@@ -103,9 +103,9 @@ def import_(
     description: str,
     **how: Any,
 ) -> None:
-    """Publish a version of a dataset from one source for each variant. The data stays where it is.
+    """Publish a version of a dataset from one source for each variant. The data is not moved.
 
-    Running the same command again continues an interrupted import.
+    Repeat the same command to continue an interrupted import.
 
     \b
     dpflow dataset import imagefolder core/imagenet:v1 train=/data/train val=/data/val
@@ -122,7 +122,7 @@ def import_(
 
 @dataset.command()
 @_import_options
-@click.option("--as", "version", help="The new version's name; the next number by default.")
+@click.option("--as", "version", help="Name of the new version; by default the next number.")
 @store_options
 def append(
     url: str,
@@ -135,7 +135,7 @@ def append(
     description: str,
     **how: Any,
 ) -> None:
-    """Publish a further version that has all samples of an older one, followed by new ones.
+    """Publish a new version with all samples of an older one, followed by new ones.
 
     \b
     dpflow dataset append imagefolder core/imagenet:v1 train=/data/more --as v2
@@ -175,7 +175,7 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
 @click.option("--sample", type=click.IntRange(min=0), help="Also show the metadata of this sample.")
 @store_options
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
-    """Show a version, the last one by default: variants, counts, checksums, source, and where its data is.
+    """Show a version, by default the last one: variants, counts, checksums, source, and location of its data.
 
     With --json, print the version's file as it is; with --sample too, the metadata of the sample.
     """
@@ -200,7 +200,7 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
 
 @dataset.command("verify")
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@click.option("--data", is_flag=True, help="Check every sample's object too, not only its metadata.")
+@click.option("--data", is_flag=True, help="Also check the object of every sample, not only its metadata.")
 @store_options
 def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool, as_json: bool) -> None:
     """Check that a version is complete: the metadata of its samples, and with --data the samples themselves.
@@ -223,7 +223,7 @@ def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool, as_
         total += len(stored)
         click.echo(checked_line(stored, compared, as_json=as_json))
     if bad:
-        raise click.ClickException(f"{bad} of {total} samples cannot be read as they should be")
+        raise click.ClickException(f"{bad} of {total} samples are damaged or missing")
 
 
 def _run(
@@ -269,12 +269,12 @@ def _only_variant(version: Dataset) -> str:
 
 
 _confirmed = click.option(
-    "--yes", is_flag=True, help="Remove it; without this the command only says what it would remove."
+    "--yes", is_flag=True, help="Remove it. Without this option the command only prints what it would remove."
 )
 
 
 def _unvaried(context: click.Context, parameter: click.Parameter, text: str | None) -> DatasetRef | None:
-    """A dataset or a version, without a variant; None if none is given."""
+    """Return a dataset or a version, without a variant; None if none is given."""
     target = None if text is None else DatasetRef.parse(text)
     if target is not None and target.variant is not None:
         raise OptionError(f"{text!r} names a variant; versions are removed and copied as a whole")
@@ -292,7 +292,7 @@ def _dataset_only(context: click.Context, parameter: click.Parameter, text: str 
 @click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref)
 @store_options
 def discard(url: str, storage_options: dict[str, Any], target: DatasetRef, as_json: bool) -> None:
-    """Remove what an unfinished import has written; its sources stay as they are."""
+    """Remove the files of an unfinished import; its sources are not changed."""
     store = DatasetStore(url, **storage_options)
     assert target.version is not None
     if target.version not in store.drafts(target.id):
@@ -308,7 +308,7 @@ def discard(url: str, storage_options: dict[str, Any], target: DatasetRef, as_js
 def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: bool, as_json: bool) -> None:
     """Remove a version, or a dataset with all versions and unfinished imports.
 
-    Data that other versions refer to stays, as does data that no import has written. This cannot be undone.
+    Data of other versions, and data that no import has written, stays. This cannot be undone.
     """
     store = DatasetStore(url, **storage_options)
     versions = store.versions(target.id)
@@ -357,7 +357,7 @@ def prune_(
 
 @dataset.command("copy")
 @click.argument("target", metavar="NAMESPACE/NAME[:VERSION]", callback=_unvaried)
-@click.option("--to", required=True, metavar="URL", help="The other store; one is made where there is none.")
+@click.option("--to", required=True, metavar="URL", help="The other store; created if it does not exist.")
 @click.option(
     "--to-option",
     "to_options",
@@ -377,13 +377,11 @@ def copy_(
 ) -> None:
     """Copy a version, the last one by default, to another store, and verify the copy before it is published.
 
-    Data in the dataset's directory is copied; data elsewhere stays, and the copy refers to it too. Running the same
-    command again continues an interrupted copy.
+    Data in the directory of the dataset is copied; other data stays where it is, and the copy refers to it. Repeat the
+    same command to continue an interrupted copy.
     """
     store, compared = DatasetStore(url, **storage_options), Compared()
-    store.load(
-        target.id, target.version
-    )  # first: no other store is created for a version that does not exist
+    store.load(target.id, target.version)  # first, so that no store is created for a missing version
     other = DatasetStore.create(to, **to_options)
     with copy_progress() as progress:
         copied = copy(store, target.id, target.version, other, progress=progress, compared=compared)

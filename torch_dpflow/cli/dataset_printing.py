@@ -1,4 +1,4 @@
-"""The output of `dpflow dataset`: tables, details and progress bars."""
+"""Output of `dpflow dataset`: tables, details and progress bars."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from torch_dpflow.errors import DatasetError
 
 
 def print_json(record: Dataset | SampleMeta) -> None:
-    """A version's file, or the metadata of a sample, on one line."""
+    """Print the file of a version, or the metadata of a sample, on one line."""
     click.echo(encode_file(record).decode())
 
 
 def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -> None:
-    """One line for each variant of each version."""
+    """Print one line for each variant of each version."""
     table = Table(box=None)
     for heading in ("dataset", "version", "variant", "published"):
         table.add_column(heading, overflow="fold")
@@ -48,7 +48,7 @@ def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -
 
 
 def print_version(variants: Sequence[StoredDataset], sample: SampleMeta | None) -> None:
-    """The metadata of a version, with some of its variants, and of a sample."""
+    """Print the metadata of a version with some of its variants, and of a sample."""
     dataset = variants[0].dataset
     click.echo(f"{dataset.id}:{dataset.version}  published {dataset.created}")
     if dataset.description:
@@ -70,7 +70,7 @@ def print_version(variants: Sequence[StoredDataset], sample: SampleMeta | None) 
 
 
 def _checksums_of(stored: StoredDataset) -> str:
-    """Whether the samples have checksums, in a few words."""
+    """Return in a few words whether the samples have checksums."""
     try:
         counts = checksums_in(stored)
     except (DatasetError, OSError) as error:
@@ -78,8 +78,8 @@ def _checksums_of(stored: StoredDataset) -> str:
     if not counts[""]:
         return f"{' and '.join(sorted(counts))} of every sample"
     if len(counts) == 1:
-        return "no checksums; --checksum at import reads all data and keeps them"
-    return f"checksums of {counts.total() - counts['']:,} of {counts.total():,} samples that were looked at"
+        return "no checksums; `import --checksum` reads all data and stores them"
+    return f"checksums of {counts.total() - counts['']:,} of {counts.total():,} checked samples"
 
 
 def problem_line(variant: str, problem: Problem, *, as_json: bool = False) -> str:
@@ -92,18 +92,18 @@ def problem_line(variant: str, problem: Problem, *, as_json: bool = False) -> st
 
 
 def checked_line(stored: StoredDataset, compared: Compared | None, *, as_json: bool) -> str:
-    """Describe on one line how far a check went; `compared=None` means that it read the metadata alone."""
+    """Describe a check on one line; with `compared=None` it read only metadata."""
     if as_json:
         counts = {} if compared is None else {"compared": asdict(compared)}
         return to_json({"checked": str(stored.ref), "samples": len(stored), **counts})
     if compared is not None:
         summary = _summary(compared) or "none is intact"
         return f"{stored.ref}: {len(stored)} samples checked with their data: {summary}"
-    return f"{stored.ref}: metadata of {len(stored)} samples checked; --data looks at their data too"
+    return f"{stored.ref}: metadata of {len(stored)} samples checked; --data also checks their data"
 
 
 def copied_lines(copied: Dataset, url: str, compared: Compared) -> Iterator[str]:
-    """The result of a copy: what was compared, and which data stays where it is."""
+    """Return the result of a copy: what was compared, and which data was not copied."""
     for name, variant in copied.variants.items():
         where = f"; data stays at {variant.data}" if "://" in variant.data else ""
         yield f"{copied.id}:{copied.version}:{name}: {variant.samples} samples copied to {url}{where}"
@@ -115,14 +115,14 @@ def _summary(compared: Compared) -> str:
     well = (
         (compared.checksums, "match their checksums"),
         (compared.sizes, "have no checksum, only their size was compared"),
-        (compared.presence, "have neither, they are there"),
+        (compared.presence, "have neither, but exist"),
     )
     return "; ".join(f"{samples} {what}" for samples, what in well if samples)
 
 
 @contextmanager
 def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int], None]]:
-    """A bar for an import, on stderr; it has a total once the importer knows it."""
+    """Show a bar for an import on stderr, with a total once known."""
     with _bar() as bar:
         task = bar.add_task(variant, total=None)
         yield lambda samples: bar.update(task, completed=samples, total=importer.total())
@@ -131,7 +131,7 @@ def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int]
 
 @contextmanager
 def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for a check, on stderr."""
+    """Show a bar for a check on stderr."""
     with _bar() as bar:
         task = bar.add_task(variant, total=total)
         yield lambda samples: bar.update(task, completed=samples)
@@ -147,7 +147,7 @@ def preload_progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
 
 @contextmanager
 def copy_progress() -> Iterator[Callable[[str, int], None]]:
-    """A bar for each variant that is copied, on stderr."""
+    """Show a bar for each copied variant on stderr."""
     tasks: dict[str, TaskID] = {}
     with _bar() as bar:
 
