@@ -155,7 +155,7 @@ def test_a_start_that_hangs_holds_up_no_other_and_is_stopped_whenever_it_lands(m
     wait(lambda: ("a", "ref of a") in launcher.made_of("stop"), what="the stop of what was started so late")
     platform.close()
     assert launcher.there == {}
-    ends = [outcome.name for outcome in platform._news if isinstance(outcome, Ended)]
+    ends = [outcome.name for outcome in platform._events if isinstance(outcome, Ended)]
     assert ends.count("b") == 1
     assert "a" not in ends, "it was told before"
 
