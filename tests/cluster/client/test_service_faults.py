@@ -111,7 +111,7 @@ def test_a_job_says_why_nothing_is_loaded_and_waits_for_workers_that_are_lost_as
             eventually(lambda: service.calls["heartbeat"] >= HEARTBEATS, what="its heartbeats, as it waits")
             service.faults["fetch"] = 0
             assert list(batches) == [[0, 1], [2, 3], [4, 5]]
-    limit = "and goes on for up to reconnect_timeout_s=0.5 s in all: " if ends else ""
+    limit = "and continues for up to reconnect_timeout_s=0.5 s in all: " if ends else ""
     assert re.search(f"has waited for [0-9]+ s(, |: ){limit}0 of 2 workers run, limited by", caplog.text)
 
 

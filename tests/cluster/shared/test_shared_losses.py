@@ -130,7 +130,7 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
     assert "flow 'images', job 'one': has waited for 3 s" in wait
     assert "reconnect_timeout_s=9 s" in wait
     assert wait.endswith("rank 1 has not begun to read")
-    assert "goes on after 3 s" in end
+    assert "continues after 3 s" in end
 
 
 def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:

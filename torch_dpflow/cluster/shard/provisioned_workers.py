@@ -354,7 +354,7 @@ class ProvisionedWorkers:
         try:
             remote = self._connected()
         except Exception as error:
-            text = f"platform {self._members.name!r} starts no worker for {self._service.id}: {error}"
+            text = f"no worker can be had of platform {self._members.name!r} for {self._service.id}: {error}"
             if isinstance(error, PortsInUseError):
                 text += (
                     "; end what listens there, reduce the shards by `dpflow flow scale`, or start `dpflow up` with "

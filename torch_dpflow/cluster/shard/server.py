@@ -1,7 +1,6 @@
 """A shard of a shared flow: its sample cache, its workers, and the jobs that read (thesis 4.3.4, figure 4-11).
 
-This shard and the private shard of one loader drive their workers by the same `Shard`; there a task is a batch, here a
-sample.
+A task is one sample here, and one batch in the private shard of a loader.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class SampleShard:
         spec: the flow.
         settings: its share of the flow's workers and memory.
         token: of the node that starts its workers.
-        end_worker: as `end` of `ShardWorkers`.
+        end_worker: `end` of `ShardWorkers`.
     """
 
     def __init__(
@@ -95,22 +94,22 @@ class SampleShard:
         self._open: dict[str, set[int]] = {}
         self._range = RangeAssignment(0, 0, spec.size)
         self._has_owned = False
-        #: Since when it owns no keys any more, seconds.
+        #: When it lost its last keys, seconds.
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
         self._calls: dict[RequestId, IncomingCall] = {}
-        #: When those may be answered with the reason for which nothing is loaded, at the earliest.
+        #: Earliest time at which waiting calls are answered with the reason why nothing is loaded.
         self._report_at = 0.0
         #: The key of each load in progress, and the keys whose last load was poisoned.
         self._keys: dict[int, int] = {}
         self._poisoned: set[int] = set()
         self._served = self._served_bytes = 0
-        #: Samples that jobs have asked for; seconds in which jobs' fetches waited for loads, counted until.
+        #: Samples that jobs have requested; seconds in which their fetches waited for loads, counted until.
         self._requested = 0
         self._late_s, self._counted_at = 0.0, clock()
         self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
         self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
-        #: For how long samples were on their way to jobs, as of the latest status, seconds.
+        #: For how long samples were in transit to jobs, as of the latest status, seconds.
         self._link, self._link_s = LinkTime.of(self.server.address), 0.0
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
@@ -131,7 +130,7 @@ class SampleShard:
         self._report_outage(now)
 
     def _report_outage(self, now: float) -> None:
-        """Answer the fetches that wait while no worker works with the reason; jobs log it, and fetch again."""
+        """Answer waiting fetches with the reason while no worker works; jobs log it, and fetch again."""
         if self._calls and now >= self._report_at and (outage := self._workers.outage()) is not None:
             self._report_at = now + OUTAGE_S
             calls, self._calls = self._calls, {}
@@ -145,9 +144,9 @@ class SampleShard:
         self._apply(self._cache.resize(settings.memory_bytes))
 
     def serve_remote(self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]) -> None:
-        """Have workers that connect to another listener. In the server's thread, once.
+        """Use remote workers, which connect to another listener. In the server's thread, once.
 
-        serve: as `serve_remote` of the demultiplexer; called when one of the descriptors is readable.
+        serve: `serve_remote` of the demultiplexer; called when one of the descriptors is readable.
         """
         for descriptor in descriptors:
             self._listener.watch(descriptor)
@@ -170,15 +169,15 @@ class SampleShard:
         return self._cache.cache_samples
 
     def assign(self, range_: RangeAssignment) -> None:
-        """Own these keys from now on, by order of the router. In the server's thread.
+        """Own these keys from now on, as the router has assigned them. In the server's thread.
 
         Pending requests for keys that other shards own now are answered at once, without a sample: jobs request
-        them from those.
+        them from those shards.
         """
         if not range_.retired:
             self._retired_at = None
         elif self._retired_at is None:
-            if self._has_owned:  # a new one may register before its router expects it
+            if self._has_owned:  # a new shard may register before its router expects it
                 SERVICE.info("shard retired; it owns no keys any more and ends once its jobs have left")
             self._retired_at = self._clock()
         if range_.generation <= self._range.generation:
@@ -193,7 +192,7 @@ class SampleShard:
             self._apply(self._cache.release(job, foreign))
 
     def lookahead_requests(self) -> list[LookaheadRequest]:
-        """The lookaheads to request from the router now. In the server's thread."""
+        """Return the lookaheads to request from the router now. In the server's thread."""
         return self._lookaheads.requests()
 
     def take_lookahead(
@@ -205,7 +204,7 @@ class SampleShard:
             self._cache.hint(request.job, lookahead, weight=answer.weight)
 
     def status(self) -> dict[str, Any]:
-        """Figures for the coordinator and for people."""
+        """Return figures for the coordinator and for people."""
         cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {
@@ -224,11 +223,11 @@ class SampleShard:
 
     @property
     def _owned(self) -> int:
-        """How many keys the router has assigned to it."""
+        """Number of keys that the router has assigned to it."""
         return self._range.end - self._range.first if self._range.generation else 0
 
     def _is_drained(self) -> bool:
-        """Whether it owns no keys and no job reads from it."""
+        """Return whether it owns no keys and no job reads from it."""
         since = self._retired_at
         return since is not None and (not self._jobs.members or self._clock() - since > LINGER_S)
 
@@ -247,7 +246,7 @@ class SampleShard:
         return LATER
 
     def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
-        """Answer a call with these as soon as they are loaded. Raises UsageError if its job has not requested them."""
+        """Answer a call with these tickets once they are loaded. UsageError if its job has not requested them."""
         ask: Ask = call.body
         request = next(self._requests)
         self._calls[request] = call
@@ -266,7 +265,7 @@ class SampleShard:
             )
         if ask.ahead > len(ask.tickets):
             raise UsageError(
-                f"{ask.ahead} of {len(ask.tickets)} samples are not waited for: no more than all can be"
+                f"ahead={ask.ahead}: at most {len(ask.tickets)}, the number of requested samples, are allowed"
             )
         if ask.keys and max(ask.keys) >= self._spec.size:
             raise UsageError(
@@ -282,7 +281,7 @@ class SampleShard:
         opened.difference_update(ask.taken)
         self._apply(self._cache.release(job, ask.taken))
         if len(opened) + len(ask.tickets) > MAX_WANTS:
-            raise OverloadedError(f"job {job!r} has asked for {len(opened)} samples; {MAX_WANTS} are allowed")
+            raise OverloadedError(f"job {job!r} has requested {len(opened)} samples; {MAX_WANTS} are allowed")
 
     def _want(self, ask: Ask) -> list[CacheInstruction]:
         job = ask.job.name
@@ -293,7 +292,7 @@ class SampleShard:
             out = self._cache.want(job, wants, ask.draw, counts=counts)
         else:
             out = self._cache.want(job, wants, ask.draw or 0, counts=counts)
-        # Last: a refused request would count against the job's limit for as long as it lives.
+        # Last: a rejected request would count against the job's limit for as long as it lives.
         opened = self._open[job]
         self._requested -= len(opened)
         opened.update(ask.tickets)
@@ -318,7 +317,7 @@ class SampleShard:
         """Renew a job's lease, or grant it one and add the job."""
         self._check_flow(job)
         if job.name not in self._open and len(self._open) >= MAX_JOBS:
-            raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most there may be")
+            raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most that are allowed")
         for change in self._jobs.handle(RenewLease(job.name, job.generation, self._clock())):
             match change:
                 case Stale(newest=newest):
@@ -333,7 +332,7 @@ class SampleShard:
                     self._open[job.name] = set()
 
     def _check_flow(self, job: JobId) -> None:
-        # A service of another flow may listen at this address after the one that the job knew has ended.
+        # A service of another flow may listen at this address after the job's own shard has ended.
         if job.flow != self._spec.instance:
             raise StaleRoutingError(
                 f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}"
@@ -366,7 +365,7 @@ class SampleShard:
     def _answer_poisoned(self, poisoned: int) -> None:
         """Answer each fetch that waits for this sample with it alone.
 
-        Its batch is lost anyway, and if the other samples kill workers too, finding that out costs three each.
+        Its batch is lost in any case, and if the other samples end workers too, each would cost three more.
         """
         for request, call in list(self._calls.items()):
             tickets = _tickets_of(call.body, {poisoned})
@@ -382,7 +381,7 @@ class SampleShard:
             match instruction:
                 case Serve(request, samples):
                     call = self._calls.pop(request, None)
-                    if call is not None:  # else it has been answered with a poisoned sample
+                    if call is not None:  # otherwise it has been answered with a poisoned sample
                         self._serve(call, samples)
                 case Cancel(cancelled):
                     self._workers.cancel(cancelled)
@@ -402,7 +401,7 @@ class SampleShard:
             frames += payload.frames
             self._served_bytes += payload.nbytes
         self._served += len(answer.samples)
-        # In each answer, so that a job that ends before its first heartbeat has them too.
+        # In each answer, so that a job that ends before its first heartbeat also has them.
         answer.served, answer.decodes = self._served, self._workers.decodes
         call.answer(answer, frames)
 
@@ -428,5 +427,5 @@ def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
 
 
 def _concurrency(settings: ShardSettings) -> int:
-    """How many loads may be in progress: those that the workers hold, and as many that are queued."""
+    """Return how many loads may be in progress: those that the workers hold, and as many that are queued."""
     return 2 * WINDOW * max(1, settings.workers)

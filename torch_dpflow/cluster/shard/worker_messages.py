@@ -18,10 +18,10 @@ _BURST = 64
 
 
 class WorkerDemultiplexer:
-    """A listener that handles the messages of workers itself and returns all others.
+    """Listener of a shard that handles the messages of workers itself and returns all others.
 
-    A worker's identity ends with the node's token. What a worker reports as loaded is believed, so only a process that
-    the node has started counts as one; everybody else is a client of the RPC server.
+    A worker's identity ends with the node's token. A shard trusts the results of workers, so only a process that the
+    node has started counts as one; every other peer is a client of the RPC server.
 
     Args:
         listener: the socket; closed with the demultiplexer.
@@ -30,8 +30,7 @@ class WorkerDemultiplexer:
     """
 
     losses = 0
-    #: Receives what members of a platform have sent to their own listener; whether there may be more. None: there is no
-    #: such listener.
+    #: Handles messages at the listener of remote workers; returns whether there may be more. None: no such listener.
     serve_remote: Callable[[], bool] | None = None
 
     def __init__(
@@ -44,7 +43,7 @@ class WorkerDemultiplexer:
         self.dropped = 0
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """The next message that is not a worker's; None also after messages of workers."""
+        """Return the next message that is not a worker's; None also after messages of workers."""
         if self.serve_remote is not None and self.serve_remote():
             timeout_s = 0
         for _ in range(_BURST):
@@ -79,7 +78,7 @@ class WorkerDemultiplexer:
 
 @dataclass(frozen=True, slots=True)
 class DetachedPayload:
-    """One encoded payload in this process's memory. Its frames may be sent any number of times."""
+    """An encoded payload in this process's memory. Its frames may be sent any number of times."""
 
     #: SAMPLE, FAILED, POISONED or WORKERLESS.
     kind: int
@@ -99,7 +98,7 @@ class DetachedPayload:
         return self.kind == SAMPLE
 
     def header(self, ticket: int) -> ServedSample:
-        """Its header in the answer to this ticket."""
+        """Return its header in the answer to this ticket."""
         return ServedSample(ticket, self.kind, self.table)
 
 
@@ -130,7 +129,7 @@ def detach(
 
 
 def text_payload(kind: int, text: str) -> DetachedPayload:
-    """A text of the service itself as a payload."""
+    """Return a text of the service itself as a payload."""
     data = text.encode()
     return DetachedPayload(kind, PayloadTable(1, (), BufferSpan(0, 0, len(data)), ()), [data], len(data))
 

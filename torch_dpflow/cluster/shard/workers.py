@@ -33,35 +33,34 @@ from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
 from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import Shard
 
-#: Tasks that a worker holds: those whose results travel in one message, and some to run meanwhile. Half of what
-#: torch's loader queues for a worker, with batches of 16.
+#: Tasks that a worker holds: those whose results are sent in one message, and some to run meanwhile. This is half of
+#: what torch's loader queues for a worker, with batches of 16.
 WINDOW = 16
 #: Samples fail once so many workers more than the shard has have ended before they were ready.
 FALSE_STARTS = 2
-#: No worker is started for so long after a fleet has failed, seconds; then the next sample has them tried again.
+#: How long no worker is started after a fleet has failed, seconds; the next sample then tries again.
 RETRY_S = 30.0
-#: A worker that has run one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
-#: may be frozen, which its node notices only after `node.LEASE_S`.
+#: Time after which others overtake a worker that runs one sample for much longer than usual, seconds: it may be
+#: frozen, which its node notices only after `node.LEASE_S`.
 OVERTAKE_S = 1.0
-#: Jobs that wait get the reason once no worker has worked for so long, and as often again, seconds.
+#: Time without a working worker after which waiting jobs get the reason, and the interval of repetitions, seconds.
 OUTAGE_S = 3.0
-#: What may limit a platform's workers that is awaited however long it takes, as of `start_limits.LIMITED_BY`.
+#: Limits of a platform, of `start_limits.LIMITED_BY`, for which jobs wait without a time limit.
 AWAITED = ("quota", "throttling")
 
 
 @dataclass
 class _FlowWorker:
-    #: Which of the processes that have had its number.
     incarnation: int
     #: Of its shared memory; None if that cannot be read here.
     reader: ArenaReader | None
-    #: Where it records which task it runs; None if it does not, or that cannot be read.
+    #: Record of the task that it runs; None if there is none, or it cannot be read.
     running: RunningTaskReader | None
-    #: Whether this process sees its end: it shares memory, and the kernel has pidfds.
+    #: Whether this process detects its end: it shares memory, and the kernel has pidfds.
     is_watched: bool = False
-    #: Whether its node has been asked to kill it.
+    #: Whether its end has been requested.
     is_ending: bool = False
-    #: How many samples it has loaded.
+    #: Number of samples that it has loaded.
     samples: int = 0
 
 
@@ -69,30 +68,30 @@ class WorkerFleet(Protocol):
     """Workers that a platform runs for this shard."""
 
     def resize(self, workers: int) -> None:
-        """Have so many workers."""
+        """Set the number of workers."""
 
     def rest(self) -> None:
-        """Have no workers, for the time being."""
+        """End all workers until `resume`."""
 
     def resume(self) -> None:
-        """Have workers again."""
+        """Start workers again."""
 
     @property
     def shortage(self) -> tuple[str, str]:
-        """What limits the workers, as of `Fleet`, and the details for people; empty: nothing that is known."""
+        """The limit of the workers, as of `Fleet`, and the details; empty: none is known."""
 
 
 class ShardWorkers:
-    """Has samples loaded by the workers that greet this shard. Their node, or a platform, starts and restarts them.
+    """The workers that connect to a shard, and the loads that they run. Their node, or a platform, starts them.
 
     Args:
         listener: where workers connect; the caller receives, and passes messages of workers to `on_message`.
         content: the digest of what they load; workers fetch it themselves.
-        workers: how many there are to be.
+        workers: the intended number of workers.
         loaded: called by `flush` with the number and the payload of each finished load.
         end: called with the number and incarnation of a worker that is to be killed.
         task_timeout_s: as of `FlowSpec`.
-        clock: seconds; should stand still while this process is suspended, which is not the workers' fault.
+        clock: seconds; should stand still while this process is suspended, so that workers are not blamed for that.
     """
 
     def __init__(
@@ -115,98 +114,97 @@ class ShardWorkers:
         )
         self._task_timeout_s = task_timeout_s
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
-        #: How many there are to be; part of the answer to a greeting.
+        #: The intended number of workers; part of the answer to a handshake.
         self._expected = workers
-        #: Tells this shard from the ones before and after it, for workers.
+        #: Distinguishes this shard from earlier and later ones, for workers.
         self._id = secrets.token_bytes(SHARD_ID_BYTES)
         self._content = content
         self._end = end
-        #: Of workers that a platform runs; None: the node does.
+        #: Remote workers; None: the node runs the workers.
         self._fleet: WorkerFleet | None = None
-        #: Since when none works, None while one does; and whether one ever has.
+        #: When the last worker stopped working, None while one works; and whether one ever has.
         self._none_since: float | None = clock()
         self._has_worked = False
-        #: Why there will be no workers, and until when; empty: there will.
+        #: Why no workers are started, and until when; empty: they are.
         self._failure, self._failed_until = "", 0.0
         self._clock = clock
         self._loaded = loaded
         self._workers: dict[int, _FlowWorker] = {}
         self._arrived: list[tuple[int, DetachedPayload]] = []
-        #: Loads of which only the per-draw stages run, and how many have finished: they decode nothing.
+        #: Loads that run only the per-draw stage, and how many have finished: they decode nothing.
         self._draws: set[int] = set()
         self._draws_done = 0
-        #: How many workers have ended before they were ready, since the last one that was.
+        #: How many workers have ended before they were ready, since the last one that was, and how the latest ended.
         self._false_starts = 0
-        #: How the latest worker of a platform has ended; empty: none has.
-        self._last_end = ""
-        #: How the last of them has ended, where that is known.
         self._last_false_start = ""
+        #: How the latest remote worker has ended; empty: none has.
+        self._last_end = ""
         self._peers = ArenaPeers()
-        #: Seconds in which there were workers, and in which they had tasks, all of them together; counted until.
+        #: Sums over workers of the seconds in which they were there, and in which they had tasks; counted until.
         self._worker_s = self._busy_s = 0.0
         self._counted_at = clock()
-        #: The newest incarnation that has greeted, by number.
+        #: The newest incarnation that has connected, by number.
         self._newest: dict[int, int] = {}
 
     def use_fleet(self, fleet: WorkerFleet) -> None:
-        """Have workers of a platform from now on."""
+        """Use remote workers from now on."""
         self._fleet = fleet
 
     def connect_at(self, listener: Listener) -> None:
-        """Workers connect to this listener from now on; none has."""
+        """Set the listener to which workers connect; none has connected."""
         self._shard.listener = listener
 
     @property
     def expected(self) -> int:
-        """How many there are to be."""
+        """The intended number of workers."""
         return self._expected
 
     def resize(self, workers: int) -> None:
-        """Set how many there are to be."""
+        """Set the intended number of workers."""
         self._expected = workers
         self._has_worked = self._has_worked and workers > 0
-        self._false_starts = 0  # some may have ended because fewer are to be
+        self._false_starts = 0  # some may have ended because of a smaller number
         if self._fleet is not None and not self._failure:
             self._fleet.resize(workers)
 
     @property
     def unwatched(self) -> dict[int, int]:
-        """The incarnations of workers whose end this process cannot see, by number: report it by `ended`."""
+        """Incarnations of workers whose end this process cannot detect, by number: report it by `ended`."""
         return {
             number: worker.incarnation for number, worker in self._workers.items() if not worker.is_watched
         }
 
     def ended(self, number: int, incarnation: int) -> None:
-        """A worker has ended, or has been replaced."""
+        """Report that a worker has ended, or has been replaced."""
         worker = self._workers.get(number)
         if worker is not None and worker.incarnation == incarnation:
             self._lose(number, worker)
 
     def lost(self, number: int, how: str, *, may_blame: bool) -> None:
-        """A worker of a platform has ended or does not answer.
+        """Report that a remote worker has ended or does not answer.
 
-        how: empty: it was sent away. may_blame: its sample may be the reason.
+        how: empty: it was ended on purpose. may_blame: whether its sample may be the cause.
         """
         worker = self._workers.get(number)
         if worker is not None:
             self._lose(number, worker, how, may_blame=may_blame)
 
     def samples_of(self, number: int) -> int:
-        """How many samples a worker has loaded."""
+        """Return how many samples a worker has loaded."""
         worker = self._workers.get(number)
         return 0 if worker is None else worker.samples
 
     def set_window(self, number: int, window: int) -> None:
-        """Have a worker hold so many tasks."""
+        """Set how many tasks a worker holds."""
         self._shard.set_window(number, window)
 
     def fail(self, text: str) -> None:
-        """No worker is started for some time: while none is there, fail all samples."""
+        """Start no worker for some time, and fail all samples while there is none."""
         self._failure, self._failed_until = text, self._clock() + RETRY_S
         SERVICE.error("no more workers: %s", text)
 
     def load(self, loads: Sequence[Load]) -> None:
-        """Queue these loads, in this order."""
+        """Queue loads, in this order."""
         if self._failure and not self._may_load():
             self._arrived += [(one.load, text_payload(WORKERLESS, self._failure)) for one in loads]
             return
@@ -215,7 +213,7 @@ class ShardWorkers:
         self._shard.submit(tasks)
 
     def cancel(self, loads: Sequence[int]) -> None:
-        """Cancel these loads."""
+        """Cancel loads."""
         self._draws.difference_update(loads)
         self._shard.cancel(loads)
 
@@ -224,7 +222,7 @@ class ShardWorkers:
         self._shard.on_message(peer, frames)
 
     def flush(self) -> None:
-        """Report what has been loaded since the last call."""
+        """Report the loads that have finished since the last call."""
         while self._arrived:
             arrived, self._arrived = self._arrived, []
             self._loaded(arrived)
@@ -242,16 +240,16 @@ class ShardWorkers:
             self._none_since, self._has_worked = None, True
         elif self._none_since is None:
             self._none_since = now
-        self._give_up_unless_workers_start()
+        self._check_false_starts()
         if self._failure and self._none_works():
             self._abandon(self._failure)
         self._shard.check_timeouts()
 
     def outage(self) -> RecoverableError | None:
-        """Why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
+        """Return why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
 
-        Room that a platform gives to others is awaited, like workers that start. Workers that are gone for another
-        reason count as a part of the cluster that is away.
+        Jobs wait without a time limit for workers that start, and for a platform that is short of capacity. Workers
+        that are gone for another reason count as a part of the cluster that is away.
         """
         if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:
             return None
@@ -267,7 +265,7 @@ class ShardWorkers:
         return counters.delivered + counters.duplicates - self._draws_done
 
     def figures(self) -> dict[str, float]:
-        """Counts for people and for the coordinator."""
+        """Return figures for the coordinator and for people."""
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),
@@ -284,7 +282,7 @@ class ShardWorkers:
         }
 
     def _may_load(self) -> bool:
-        """After a failure: whether there is a worker, or it is time to try again."""
+        """Return, after a failure, whether there is a worker, or it is time to try again."""
         assert self._fleet is not None
         if self._clock() < self._failed_until:
             return not self._none_works()
@@ -294,23 +292,22 @@ class ShardWorkers:
 
     def _lose(self, number: int, worker: _FlowWorker, how: str = "", *, may_blame: bool = True) -> None:
         was_sent_away = self._fleet is not None and not how
-        # Of a worker of its own its node knows whether that was planned, and warns if not.
+        # The node knows whether the end of its own worker was planned, and warns if not.
         log = SERVICE.warning if how else SERVICE.info
         text = "worker ended (incarnation %d%s); its samples are requeued"
         log(text, worker.incarnation, f": {how}" if how else "", extra={"worker": number})
         self._last_end = how or self._last_end
         self._remove(number)
-        may_blame = (
-            may_blame and number < self._expected
-        )  # else its node has ended it, of which there are fewer now
+        # Beyond the intended number, its node has ended it.
+        may_blame = may_blame and number < self._expected
         if not was_sent_away and number < self._expected and self._shard.is_starting(number):
             self._false_starts += 1
             self._last_false_start = how
         at = None if worker.running is None else worker.running.tasks()
         self._shard.on_worker_lost(number, at if may_blame else ())
 
-    def _give_up_unless_workers_start(self) -> None:
-        """Fail all samples if user code kills or blocks every worker at its start."""
+    def _check_false_starts(self) -> None:
+        """Fail all samples if user code ends or blocks every worker at its start."""
         if not self._false_starts:
             return
         if not self._none_works():
@@ -351,15 +348,15 @@ class ShardWorkers:
         if before is not None and before.incarnation != handshake.incarnation:
             self._lose(handshake.worker, before)  # its end has not been seen yet
         self._remove(handshake.worker)
-        # The pid that a worker states is believed only once its shared memory has proved it: on another host, or in
-        # another pid namespace, it belongs to somebody else.
+        # The pid that a worker reports counts only once its shared memory has proved it: on another host, or in
+        # another pid namespace, it belongs to another process.
         reader = ArenaReader(handshake.pid)
         shares = handshake.probe is not None and reader.probe(handshake.probe)
         worker = _FlowWorker(handshake.incarnation, None, None)
         if shares:
             worker.running = RunningTaskReader.open(reader, handshake.running)
             worker.reader = reader
-            # Of a member its platform tells, after what it had sent was received.
+            # The platform reports the end of a remote worker, after its last messages were received.
             worker.is_watched = self._fleet is None and self._peers.watch(handshake.worker, handshake.pid)
         self._workers[handshake.worker], self._newest[handshake.worker] = worker, handshake.incarnation
         return shares
@@ -397,11 +394,11 @@ class ShardWorkers:
             text += f", {late} of them by taking longer than task_timeout_s={self._task_timeout_s:g} s"
         if self._last_end:
             text += f"; the last worker that ended {self._last_end}"
-        # Of other workers only the node learns how a process ended; it logs that.
+        # Only the node learns how its own workers ended, and logs it.
         self._arrived.append((task, text_payload(POISONED, f"{text}; the cluster's log says how each ended")))
 
     def starved(self) -> None:
-        """Ignored: jobs ask for samples."""
+        """Do nothing: jobs request samples."""
 
     def failed(self, worker: int) -> None:
         known = self._workers.get(worker)
