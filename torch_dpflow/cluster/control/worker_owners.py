@@ -1,11 +1,10 @@
-"""Which shard has which members of a cluster, as its provisioner knows it: pure.
+"""Ownership of a cluster's remote workers by its shards, for the provisioner. Pure.
 
-A shard's fleet decides about its members, and names each of them before it asks for it; the provisioner has the name
-before it asks the platform. So each of the two can be killed and the other still knows all names; what neither knows,
-as after the death of both, is a stray.
+A shard's fleet names each worker before it requests it, and the provisioner has the name before it calls the platform.
+If either dies, the other still has all names. A worker that neither knows, as after the death of both, is a stray.
 
-A shard that attaches under a higher incarnation has lost the members of the one before, which nobody can use: their
-keys were at that one. So has one that is silent for as long as its members would wait for it.
+A shard that attaches under a higher incarnation has lost the workers of the earlier one, which had their keys. A shard
+loses its workers also if it is silent for as long as they would wait for it.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError,
 from torch_dpflow.ipc.messages.errors import StaleShardError
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
 
-#: A shard that is silent for so long has no members any more, seconds: nobody answers them, so they leave.
+#: Silence after which a shard has lost its workers, seconds: they have ended, as it does not answer them.
 SILENT_S = 30.0
-#: After how long to ask again for a member where there are as many as there may be, seconds.
+#: Pause before a start that exceeds the limit is repeated, seconds.
 AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
 class _Owner:
     incarnation: int
-    #: When it was last heard.
+    #: When it last called.
     heard: float
-    #: Not told to it yet, and how many were told before.
+    #: Outcomes that it has not received, and how many it has received before.
     news: list[Outcome] = field(default_factory=list)
     seen: int = 0
 
 
 class WorkerOwners:
-    """The members of all shards. Not thread-safe. All times are seconds.
+    """The remote workers of all shards. Not thread-safe. All times are seconds.
 
     Args:
-        prefix: of the names of all members of the cluster.
-        workers: how many the cluster may have; a tenth more, or one, may be there while they are replaced.
+        prefix: of the names of all remote workers of the cluster.
+        workers: how many the cluster may have; a tenth more, at least one, are allowed while workers are replaced.
     """
 
     def __init__(self, prefix: str, workers: int) -> None:
         self._prefix = prefix
         self._workers = workers
-        #: How many members there may be.
+        #: Largest number of workers.
         self.most = workers + max(1, workers // 10)
         self._owners: dict[str, _Owner] = {}
-        #: The shard of each member that is not gone; None: nobody's, and to be ended at the time in `_doomed`.
+        #: The shard of each worker that is not gone; None: none, and it is to be ended at the time in `_doomed`.
         self._members: dict[str, str | None] = {}
         self._doomed: dict[str, float] = {}
 
@@ -56,13 +55,13 @@ class WorkerOwners:
         return len(self._members)
 
     def limit(self, most: int | None) -> None:
-        """The platform allows no more than this, if it says so."""
+        """Apply the platform's limit, if it has one."""
         self.most = self.most if most is None else min(self.most, most)
 
     def attach(self, shard: str, incarnation: int, names: Iterable[str], now: float) -> int:
-        """A shard begins, or comes back, with these members; how much news it has had.
+        """Attach a shard with these workers; return how many outcomes it has received.
 
-        Raises StaleShardError if it has been replaced, UsageError if a name is none of its own.
+        Raises StaleShardError if it has been replaced, UsageError if a name is not one of its own.
         """
         owner = self._owners.get(shard)
         if owner is not None and owner.incarnation > incarnation:
@@ -80,7 +79,7 @@ class WorkerOwners:
         return owner.seen
 
     def hears(self, shard: str, incarnation: int, now: float) -> bool:
-        """A shard has called; whether it has attached."""
+        """Record a call of a shard; return whether it has attached."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return False
@@ -88,7 +87,7 @@ class WorkerOwners:
         return True
 
     def start(self, shard: str, name: str) -> bool:
-        """A shard wants this member; whether to start it. If not, it has been started or the shard has news why not."""
+        """Return whether to start a worker. If not, it has been started, or an outcome tells the shard the reason."""
         if name in self._members:
             if self._members[name] is None:
                 self._owners[shard].news.append(Refused(name, UnavailableError(f"{name} is being ended")))
@@ -100,8 +99,8 @@ class WorkerOwners:
             return False
         if len(self._members) >= self.most:
             text = (
-                f"{name} waits: the cluster has {len(self._members)} workers, and may have {self._workers} and some "
-                "more while they are replaced"
+                f"{name} waits: the cluster has {len(self._members)} workers; {self._workers} are allowed, and some "
+                "more while workers are replaced"
             )
             self._owners[shard].news.append(Refused(name, ThrottledError(text, AGAIN_S)))
             return False
@@ -109,11 +108,11 @@ class WorkerOwners:
         return True
 
     def has(self, shard: str, name: str) -> bool:
-        """Whether this member is the shard's."""
+        """Return whether this worker is the shard's."""
         return self._members.get(name) == shard
 
     def note(self, outcome: Outcome) -> None:
-        """The platform has told this."""
+        """Record an outcome of the platform."""
         shard = self._members.get(outcome.name)
         if isinstance(outcome, Refused | Ended):
             self._members.pop(outcome.name, None)
@@ -122,7 +121,7 @@ class WorkerOwners:
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
-        """What is new to a shard that has had so much, and how much it will have had then."""
+        """Return the outcomes that follow the first `seen` of a shard, and their count with these."""
         owner = self._owners[shard]
         had = min(max(0, seen - owner.seen), len(owner.news))
         del owner.news[:had]
@@ -131,7 +130,7 @@ class WorkerOwners:
         return owner.seen + len(told), told
 
     def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
-        """A shard ends; its members, which are to be ended at that time unless they are gone."""
+        """Detach a shard that ends; return its workers, which are to be ended at `end_at` unless they are gone."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return []
@@ -139,7 +138,7 @@ class WorkerOwners:
         return self._doom(shard, end_at)
 
     def to_end(self, now: float) -> list[str]:
-        """Members that are to be ended now; each is told once."""
+        """Return workers that are to be ended now, each once."""
         for shard, owner in [*self._owners.items()]:
             if now - owner.heard >= SILENT_S:
                 del self._owners[shard]

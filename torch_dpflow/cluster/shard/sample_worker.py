@@ -42,36 +42,34 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.workers.batches import unpicklable_failure
 from torch_dpflow.workers.process_control import exit_with, use_sched_batch
 
-#: Most shared memory that a worker takes to hand over its samples, bytes.
+#: Most shared memory that a worker uses for its results, bytes.
 SHARED_MEMORY_BYTES = 64 << 20
-#: How long a worker waits for its shard's answer before it repeats its hello, seconds.
-HELLO_S = 1.0
+#: How long a worker waits for its shard's answer before it repeats its handshake, seconds.
+HANDSHAKE_S = 1.0
 #: How often a worker that has tasks polls its socket, seconds. Polling after every sample took 3% of its time, and new
 #: or revoked tasks can wait half as long as a result may.
 LOOK_S = 0.03
-#: How long a worker that cannot watch its shard's process is idle before it repeats its hello, in case its shard was
-#: replaced, seconds.
+#: How long a worker that cannot watch its shard's process is idle before it repeats its handshake, as its shard may
+#: have been replaced, seconds.
 IDLE_S = 10.0
-#: A worker whose hellos have not been answered for so long ends, seconds: its shard may listen elsewhere by now, and
-#: the worker that is started in its place asks where.
+#: A worker whose handshakes have not been answered for so long ends, seconds: its shard may listen elsewhere by now,
+#: and the worker that is started in its place locates it.
 SILENCE_S = 120.0
 
 
 class SampleWorker:
-    """Holds a window of its shard's tasks and loads the oldest.
-
-    A member of a platform has another connection, which sees to it that its shard answers.
+    """Worker that holds some of its shard's tasks and loads the oldest.
 
     Args:
         content: opens the content with a digest; calls its second argument repeatedly while it fetches it.
-        up: called when the content is there.
-        outbox: sends its results; None: as they are.
-        directory: removed where it ends with its shard.
+        up: called once the content is open.
+        outbox: sends its results; None: unchanged.
+        directory: removed if the worker ends with its shard.
     """
 
-    #: After how long to say hello again where it is not answered, and where there is nothing to do, seconds; None: not,
-    #: as the shard's end is seen otherwise.
-    hello_s: float | None = HELLO_S
+    #: Times after which an unanswered handshake, and one of an idle worker, is repeated, seconds; None: never, as the
+    #: shard's end is detected otherwise.
+    handshake_s: float | None = HANDSHAKE_S
     idle_s: float | None = IDLE_S
 
     def __init__(
@@ -98,7 +96,7 @@ class SampleWorker:
         self._tasks: deque[tuple[int, memoryview]] = deque()
         self._looked_at = 0.0
         self._stopped = False
-        #: For how long hellos have not been answered, seconds.
+        #: For how long handshakes have not been answered, seconds.
         self._unanswered_s = 0.0
         self._shard = b""
 
@@ -113,7 +111,7 @@ class SampleWorker:
         self._outbox.close()
 
     def _received(self) -> list[list[memoryview]]:
-        """The messages of the shard; waits for one where there are no tasks, when no results wait either."""
+        """Return the messages of the shard; wait for one if there are no tasks."""
         received: list[list[memoryview]] = []
         if not self._tasks:
             frames = self._connection.receive(self.idle_s)
@@ -130,18 +128,18 @@ class SampleWorker:
         return received
 
     def _await_welcome(self) -> None:
-        """Repeat the hello until it is answered: the shard may have died, and another have taken its place."""
+        """Repeat the handshake until it is answered: another shard may have replaced one that died."""
         is_due = True
         while self._source is None and not self._stopped:
             if is_due:
-                self._send_handshake(HELLO_S)
-            frames = self._connection.receive(self.hello_s)
-            is_due = self.hello_s is not None
+                self._send_handshake(HANDSHAKE_S)
+            frames = self._connection.receive(self.handshake_s)
+            is_due = self.handshake_s is not None
             if frames is not None:
                 self._handle(decode(frames[0]), frames[1:])
 
     def _send_handshake(self, every_s: float) -> None:
-        """every_s: how often that is done, seconds."""
+        """Send the handshake, which is done every `every_s` seconds."""
         if self._unanswered_s >= SILENCE_S:
             self._end(f"its shard has not answered for {SILENCE_S:g} s")
             return
@@ -187,13 +185,11 @@ class SampleWorker:
         if not shared_memory:
             self._arena, self._running = None, RunningTask(None)
         self._shard, pid, workers = GREETING.unpack_from(greeting)
-        # A process id means something on one host only. That the shard has read this worker's memory proves that both
-        # are on the same host, so the id is the shard's.
+        # A process id is valid on one host only. The shard has read this worker's memory, so both are on one host.
         if shared_memory:
             self.idle_s = None
-            exit_with(
-                pid, self._directory
-            )  # the next shard would not know it; the node starts another worker
+            # The next shard would not know this worker; the node starts another one.
+            exit_with(pid, self._directory)
         #: Open until this process ends: the host keeps the file for as long.
         self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._report_progress)
         self._source = SampleSource(self._packed, self._number, workers)
@@ -241,18 +237,18 @@ def run(service: ServiceSpec) -> None:
 
 
 class RemoteSampleWorker(SampleWorker):
-    """Sample worker that greets once: its control connection notices a lost greeting or a silent shard."""
+    """Sample worker of a platform: sends one handshake, as its control connection detects a silent shard."""
 
-    hello_s = None
+    handshake_s = None
     idle_s = None
 
 
 def load_samples(
     packed: bytes, number: int, incarnation: int, connection: Connection, *, is_near: bool, directory: str
 ) -> None:
-    """Load single samples until the shard ends the worker.
+    """Load single samples in a remote worker until the shard ends it.
 
-    packed: a `SampleAssignment`. is_near: as of `work`. directory: removed where it ends with its shard.
+    packed: a `SampleAssignment`. is_near: as of `work`. directory: removed if the worker ends with its shard.
     """
     set_worker_signal_handlers()
     outbox = ResultOutbox(connection, compress=None if is_near else compress)
