@@ -76,7 +76,7 @@ def test_nothing_is_left_running_after_the_heads_death(
         services = [view.pid for view in cluster.processes()]
         os.kill(cluster.pid, signal.SIGKILL)
         wait(lambda: all(map(has_ended, services)), within_s=20.0, what="the end of all services")
-        wait(lambda: not double.members(), within_s=60.0, what="the end of all members")
+        wait(lambda: not double.workers(), within_s=60.0, what="the end of all workers")
         if platform == "kubernetes":  # pods that have ended stay for whoever lists them next
             double.server.ahead_s = -3600.0
             listed(double, monkeypatch)
