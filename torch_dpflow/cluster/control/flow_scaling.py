@@ -1,6 +1,6 @@
-"""How many workers each flow of a cluster is to have, what limits it, and what its workers have cost. Pure.
+"""Number of workers of each flow of a cluster, what limits it, and its worker-seconds. Pure.
 
-The law for one flow is `autoscale`; here it gets its figures, from what services report, once a second.
+The law for one flow is in `autoscale`; this module computes its input once a second, from the reports of services.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
-#: Of so many jobs of a flow the worker-seconds are kept.
+#: Most jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024
 #: How often the law is asked, seconds.
 STEP_S = 1.0
-#: A local worker that is not needed any more ends so long after its shard was told, which then blames no sample for it,
-#: seconds: longer than the pause between heartbeats.
+#: Delay of ending a local worker after its shard has the smaller number, and so blames no sample for it, seconds:
+#: longer than the pause between heartbeats.
 LINGER_S = 2.0
-#: States of members that have been started and cannot work yet.
+#: States of remote workers that have been started and cannot work yet.
 _COMING = ("requested", "starting", "on deck")
 
 
@@ -46,10 +46,10 @@ class _ScaledFlow:
 
 
 class FlowScaling:
-    """The laws of all flows that run. Not thread-safe.
+    """The laws of all running flows. Not thread-safe.
 
     Args:
-        limits: of the workers of all flows; None: each flow has as many as it asks for, and is only watched.
+        limits: of the workers of all flows; None: each flow has as many as it requests, and is only observed.
         price_per_hour: of a worker, for reports.
     """
 
@@ -60,20 +60,20 @@ class FlowScaling:
 
     @property
     def sets_numbers(self) -> bool:
-        """Whether flows have as many workers as the law says."""
+        """Whether the law sets the numbers of workers."""
         return self._limits is not None
 
     def begin(self, spec: FlowSpec, now: float) -> None:
-        """A job is about to read this flow."""
+        """Record that a job is about to read this flow."""
         self._of(spec).law.begin(now)
 
     def keep(self, running: Mapping[str, FlowSpec]) -> None:
-        """Only these run."""
+        """Forget flows that do not run any more."""
         for instance in self._flows.keys() - running.keys():
             del self._flows[instance]
 
     def observe(self, running: Mapping[str, FlowSpec], processes: Sequence[ProcessView], now: float) -> bool:
-        """These flows and processes run; whether any flow's number or limit has changed."""
+        """Process reports of running flows; return whether any flow's number or limit has changed."""
         self.keep(running)
         own: dict[str, list[ProcessView]] = {}
         for view in processes:
@@ -88,21 +88,21 @@ class FlowScaling:
         return changed
 
     def target(self, spec: FlowSpec) -> int:
-        """How many workers this flow is to have."""
+        """Return how many workers this flow is to have."""
         return self._of(spec).law.target
 
     def lingering(self, spec: FlowSpec, now: float) -> int:
-        """How many workers this flow is to have while those that are not needed any more are let go."""
+        """Return how many workers this flow has while superfluous ones are still being ended."""
         flow = self._of(spec)
         return max([flow.law.target, *(target for at, target in flow.targets if at > now - LINGER_S)])
 
     def limited_by(self, instance: str) -> str:
-        """What keeps its jobs from reading faster; empty: nothing that is known."""
+        """Return what limits its jobs; empty: nothing that is known."""
         flow = self._flows.get(instance)
         return "" if flow is None else flow.limited_by
 
     def worker_seconds(self, instance: str) -> WorkerSeconds:
-        """What its workers have taken, of all jobs and of each."""
+        """Return its worker-seconds, of all jobs and of each."""
         flow = self._flows.get(instance)
         if flow is None:
             return WorkerSeconds(0.0, {}, self._price)
@@ -126,11 +126,11 @@ class FlowScaling:
         self, flow: _ScaledFlow, spec: FlowSpec, own: Sequence[ProcessView], flows: int, now: float
     ) -> bool:
         if flow.stepped_at == -math.inf and (found := _workers_of(own)) > flow.law.target:
-            # An earlier coordinator has had more than the flow asks for.
+            # An earlier coordinator had more than the flow requests.
             flow.law = Autoscaler(self._bounds(spec, flows), found)
         router = next((view for view in own if view.role == "router" and "jobs" in view.status), None)
         if router is None:
-            return False  # nobody can read
+            return False  # no job can read
         flow.stepped_at = now
         counts = counts_of(router, own, target=flow.law.target)
         self._count(flow, own, counts)
@@ -143,7 +143,7 @@ class FlowScaling:
         return (before, limited_by) != (flow.law.target, flow.limited_by)
 
     def _count(self, flow: _ScaledFlow, own: Sequence[ProcessView], counts: FlowCounts) -> None:
-        """Add what workers have taken since the last time, each job's part by the samples that it has read."""
+        """Add the worker-seconds since the last call, each job's part by the samples that it has read."""
         passed = 0.0
         for view in own:
             if view.role == "shard":
@@ -168,17 +168,14 @@ class FlowScaling:
 
 
 def _workers_of(own: Sequence[ProcessView]) -> int:
-    """How many workers a flow has now, wherever they run."""
+    """Return how many workers a flow has now, local and remote."""
     return sum(view.role == "worker" for view in own) + sum(
         len(view.status.get("remote_workers", ())) for view in own if view.role == "shard"
     )
 
 
 def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -> FlowCounts:
-    """The figures of a flow, from the status of its processes.
-
-    target: how many workers there were to be.
-    """
+    """Return the figures of a flow, from the status of its processes. target: the intended number of workers."""
     shards = [view.status for view in own if view.role == "shard"]
     readings = router.status.get("readings")
     known = readings if isinstance(readings, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Which nodes have joined a cluster: a pure state machine of names, leases and generations.
+"""The nodes that have joined a cluster: a pure state machine of names, leases and generations.
 
 ::
 
@@ -40,8 +40,8 @@ class NodeTable:
 
     Args:
         cluster: of records.
-        generations: all that nodes get are above this number; it grows with each coordinator of a cluster.
-        lease_s: a node without a report for so long is given up, seconds.
+        generations: nodes get generations above this number; it grows with each coordinator of a cluster.
+        lease_s: a node without a report for so long is removed, seconds.
     """
 
     def __init__(self, cluster: str, *, generations: int, lease_s: float) -> None:
@@ -50,7 +50,7 @@ class NodeTable:
         self._nodes: dict[str, _JoinedNode] = {}
 
     def restore(self, record: NodeRecord, now: float) -> bool:
-        """Await a node that an earlier coordinator knew; whether it can be one of this cluster."""
+        """Await a node that an earlier coordinator knew; return whether it can belong to this cluster."""
         if record.cluster != self._cluster or record.name in self._nodes:
             return False
         self._generation = max(self._generation, record.generation)
@@ -58,11 +58,11 @@ class NodeTable:
         return True
 
     def join(self, name: str, process: str, address: str, processors: int, now: float) -> NodeRecord:
-        """A node joins; or its process asks again, as the answer was lost: it is told the same.
+        """Register a node. Idempotent: a repeated request of its process returns the same answer.
 
         Raises:
-            OverloadedError: another has its name, or is not known to have ended yet.
-            UsageError: there are as many nodes as there may be.
+            OverloadedError: another node has its name, and is not known to have ended.
+            UsageError: the largest number of nodes is reached.
         """
         other = self._nodes.get(name)
         if other is not None and other.record.process == process:
@@ -83,7 +83,7 @@ class NodeTable:
     def report(
         self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float
     ) -> bool:
-        """A node has reported what it runs; whether it is one of the cluster's. One that leaves does not come back."""
+        """Record a node's report; return whether it belongs to the cluster. A node that leaves does not return."""
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return False
@@ -93,14 +93,14 @@ class NodeTable:
         return True
 
     def remove(self, name: str, generation: int) -> NodeRecord | None:
-        """A node has ended in order; None: it was not one of the cluster's any more."""
+        """Remove a node that has ended; return None if it did not belong to the cluster any more."""
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:
             return None
         return self._nodes.pop(name).record
 
     def tick(self, now: float) -> list[NodeRecord]:
-        """Expire leases; returns the nodes that are given up."""
+        """Expire leases; return the nodes that are removed."""
         lost = [node.record for node in self._nodes.values() if now - node.heard >= self._lease_s]
         for record in lost:
             del self._nodes[record.name]
@@ -108,16 +108,16 @@ class NodeTable:
 
     @property
     def usable(self) -> list[str]:
-        """The names of nodes that take shards, sorted."""
+        """Names of nodes that take shards, sorted."""
         return sorted(name for name, node in self._nodes.items() if node.standing != LEAVING)
 
     @property
     def processes(self) -> list[ProcessView]:
-        """What all of them run, as they have last reported."""
+        """Processes of all nodes, by their latest reports."""
         return [view for node in self._nodes.values() for view in node.processes]
 
     def views(self, now: float) -> list[NodeView]:
-        """The nodes, for people, by name."""
+        """Return the nodes for people, by name."""
         return [
             NodeView(
                 name,
@@ -141,6 +141,6 @@ class NodeTable:
 
 
 def _is_own(view: ProcessView, node: str) -> bool:
-    """Whether a node may run such a process: a shard of its own, or a worker of one."""
+    """Return whether a node may run such a process: a shard of its own, or a worker of one."""
     id = view.id.rpartition("/worker-")[0] if view.role == "worker" else view.id
     return view.role in ("shard", "worker") and id.rpartition("/")[2].startswith(f"shard-{node}-")

@@ -33,14 +33,14 @@ from torch_dpflow.log import SERVICE
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
 REGISTER_S = 1.0
-#: How often a shard asks its node about workers whose end it cannot see, seconds.
+#: Interval of requests to the node for workers whose end the shard cannot detect, seconds.
 WATCH_S = 1.0
 #: How long a shard may take to end its workers, seconds.
 LEAVE_S = 8.0
 
 
 class RouterCalls:
-    """A thread that keeps a shard in its router's table, assigns the shard its keys and gets it lookaheads."""
+    """Thread that registers a shard with its router, and passes on the keys and lookaheads that the router sends."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
         self._service = service
@@ -99,10 +99,10 @@ class RouterCalls:
 
 
 class WorkerWatch:
-    """A thread that has the node kill workers, and reports to the shard the ends that it cannot see itself."""
+    """Thread that requests the node to kill workers, and reports to the shard the ends that it cannot detect itself."""
 
-    # A pid means something within its host and pid namespace only. So the shard kills nothing: it names workers by
-    # their number and incarnation, and only their node, which gave these out, signals processes.
+    # A pid is valid within its host and pid namespace only. So the shard kills nothing: it names workers by their
+    # number and incarnation, and only their node, which assigned these, signals processes.
 
     def __init__(self, service: ServiceSpec) -> None:
         self._service = service
@@ -111,11 +111,11 @@ class WorkerWatch:
         #: Number and incarnation of the workers that are to end.
         self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._thread = PeriodicCall(
-            self._call_node, WATCH_S, "dpflow-workers", what="asking the node about workers"
+            self._call_node, WATCH_S, "dpflow-workers", what="requesting the state of workers from the node"
         )
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Have the node kill a worker, without waiting for it."""
+        """Request the node to kill a worker, without waiting for it."""
         self._orders.put((worker, incarnation))
         self._thread.wake()
 
@@ -201,7 +201,7 @@ def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> S
 def _serve(
     service: ServiceSpec, shard: SampleShard, figures: Callable[[], dict[str, Any]] | None = None
 ) -> None:
-    """figures: more of them, of a shard whose workers a platform runs."""
+    """Serve a shard. figures: further status of a shard with remote workers."""
     decoder = msgspec.msgpack.Decoder(ShardSettings)
     serve(
         service,
