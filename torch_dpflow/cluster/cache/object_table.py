@@ -1,4 +1,4 @@
-"""The objects of a sample cache by key, cached or wanted, and the bytes that they take."""
+"""Entries of a sample cache by key, cached or wanted, and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SIZE_WEIGHT = 0.1
 
 
 class ObjectTable:
-    """A sample cache's objects, and sums over them. Only the cache's policy decides here.
+    """Entries of a sample cache, and sums over them. Only the cache's policy decides here.
 
-    It holds an object while a ticket refers to it or the cache holds it.
+    An entry is held while a ticket refers to it or the cache holds it.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class ObjectTable:
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def join(self, job: str) -> None:
-        """A job begins to read."""
+        """Add a job to the policy."""
         if self._policy is not None:
             self._policy.join(job)
 
     def leave(self, job: str, left: Collection[str]) -> None:
-        """A job has left, `left` remain. Drop random samples that all of those have had."""
+        """Remove a job; `left` remain. Drop random samples that all of these have received."""
         if self._policy is None:
             return
         self._policy.forget(job)
@@ -98,7 +98,7 @@ class ObjectTable:
     # -- objects ---------------------------------------------------------------------------------------------
 
     def read(self, keys: Sequence[int], job: str) -> None:
-        """Report to the policy that `job` reads these now."""
+        """Report reads of `job` to the policy."""
         if self._policy is None:
             return
         if len(keys) >= _MANY_KEYS:
@@ -108,7 +108,7 @@ class ObjectTable:
                 self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> CacheEntry | None:
-        """An object of `key` with which this draw of `job` may be served; None if there is none."""
+        """Return an entry of `key` that may be served to this draw of `job`; None if there is none."""
         # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
             if self._by_draw:
@@ -119,7 +119,7 @@ class ObjectTable:
         return None
 
     def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> CacheEntry:
-        """A new object that `reader` wants."""
+        """Add an entry that `reader` wants."""
         tickets = {reader.name: {ticket}}
         added = CacheEntry(next(self._numbers), key, draw, distance, tickets, {reader.job})
         same = self._by_key.get(key)
@@ -130,7 +130,7 @@ class ObjectTable:
         return added
 
     def attach(self, entry: CacheEntry, reader: CacheReader, ticket: Ticket, jobs: Collection[str]) -> None:
-        """`reader`, of one of `jobs`, wants this existing object."""
+        """Add a ticket of `reader`, of one of `jobs`, to an existing entry."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
@@ -139,7 +139,7 @@ class ObjectTable:
             self._drop_if_spent(entry, jobs)
 
     def detach(self, entry: CacheEntry, reader: str, ticket: Ticket) -> bool:
-        """`reader` releases a ticket; returns whether it was the last one. Then call `release`."""
+        """Remove a ticket of `reader`; return whether it was the last one. Then call `release`."""
         entry.detach(reader, ticket)
         if not entry.tickets:
             return True
@@ -148,7 +148,7 @@ class ObjectTable:
         return False
 
     def release(self, entry: CacheEntry) -> None:
-        """No ticket refers to it any more."""
+        """Release an entry without tickets."""
         if entry.loading:
             entry.cancel()
             self.reserved -= entry.size
@@ -158,12 +158,12 @@ class ObjectTable:
             self._remove(entry)
 
     def begin(self, entry: CacheEntry, load: int, size: int) -> None:
-        """Its load begins; `size` bytes are expected."""
+        """Record that a load begins; `size` bytes are expected."""
         entry.begin(load, size)
         self.reserved += size
 
     def store(self, entry: CacheEntry, value: Any, size: int) -> None:
-        """Its load has ended; tickets refer to it."""
+        """Store the result of a load; tickets refer to the entry."""
         self.reserved -= entry.size
         entry.store(value, size)
         self.held += size
@@ -174,14 +174,14 @@ class ObjectTable:
             self._note_spare(entry)
 
     def requeue(self, entry: CacheEntry) -> None:
-        """Drop its value; tickets refer to it, and it will be loaded again."""
+        """Drop the value of an entry with tickets, which will be loaded again."""
         if entry.cached:
             self._discard(entry)
         self.pinned -= entry.size
         self._drop(entry)
 
     def farthest_spare(self) -> CacheEntry | None:
-        """The spare object that is wanted farthest ahead."""
+        """Return the spare entry that is wanted farthest ahead."""
         while self._spare:
             entry = self._spare.first()
             if entry.is_spare:
@@ -192,17 +192,17 @@ class ObjectTable:
     # -- capacity --------------------------------------------------------------------------------------------
 
     def expected_size(self, entry: CacheEntry) -> int:
-        """Bytes that it is expected to take once it is loaded."""
+        """Return the expected bytes of an entry once it is loaded."""
         if entry.loads:
             return entry.size
         return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
 
     def has_room(self, size: int) -> bool:
-        """Whether `size` more bytes fit."""
+        """Return whether `size` more bytes fit."""
         return self.held + self.reserved + size <= self.capacity
 
     def make_room(self, size: int, *, share: float) -> bool:
-        """Whether `size` more bytes fit once the cache has evicted what it must.
+        """Return whether `size` more bytes fit once the cache has evicted what it must.
 
         It evicts only while wanted samples take at most `share` of the capacity; with a share of 1 always, even if
         that is not enough.
@@ -215,14 +215,14 @@ class ObjectTable:
         return True
 
     def evict(self) -> bool:
-        """Evict the policy's next object; whether there was any."""
+        """Evict the policy's next entry; return whether there was any."""
         key = None if self._policy is None else self._policy.evict()
         if key is not None:
             self._uncache(self._cached[key])
         return key is not None
 
     def offer(self, entry: CacheEntry, jobs: Collection[str]) -> None:
-        """Offer a loaded object to the policy, unless it is a random sample that all of `jobs` have had."""
+        """Offer a loaded entry to the policy, unless it is a random sample that all of `jobs` have received."""
         if self._policy is None or (not self._repeatable and entry.claimed.issuperset(jobs)):
             return
         earlier = self._cached.get(entry.key)

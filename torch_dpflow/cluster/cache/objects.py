@@ -1,4 +1,4 @@
-"""The parts of a sample cache: objects, the jobs that want them, open requests, and instructions to its owner."""
+"""Parts of a sample cache: entries, readers, open requests, and instructions to its owner."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import msgspec
 from torch_dpflow._core.lazy_heap import LazyHeap
 from torch_dpflow.errors import UsageError
 
-#: Identifies one want of one job; a job numbers its wants in the order of its plan and never reuses a number.
+#: Number of one want of one job, in the order of the job's plan; never reused.
 Ticket: TypeAlias = int
-#: Identifies one fetch; chosen by the owner.
+#: Number of one fetch; chosen by the owner.
 RequestId: TypeAlias = Hashable
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """Have this sample loaded, then call `SampleCache.loaded`."""
+    """Load this sample, then call `SampleCache.loaded`."""
 
-    #: Identifies this load on its way to the worker and back; loading the sample again gets another number.
+    #: Number of this load; another load of the sample has another one.
     load: int
     key: int
-    #: Determines, with the key, the random draws.
+    #: Seed, with the key, of the random draws.
     draw: int
-    #: The output of the cacheable stage, where only the per-draw stage is to run; None: everything is to run.
+    #: The output of the cacheable stage if only the per-draw stage is to run; None: both stages run.
     input: Any = None
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
-    """Nobody wants the samples of these running loads any more."""
+    """Cancel these running loads: no job wants their samples any more."""
 
     loads: list[int]
 
 
 class Serve(msgspec.Struct, frozen=True):
-    """Answer this request with these samples, each with its ticket; its job has to fetch the missing ones again."""
+    """Answer this request with these samples, each with its ticket; its job fetches missing ones again."""
 
     request: RequestId
     samples: list[tuple[Ticket, Any]]
@@ -83,9 +83,7 @@ class ShardCacheStatistics:
 
 @dataclass(eq=False, slots=True)
 class CacheEntry:
-    """One loading of one sample.
-
-    It waits to be loaded, is loading, and is ready; then it may be queued again::
+    """Entry of a sample cache: one sample that waits to be loaded, is loading, or is ready::
 
         waiting -- begin --> loading -- store --> ready -- requeue --> waiting
                                  `-- cancel --> gone  `-- drop --> gone
@@ -97,11 +95,11 @@ class CacheEntry:
     number: int
     key: int
     draw: int
-    #: 0 where a request waits for it, else how many samples the nearest job reads before it.
+    #: 0 if a request waits for it, else how many samples the nearest job reads before it.
     distance: int
     #: The tickets that refer to it, by reader.
     tickets: dict[str, set[Ticket]]
-    #: Jobs that have got it or will; a random sample is served to each job once.
+    #: Jobs that have received it or will; a random sample is served to each job once.
     claimed: set[str]
     #: The number of its running load; 0: none.
     loading: int = 0
@@ -132,7 +130,7 @@ class CacheEntry:
     # -- who wants it ----------------------------------------------------------------------------------------
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
-        """`reader` wants it."""
+        """Add a ticket of `reader`."""
         own = self.tickets.get(reader.name)
         if own is None:
             self.tickets[reader.name] = {ticket}
@@ -141,7 +139,7 @@ class CacheEntry:
         self.claimed.add(reader.job)
 
     def detach(self, reader: str, ticket: Ticket) -> None:
-        """`reader` releases a ticket."""
+        """Remove a ticket of `reader`."""
         own = self.tickets[reader]
         own.discard(ticket)
         self.served.discard((reader, ticket))
@@ -149,16 +147,16 @@ class CacheEntry:
             del self.tickets[reader]
 
     def advance(self, distance: int) -> None:
-        """A job wants it sooner than before."""
+        """Reduce the distance: a job wants it sooner than before."""
         self.distance = distance
 
     def add_request(self, request: RequestId, ticket: Ticket) -> None:
-        """A request waits for it."""
+        """Add a request that waits for it."""
         self.requests[request, ticket] = None
         self.distance = 0
 
     def drop_request(self, request: RequestId, ticket: Ticket) -> bool:
-        """A request no longer waits for it; returns whether that was the last one."""
+        """Remove a request; return whether it was the last one."""
         del self.requests[request, ticket]
         if self.requests:
             return False
@@ -166,7 +164,7 @@ class CacheEntry:
         return True
 
     def serve(self, request: RequestId, ticket: Ticket, reader: str) -> Any:
-        """Its value, as the answer to a request of `reader`."""
+        """Return its value, as the answer to a request of `reader`."""
         del self.requests[request, ticket]
         if not self.requests:
             self.distance = 1
@@ -176,24 +174,24 @@ class CacheEntry:
     # -- loading and caching ---------------------------------------------------------------------------------
 
     def begin(self, load: int, size: int) -> None:
-        """Its load begins; `size` bytes are expected."""
+        """Record that its load begins; `size` bytes are expected."""
         self.loading, self.size = load, size
         self.loads += 1
 
     def store(self, value: Any, size: int) -> None:
-        """Its load has ended."""
+        """Store the result of its load."""
         self.loading, self.ready, self.value, self.size = 0, True, value, size
 
     def cancel(self) -> None:
-        """Its load is cancelled."""
+        """Record that its load is cancelled."""
         self.loading = 0
 
     def drop(self) -> None:
-        """Drop its value, which the cache must not hold."""
+        """Drop its value; the cache must not hold it."""
         self.ready, self.value = False, None
 
     def cache(self, held: bool) -> None:
-        """The cache holds it from now on, or no longer does."""
+        """Set whether the cache holds it."""
         self.cached = held
 
     def validate(self) -> None:
@@ -215,11 +213,11 @@ class CacheReader:
     """One process that reads from a sample cache: a job, or a rank of one."""
 
     name: str
-    #: The job that it is, or is a rank of: to the policy the ranks of a job are one job.
+    #: The job that it is, or is a rank of; the policy treats the ranks of a job as one job.
     job: str
     #: Whether its wants are reported to the cache's policy as reads.
     counts: bool = True
-    #: What it wants and has not released, oldest first.
+    #: Entries that it wants and has not released, oldest first.
     wants: dict[Ticket, CacheEntry] = field(default_factory=dict)
     #: Its open requests.
     requests: set[RequestId] = field(default_factory=set)
@@ -232,7 +230,7 @@ class CacheReader:
 
 @dataclass(eq=False, slots=True)
 class FetchRequest:
-    """One fetch that has not been answered."""
+    """A fetch that has not been answered."""
 
     number: RequestId
     job: CacheReader
@@ -242,12 +240,12 @@ class FetchRequest:
 
 
 class LoadQueue(LazyHeap[CacheEntry]):
-    """Objects that wait to be loaded, by distance, then by age."""
+    """Entries that wait to be loaded, by distance, then by age."""
 
     __slots__ = ()
 
     def add(self, wanted: CacheEntry) -> None:
-        """Add or move it to the place that its distance gives it."""
+        """Add an entry, or move it to the place of its distance."""
         self.push(wanted, wanted.distance, wanted.number)
 
     def validate(self) -> None:
@@ -259,16 +257,16 @@ class LoadQueue(LazyHeap[CacheEntry]):
 
 
 class RequestTable:
-    """Open requests. An object that a request waits for moves to the head of `queue`."""
+    """Open requests. An entry that a request waits for moves to the head of `queue`."""
 
     def __init__(self, queue: LoadQueue) -> None:
         self._queue = queue
         self._open: dict[RequestId, FetchRequest] = {}
 
     def open(self, number: RequestId, job: CacheReader, tickets: Sequence[Ticket]) -> list[Serve]:
-        """`job` waits for these. Raises UsageError if it does not want one of them, or the number is in use."""
+        """Open a request of `job`. Raises UsageError if it does not want a ticket, or the number is in use."""
         if number in self._open:
-            raise UsageError(f"request {number!r} is open; give each fetch a number of its own")
+            raise UsageError(f"request {number!r} is open; use another number for each fetch")
         unknown = next((ticket for ticket in tickets if ticket not in job.wants), None)
         if unknown is not None:
             raise UsageError(
@@ -286,7 +284,7 @@ class RequestTable:
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: CacheEntry) -> list[Serve]:
-        """It is loaded: answer the requests that are now complete."""
+        """Answer the requests that are complete with this loaded entry."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
             request = self._open[number]
@@ -296,7 +294,7 @@ class RequestTable:
         return complete
 
     def shorten(self, job: CacheReader, ticket: Ticket) -> list[Serve]:
-        """`job` releases this ticket: answer the requests that are complete without it."""
+        """Remove a ticket that `job` releases; answer the requests that are complete without it."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
         for number in [number for number, asked in wanted.requests if asked == ticket]:
@@ -310,12 +308,12 @@ class RequestTable:
         return complete
 
     def flush(self) -> list[Serve]:
-        """Answer every request for which some samples are ready with these."""
+        """Answer every request with its ready samples, if it has any."""
         partly = [request for request in self._open.values() if request.missing < len(request.tickets)]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: CacheReader) -> list[Serve]:
-        """`job` has left: answer its requests with nothing."""
+        """Answer the requests of a job that has left with nothing."""
         numbers = list(job.requests)
         job.requests.clear()
         for number in numbers:

@@ -1,9 +1,9 @@
-"""A shard's sample cache: prefetch buffer and cache over one set of objects (thesis 3.4.2, 3.4.3, figure 4-12).
+"""A shard's sample cache: prefetch buffer and cache over one set of entries (thesis 3.4.2, 3.4.3, figure 4-12).
 
 A pure state machine: each call returns instructions, in order; there is no socket, thread or clock inside.
 
 **References.** A job wants samples ahead of its need, each under a ticket, and releases a ticket once it has
-the sample. An object stays while a ticket refers to it or the cache holds it; a sample that two jobs want is
+the sample. An entry stays while a ticket refers to it or the cache holds it. A sample that two jobs want is
 loaded once.
 
 **Freshness.** A sample of a repeatable flow may be served any number of times. A random sample is served at most
@@ -60,7 +60,7 @@ class SampleCache:
         repeatable: whether loading a sample twice gives the same value (if `by_draw`, with the same draw).
         by_draw: whether another draw of a sample is another object. Then nothing is kept beyond the jobs' wants.
         policy: makes the cache's policy for a budget of bytes; None keeps nothing beyond the jobs' wants.
-        numbers: the source of load numbers; pools of one owner may share it.
+        numbers: the source of load numbers; caches of one owner may share it.
 
     Raises:
         OptionError: a number is below 1, or there is a policy for samples by draw.
@@ -156,10 +156,10 @@ class SampleCache:
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """`job` will fetch these: (ticket, key), nearest first. A ticket that it holds already is ignored.
+        """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that it holds already is ignored.
 
-        draw: determines the random draws of samples that have to be loaded; differs between jobs and epochs.
-        counts: whether the policy takes them for reads of the epoch that its job is in.
+        draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs.
+        counts: whether the policy counts them as reads of the epoch that its job is in.
 
         Raises:
             UsageError: the job has not joined.
@@ -175,7 +175,7 @@ class SampleCache:
         return self._admit([])
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
-        """`job` waits for these, which it wants; one `Serve` answers with all of them, or with some.
+        """Fetch samples that `job` wants; one `Serve` answers with all of them, or with some.
 
         Raises:
             UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
@@ -183,7 +183,7 @@ class SampleCache:
         return self._admit([*self._requests.open(request, self._reader(job), tickets)])
 
     def release(self, job: str, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
-        """`job` has these, or no longer wants them. Unknown ones are ignored.
+        """Release tickets of `job`, which has the samples or no longer wants them. Unknown ones are ignored.
 
         Raises:
             UsageError: the job has not joined.
@@ -191,7 +191,7 @@ class SampleCache:
         return self._admit(self._release(self._reader(job), tickets))
 
     def tickets_outside(self, job: str, first: int, end: int) -> list[Ticket]:
-        """The tickets of `job` for keys outside `range(first, end)`."""
+        """Return the tickets of `job` for keys outside `range(first, end)`."""
         return [ticket for ticket, wanted in self._reader(job).wants.items() if not first <= wanted.key < end]
 
     @property
@@ -213,7 +213,7 @@ class SampleCache:
     # -- loading ---------------------------------------------------------------------------------------------
 
     def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
-        """These loads have ended; cancelled ones are ignored."""
+        """Store the results of loads; cancelled ones are ignored."""
         out: list[CacheInstruction] = []
         for load, value, size, keep in arrivals:
             arrived = self._loading.pop(load, None)
@@ -228,7 +228,7 @@ class SampleCache:
         return self._admit(out)
 
     def statistics(self) -> ShardCacheStatistics:
-        """Present contents, and counts until now."""
+        """Return the present contents, and counts until now."""
         return ShardCacheStatistics(
             wants=self._wants,
             shared=self._shared,
@@ -308,7 +308,7 @@ class SampleCache:
         return out
 
     def _make_room(self, wanted: CacheEntry, size: int) -> bool:
-        """Evict what may be evicted for it; whether it fits then."""
+        """Evict what may be evicted for an entry; return whether it fits then."""
         if not wanted.requests:
             return self._objects.make_room(size, share=AHEAD_SHARE)
         if self._objects.make_room(size, share=1.0):
@@ -321,12 +321,12 @@ class SampleCache:
         return not self._loading and not self._objects.held
 
     def _trim(self) -> None:
-        """Samples were larger than expected, or the capacity shrank: drop what is not needed now."""
+        """Drop what is not needed now: samples were larger than expected, or the capacity shrank."""
         while self._objects.is_over and (self._objects.evict() or self._requeue_farthest()):
             pass
 
     def _requeue_farthest(self) -> bool:
-        """Drop the ready sample that is wanted last and queue it again; whether there was any."""
+        """Drop the ready sample that is wanted last and queue it again; return whether there was any."""
         farthest = self._objects.farthest_spare()
         if farthest is None:
             return False
