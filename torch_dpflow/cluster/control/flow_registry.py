@@ -117,18 +117,18 @@ class Flow:
         return self.state is FlowState.IDLE and not self.starting
 
     def is_unread(self, now: float) -> bool:
-        """Whether its services run and no job has used it lately."""
+        """Return whether its services run and no job has used it lately."""
         return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
 
     def may_give_way(self, now: float) -> bool:
-        """Whether its services run and no job has been in the middle of an epoch lately; jobs may have it open."""
+        """Return whether its services run and no job has been in an epoch lately; jobs may have it open."""
         if self.is_unread(now):
             return True
         is_open = self.state is FlowState.ACCESSED and not self.replaced and not self.reading
         return is_open and now - self.last_read >= UNREAD_S
 
     def view(self, part: Part | None, now: float) -> FlowView:
-        """The flow for people. part: its part of the cluster while its services run."""
+        """Return the flow for people. part: its part of the cluster while its services run."""
         waits = self.state is FlowState.READY and not self.replaced
         return FlowView(
             self.spec,
@@ -142,7 +142,7 @@ class Flow:
 
 
 class FlowRegistry:
-    """Decides which registrations are valid, and when services start and stop. Not thread-safe.
+    """Registry that decides which registrations are valid, and when services start and stop. Not thread-safe.
 
     Times are seconds on any one monotonic clock.
     """
@@ -163,11 +163,11 @@ class FlowRegistry:
             self._add(Flow(spec, last_used=now))
 
     def find(self, name: str) -> Flow | None:
-        """A flow by its name and version, as "imagenet/train:v2"; without a version, the highest one."""
+        """Return a flow by its name and version, such as "imagenet/train:v2"; without a version, the highest one."""
         return self._flows.get(self._highest.get(name, name))
 
     def register(self, spec: FlowSpec, now: float) -> list[FlowInstruction]:
-        """Register the flow that a job is going to read.
+        """Register a flow for a job.
 
         Raises:
             OptionError: the description is invalid.
@@ -196,14 +196,14 @@ class FlowRegistry:
         return []
 
     def flow_of_content(self, content: str) -> Flow | None:
-        """The flow for which a job has announced this content."""
+        """Return the flow for which a job has announced this content."""
         for flow in self._flows.values():
             if flow.spec.content == content or content in flow.announced:
                 return flow
         return None
 
     def accept_content(self, flow: Flow, content: str) -> list[FlowInstruction]:
-        """Accept an announced content, the first to be uploaded, as what the flow loads.
+        """Accept an announced content, the first that is uploaded, as the flow's.
 
         Registrations that agree may differ in the bytes of their content, and the job that registered first may have
         ended before it uploaded its own.
@@ -233,7 +233,7 @@ class FlowRegistry:
     def report(
         self, instance: str, jobs: int, now: float, *, reading: int | None = None
     ) -> list[FlowInstruction]:
-        """The router of this instance runs and serves so many jobs.
+        """Process a report of this instance's router, which serves so many jobs.
 
         reading: how many of them are in the middle of an epoch; None: all.
         """
@@ -305,14 +305,14 @@ class FlowRegistry:
         return flow, [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
 
     def tick(self, now: float) -> list[FlowInstruction]:
-        """Time has passed: stop the services that no job has used for long."""
+        """Stop the services that no job has used for long."""
         out: list[FlowInstruction] = []
         for instance, flow in [*self._flows.items()]:
-            patience = LOWER_S if flow.replaced else flow.spec.idle_s
+            idle_s = LOWER_S if flow.replaced else flow.spec.idle_s
             # A lower version that was just registered, or restored after a restart, may be about to be accessed.
             if flow.starting or (flow.replaced and flow.state is FlowState.CREATED):
-                patience = max(patience, STARTING_S)
-            is_over = flow.state is not FlowState.ACCESSED and now - flow.last_used >= patience
+                idle_s = max(idle_s, STARTING_S)
+            is_over = flow.state is not FlowState.ACCESSED and now - flow.last_used >= idle_s
             if flow.replaced and is_over:
                 self._remove(flow)
                 out += [StopFlow(instance), ForgetFlow(flow.spec)]
@@ -338,7 +338,7 @@ class FlowRegistry:
         self._rank(flow.spec.name)
 
     def _rank(self, name: str) -> None:
-        """The versions of a flow have changed: find the highest. O(flows)."""
+        """Find the highest version of a flow after a change. O(flows)."""
         versions = [flow for flow in self._flows.values() if flow.spec.name == name]
         highest = max(versions, key=lambda flow: flow.spec.version, default=None)
         if highest is None:

@@ -1,11 +1,11 @@
-"""Which process reads under which name: leases, and which of two processes gets a name that both want.
+"""Leases of the names under which processes read, and the choice between two processes that request one name.
 
 A pure state machine around `leases`; there is no socket, thread or clock inside.
 
 A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
 it has to repeat the request, because the holder may have ended. If the holder renews its lease after the first request,
-the other process is refused for good; otherwise the lease expires, and the name goes to whoever requests it next. A
-holder that is known to have ended is replaced at once.
+the other process is refused for good; otherwise the lease expires, and the next process that requests the name gets it.
+A holder that is known to have ended is replaced at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Holder:
 
 
 class NameLeases:
-    """Keeps the names of all readers of one flow. Not thread-safe; every call is amortised O(1).
+    """Names of all readers of one flow. Not thread-safe; every call is amortised O(1).
 
     Args:
         lease_s: how long a lease lasts without renewal, seconds.
@@ -47,7 +47,7 @@ class NameLeases:
         return self._leases.members
 
     def holder(self, name: str) -> tuple[int, str]:
-        """The random number and the identity of the process that has this name; 0 and nothing if there is none."""
+        """Return the random number and the identity of the process that has this name; 0 and "" if there is none."""
         current = self._holders.get(name)
         return (0, "") if current is None else (current.holder, current.process)
 

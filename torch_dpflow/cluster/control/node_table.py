@@ -71,7 +71,8 @@ class NodeTable:
         if other is not None:
             raise OverloadedError(
                 f"a node called {name!r} at {other.record.address} is in the cluster, last report "
-                f"{now - other.heard:.1f} s ago: give another --name. A node that was killed is removed after {self._lease_s:g} s"
+                f"{now - other.heard:.1f} s ago: give another --name. A node that was killed is "
+                f"removed after {self._lease_s:g} s"
             )
         if len(self._nodes) >= MAX_NODES:
             raise UsageError(f"the cluster has {MAX_NODES} nodes, the most there may be")

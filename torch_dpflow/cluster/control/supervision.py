@@ -1,10 +1,10 @@
-"""Which processes a node keeps running: a pure state machine without a process, thread or clock inside.
+"""Processes that a node keeps running: a pure state machine without a process, thread or clock inside.
 
 A process that ends is restarted under a higher incarnation, with growing pauses while it ends at once; one that sends
 no heartbeats is killed first. Only desired processes are restarted.
 
-Workers are started a few at a time: if all started at once on few cores, they would delay their own and everybody's
-heartbeats. If nearly all heartbeats are late, the host is short of processor time, and no process is killed for that.
+Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If nearly
+all heartbeats are late, the host is short of processor time, and no process is killed for that.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch_dpflow.cluster.messages.node import Launch, ProcessView
 #: The pause before a process that ended at once is restarted, first and longest, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 #: A process that has run for so long did not end at once, seconds. As long as the longest pause: no process is started
-#: more often than that, and one that is killed from outside does not wait for what is not its fault.
+#: more often than that, and one that is killed from outside is restarted without a pause.
 STABLE_S = 2.0
-#: How long a process may take until its first heartbeat, seconds: it imports, and fetches the dataset.
+#: Time limit of the first heartbeat, seconds: a process imports, and fetches the dataset.
 START_S = 60.0
-#: How long a worker that starts may delay the next ones, seconds.
+#: Longest time for which a starting worker delays the next ones, seconds.
 START_PACE_S = 10.0
-#: If three in four heartbeats of the others come less often than this, seconds, all leases grow in proportion; by at
-#: most this factor.
+#: If three in four intervals between heartbeats of the others exceed this, seconds, all leases grow in proportion, by
+#: at most this factor.
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2.0, 6.0
 WORKER = "worker"
-#: Most characters of how a process ended.
+#: Most characters of the description of how a process ended.
 MAX_ENDED = 300
-#: In the status of a worker that has started.
+#: Key in the status of a worker that has started.
 UP = "up"
 
 
@@ -47,14 +47,14 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """Kill this process; its end is to be reported as any other."""
+    """Kill this process; report its end as any other."""
 
     id: str
     incarnation: int
 
 
 class CleanUp(msgspec.Struct, frozen=True):
-    """Remove what this process has left, as its socket: it has ended for good."""
+    """Remove what this process has left, such as its socket: it has ended for good."""
 
     id: str
 
@@ -76,7 +76,7 @@ class _Process:
     interval: float = 0.0
     #: Whether it has been killed because its lease had expired.
     killed: bool = False
-    #: Whether it was to end, so that its end is none of its own making.
+    #: Whether its end was requested, and is no failure.
     stopped: bool = False
     #: Whether it has been launched and has not come up.
     starting: bool = False
@@ -103,7 +103,7 @@ class Supervisor:
 
     Args:
         lease_s: a process without a heartbeat for so long is killed, seconds.
-        most: processes at once; services come before workers.
+        most: largest number of processes; services are started before workers.
         max_starting: workers that may be starting at once.
     """
 
@@ -118,11 +118,11 @@ class Supervisor:
         self.revision = 1
 
     def begin(self, incarnations: int) -> None:
-        """Give processes incarnations above this number from now on: earlier ones of their ids ran in another place."""
+        """Give processes incarnations above this number from now on: earlier ones with their ids ran elsewhere."""
         self._spawns = max(self._spawns, incarnations)
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
-        """Keep these running, and no others.
+        """Keep these processes running, and no others.
 
         A process whose arguments have changed is replaced. One whose settings have changed receives them in the answer
         to its next heartbeat: a restart would lose a shard's pool.
@@ -145,13 +145,13 @@ class Supervisor:
         return out + self._spawn_due(now)
 
     def on_started(self, id: str, incarnation: int, pid: int, now: float) -> None:
-        """A process has been launched."""
+        """Record that a process has been launched."""
         process = self._processes[id]
         process.runs, process.pid, process.began = True, pid, now
         self.revision += 1
 
     def on_ended(self, id: str, incarnation: int, now: float, how: str = "") -> list[SupervisorInstruction]:
-        """A process has ended, for whatever reason. how: for people."""
+        """Record that a process has ended, for any reason. how: a description for people."""
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
             return []
@@ -171,7 +171,7 @@ class Supervisor:
     def on_heartbeat(
         self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float
     ) -> bool:
-        """A process has sent a heartbeat; returns whether it is desired."""
+        """Record a heartbeat of a process; return whether the process is desired."""
         if not self.is_desired(id, incarnation):
             return False
         process = self._processes[id]
@@ -184,21 +184,21 @@ class Supervisor:
         return True
 
     def is_desired(self, id: str, incarnation: int) -> bool:
-        """Whether this process is to run."""
+        """Return whether this process is to run."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.desired
 
     def is_stopped(self, id: str, incarnation: int) -> bool:
-        """Whether this process was to end, also where one of its id is to run again by now."""
+        """Return whether the end of this process was requested, also if its id is to run again by now."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.stopped
 
     def settings_of(self, id: str) -> bytes:
-        """The settings of a desired process."""
+        """Return the settings of a desired process."""
         return self._processes[id].launch.settings
 
     def tick(self, now: float) -> list[SupervisorInstruction]:
-        """Time has passed. To be called after all events that had happened by then."""
+        """Apply time limits. To be called after all events that had happened by then."""
         out: list[SupervisorInstruction] = []
         for process in self._processes.values():
             process.starting &= now - process.began < START_PACE_S
@@ -208,7 +208,7 @@ class Supervisor:
         return out + self._spawn_due(now)
 
     def views(self) -> list[ProcessView]:
-        """The desired processes and their state."""
+        """Return the desired processes and their state."""
         return [
             ProcessView(
                 id,
@@ -226,7 +226,7 @@ class Supervisor:
         ]
 
     def address_of(self, id: str) -> str:
-        """Where a process listens; empty until it has reported that. Any thread may call."""
+        """Return where a process listens; empty until it has reported that. Any thread may call."""
         process = self._processes.get(id)
         return "" if process is None else process.reported_address
 
@@ -249,7 +249,7 @@ class Supervisor:
         return sum(one.due is not None and one.desired for one in self._processes.values())
 
     def _capacity(self) -> tuple[int, int]:
-        """How many services and how many workers may be started."""
+        """Return how many services and how many workers may be started."""
         running = [one for one in self._processes.values() if one.due is None]
         free = self._most - len(running)
         return free, min(free, self._most_starting - sum(one.starting for one in running))
@@ -261,7 +261,7 @@ class Supervisor:
         return silent_s >= self._lease_s and silent_s >= self._lease_s * self._lease_factor(process, now)
 
     def _lease_factor(self, process: _Process, now: float) -> float:
-        """By how much the leases are extended because the host is short of processor time; at least 1."""
+        """Return the factor by which leases are extended as the host is short of processor time; at least 1."""
         others = sorted(
             max(one.interval, now - one.heartbeat)
             for one in self._processes.values()
@@ -300,5 +300,5 @@ class Supervisor:
 
 
 def _runs_as(running: Launch, wanted: Launch) -> bool:
-    """Whether a running process has the role and arguments that are wanted."""
+    """Return whether a running process has the wanted role and arguments."""
     return (running.role, running.arguments) == (wanted.role, wanted.arguments)
