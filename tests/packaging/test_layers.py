@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 #: Who keeps values, asks users' code or is torch's sampler, among those that decide which samples are read and kept.
 SHELLS = {
-    "caches": {"lookahead_poller", "dataset", "sizing", "store"},
-    "samplers": {"sampler_arguments", "sampler"},
+    "caches": {"dataset", "sizing", "store"},
+    "samplers": {"sampler"},
 }
 
 
@@ -32,8 +32,8 @@ CLIENTS = {
     "alibabacloud_credentials": "remote.launchers.alibaba_client",
     "alibabacloud_tea_openapi": "remote.launchers.alibaba_client",
     "darabonba": "remote.launchers.alibaba_client",
-    "alibabacloud_eci20180808": "remote.launchers.eci_control",
-    "alibabacloud_fc20230330": "remote.launchers.fc_control",
+    "alibabacloud_eci20180808": "remote.launchers.eci",
+    "alibabacloud_fc20230330": "remote.launchers.fc_function",
 }
 
 
