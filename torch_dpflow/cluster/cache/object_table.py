@@ -150,7 +150,7 @@ class ObjectTable:
     def release(self, entry: CacheEntry) -> None:
         """Release an entry without tickets."""
         if entry.loading:
-            entry.cancel()
+            entry.loading = 0
             self.reserved -= entry.size
         elif entry.ready:
             self.pinned -= entry.size
@@ -229,7 +229,7 @@ class ObjectTable:
         if earlier is not None:
             self._discard(earlier)
         self._cached[entry.key] = entry
-        entry.cache(True)
+        entry.cached = True
         for key in self._policy.admit(entry.key, entry.size):
             self._uncache(self._cached[key])
 
@@ -250,7 +250,7 @@ class ObjectTable:
 
     def _uncache(self, entry: CacheEntry) -> None:
         del self._cached[entry.key]
-        entry.cache(False)
+        entry.cached = False
         if not entry.tickets:
             self._remove(entry)
 

@@ -88,7 +88,7 @@ class CacheEntry:
         waiting -- begin --> loading -- store --> ready -- requeue --> waiting
                                  `-- cancel --> gone  `-- drop --> gone
 
-    Only its methods change it; their callers keep the sample cache's sums and indexes consistent with it.
+    Its owner keeps the sample cache's sums and indexes consistent with it.
     """
 
     #: In the order of creation within the sample cache.
@@ -146,10 +146,6 @@ class CacheEntry:
         if not own:
             del self.tickets[reader]
 
-    def advance(self, distance: int) -> None:
-        """Reduce the distance: a job wants it sooner than before."""
-        self.distance = distance
-
     def add_request(self, request: RequestId, ticket: Ticket) -> None:
         """Add a request that waits for it."""
         self.requests[request, ticket] = None
@@ -182,17 +178,9 @@ class CacheEntry:
         """Store the result of its load."""
         self.loading, self.ready, self.value, self.size = 0, True, value, size
 
-    def cancel(self) -> None:
-        """Record that its load is cancelled."""
-        self.loading = 0
-
     def drop(self) -> None:
         """Drop its value; the cache must not hold it."""
         self.ready, self.value = False, None
-
-    def cache(self, held: bool) -> None:
-        """Set whether the cache holds it."""
-        self.cached = held
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""

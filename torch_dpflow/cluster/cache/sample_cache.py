@@ -156,7 +156,7 @@ class SampleCache:
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that it holds already is ignored.
+        """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that it holds is ignored.
 
         draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs.
         counts: whether the policy counts them as reads of the epoch that its job is in.
@@ -257,7 +257,7 @@ class SampleCache:
         if wanted is not None:
             self._shared += 1
             if distance < wanted.distance:
-                wanted.advance(distance)
+                wanted.distance = distance
                 if wanted.is_waiting:
                     self._queue.add(wanted)
             self._objects.attach(wanted, reader, ticket, self._jobs)

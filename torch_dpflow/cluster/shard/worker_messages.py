@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -40,6 +40,8 @@ class WorkerDemultiplexer:
         self._suffix = f"/{token}".encode()
         self._on_worker_message = on_worker_message
         self.address = listener.address
+        self.send, self.wake, self.close = listener.send, listener.wake, listener.close
+        self.watch, self.unwatch = listener.watch, listener.unwatch
         self.dropped = 0
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
@@ -54,26 +56,6 @@ class WorkerDemultiplexer:
             self._on_worker_message(*message)
             timeout_s = 0
         return None
-
-    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """As the listener's."""
-        return self._listener.send(peer, frames)
-
-    def watch(self, descriptor: int) -> None:
-        """As the listener's."""
-        self._listener.watch(descriptor)
-
-    def unwatch(self, descriptor: int) -> None:
-        """As the listener's."""
-        self._listener.unwatch(descriptor)
-
-    def wake(self) -> None:
-        """As the listener's."""
-        self._listener.wake()
-
-    def close(self) -> None:
-        """As the listener's."""
-        self._listener.close()
 
 
 @dataclass(frozen=True, slots=True)
