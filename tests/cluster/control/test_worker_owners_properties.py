@@ -21,7 +21,7 @@ PREFIX = "dpf-0c0ffee0-"
 SHARDS = st.sampled_from(["f:v1/shard-000", "f:v1/shard-001", "g:v1/shard-000"])
 
 
-class KeptMachine(RuleBasedStateMachine):
+class OwnersMachine(RuleBasedStateMachine):
     """Shards come, are replaced, fall silent and go; the provisioner may be replaced too."""
 
     @initialize(workers=st.integers(1, 12))
@@ -167,5 +167,5 @@ class KeptMachine(RuleBasedStateMachine):
         assert self.there <= self.ended
 
 
-TestKeptMembers = KeptMachine.TestCase
-TestKeptMembers.settings = settings(max_examples=40, stateful_step_count=40)
+TestWorkerOwners = OwnersMachine.TestCase
+TestWorkerOwners.settings = settings(max_examples=40, stateful_step_count=40)

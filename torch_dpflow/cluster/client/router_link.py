@@ -102,7 +102,7 @@ class RouterLink:
         self.outages = OutageLog(job.flow, job.name, reconnect_timeout_s=reconnect_timeout_s)
         self._failover = failover
         self._job = job
-        self._patience_s = reconnect_timeout_s
+        self._timeout_s = reconnect_timeout_s
         #: Deadline of the present call.
         self._deadline = 0.0
         #: Distinguishes this process from others that use the job's name.
@@ -196,7 +196,7 @@ class RouterLink:
         heartbeat = JobHeartbeat(self.id, figures, reads)
         try:
             reply: JobHeartbeatReply = router.call(
-                "heartbeat", heartbeat, reply_type=JobHeartbeatReply, timeout_s=min(CALL_S, self._patience_s)
+                "heartbeat", heartbeat, reply_type=JobHeartbeatReply, timeout_s=min(CALL_S, self._timeout_s)
             ).body
         except (DeadlineError, PeerLostError) as error:
             self.outages.on_no_answer(error, quietly=not reads)
@@ -253,7 +253,7 @@ class RouterLink:
         deadline: float | None = None,
     ) -> T:
         """Repeat a call until it succeeds; each attempt first refreshes whatever was out of date in the one before."""
-        deadline = time.monotonic() + self._patience_s if deadline is None else deadline
+        deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
         self._deadline = deadline
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         faults = 0
@@ -268,7 +268,7 @@ class RouterLink:
                 faults += error.kind is ErrorKind.INTERNAL
                 self._note(error, deadline, faults)
                 if error.kind is ErrorKind.RANKS_AWAITED:  # they may take as long as they like
-                    self._deadline = deadline = max(deadline, time.monotonic() + self._patience_s)
+                    self._deadline = deadline = max(deadline, time.monotonic() + self._timeout_s)
             except (DeadlineError, PeerLostError) as error:
                 self.outages.on_no_answer(error)
                 if time.monotonic() >= deadline:
@@ -310,7 +310,7 @@ class RouterLink:
             case _:
                 raise error
         if time.monotonic() > deadline:
-            raise UsageError(f"{error.text} (waited {self._patience_s:g} s)") from error
+            raise UsageError(f"{error.text} (waited {self._timeout_s:g} s)") from error
 
     def _look_for_cluster(self) -> None:
         """Move to the cluster that has replaced ours, if one has: it knows neither the flow nor the job."""
@@ -345,7 +345,7 @@ class RouterLink:
         """
         access = Access(self._job.flow, self._job.version)
         if self._coordinator is None:
-            self._coordinator = self.cluster.connect(timeout_s=self._patience_s)
+            self._coordinator = self.cluster.connect(timeout_s=self._timeout_s)
         try:
             self._address = self._coordinator.call(
                 "access", access, reply_type=str, timeout_s=self._call_s
@@ -400,7 +400,7 @@ class RouterLink:
             self._replaces,
         )
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
-        timeout_s = min(JOIN_S, self._patience_s)
+        timeout_s = min(JOIN_S, self._timeout_s)
         joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
         self._generation, self._router_in_step = joined.generation, False
         self.length = joined.length
