@@ -103,7 +103,7 @@ class Case:
             "memory_bytes": memory,
             "cache_samples": slots,
             "ready": 1,
-            "asked": ASKED,
+            "requested": ASKED,
             "idle_s": 3.0,
         }
         with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:

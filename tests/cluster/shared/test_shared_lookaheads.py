@@ -33,7 +33,7 @@ def loader(cluster: TestCluster, flow: str, dataset: CountedBlocks) -> Loader:
     def make(
         sampler: Sampler[int], *, memory: int = MEMORY, suffix: str = "", batch: int = BATCH, **options: Any
     ) -> Any:
-        given = {"memory_bytes": memory, "idle_s": 3.0, "ready": 1, "asked": 2}
+        given = {"memory_bytes": memory, "idle_s": 3.0, "ready": 1, "requested": 2}
         return DPFlowDataLoader(
             ALSDCache(dataset, memory),
             batch_size=batch,
