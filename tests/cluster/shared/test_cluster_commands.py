@@ -66,9 +66,9 @@ def test_status_top_and_flow_tell_of_a_job(
         assert f"{flow}:v1: 40 samples" in run("flow", "show", name, "--address", cluster.address).output
     assert "is not registered" in run("flow", "show", f"{flow}:v2", "--address", cluster.address).output
     scaled = run("flow", "scale", flow, "--shards", "2", "--address", cluster.address)
-    assert f"{flow}:v1 is to have 2 shards and 2 workers; " in scaled.output
+    assert f"{flow}:v1 will have 2 shards and 2 workers; " in scaled.output
     scaled = run("flow", "scale", flow, "--workers", "3", "--address", cluster.address)
-    assert f"{flow}:v1 is to have 2 shards and 3 workers; " in scaled.output
+    assert f"{flow}:v1 will have 2 shards and 3 workers; " in scaled.output
     refused = run("flow", "scale", flow, "--address", cluster.address)
     assert "give --shards, --workers or both" in refused.output
     refused = run("flow", "delete", flow, "--address", cluster.address)

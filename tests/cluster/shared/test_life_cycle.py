@@ -95,13 +95,13 @@ def test_commands_take_a_version_and_say_which_one_they_took(
     assert run(cluster, "flow", "scale", f"{flow}:v1", "--workers", "3").endswith(
         f"unchanged versions: {flow}:v2\n"
     )
-    assert f"{flow}:v2 is to have" in run(cluster, "flow", "scale", flow, "--workers", "4")
+    assert f"{flow}:v2 will have" in run(cluster, "flow", "scale", flow, "--workers", "4")
     assert [one.spec.workers for one in versions(cluster, flow)] == [3, 4]
     higher = join(flow, Numbers(20), version=3, batch_size=5, idle_s=900.0)
     higher.close()
     wait(lambda: [one.jobs for one in versions(cluster, flow)] == [1, 1, 0], what="the jobs that are left")
     deleted = run(cluster, "flow", "delete", flow)
-    assert deleted == f"deleted {flow}:v3; registered still: {flow}:v1, {flow}:v2\n"
+    assert deleted == f"deleted {flow}:v3; still registered: {flow}:v1, {flow}:v2\n"
     refused = CliRunner().invoke(root, ["flow", "delete", f"{flow}:v1", "--address", cluster.address])
     assert "version 1, is read by 1 job" in refused.output
 
