@@ -91,7 +91,7 @@ def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
     ("arguments", "told"),
     [
         (["sweep", "processes", "--cluster", "all"], "--cluster 'all': give 8 hexadecimal digits"),
-        (["sweep", "processes", "--cluster", ""], "--cluster '' is none"),
+        (["sweep", "processes", "--cluster", ""], "--cluster '': give 8"),
         (["sweep", "processes", "--cluster", CLUSTER, "--all"], "exclude each other"),
         (["sweep", "rai", "--all"], "did you mean 'ray'"),
         (["workers", "rai"], "did you mean 'ray'"),
