@@ -211,7 +211,7 @@ def test_local_workers_beside_workers_load_the_same_batches_through_kills(
     local = loader_of(local_data, options=LoaderOptions(seeding="batch"), **arguments)
     iterator = iter(mixed)
     shard = mixed._iterator._shard
-    eventually(lambda: shard.processes._greetings, what="the local worker")
+    eventually(lambda: shard.processes._held_back, what="the local worker")
     assert not dataset.noted("loads")
     platform.opened.set()
     samples = list(iterator)

@@ -183,5 +183,6 @@ def test_credentials_that_are_nowhere_are_told_in_one_line_without_the_vendors_t
         out, err = process.communicate(timeout=PATIENCE_S)
     assert "no credentials were found in the vendor's chain" in out
     assert "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET" in out
-    (line,) = err.splitlines()
+    experimental, line = err.splitlines()
+    assert "experimental" in experimental
     assert line.startswith("0 of 2 workers run on platform 'fc', limited by credentials: dpf-")
