@@ -229,15 +229,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument(
-        "--quick", action="store_true", help="less work, to see that it runs; no fair figures"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="runs of each measurement (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--only", metavar="TEXT", help="only measurements whose name contains TEXT, e.g. 'alsd'"
-    )
+    parser.add_argument("--quick", action="store_true", help="less work, to see that it runs; no fair figures")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each measurement (default: %(default)s)")
+    parser.add_argument("--only", metavar="TEXT", help="only measurements whose name contains TEXT, e.g. 'alsd'")
     return parser
 
 

@@ -136,10 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seeds {arguments.seeds}: at least 1 is needed")
     names = arguments.law or [*LAWS]
     scenarios = SCENARIOS[:1] if arguments.quick else SCENARIOS
-    rows = [
-        [measure(scenario, name, LAWS[name], range(arguments.seeds)) for name in names]
-        for scenario in scenarios
-    ]
+    rows = [[measure(scenario, name, LAWS[name], range(arguments.seeds)) for name in names] for scenario in scenarios]
     if arguments.json:
         for row in (one for same in rows for one in same):
             settles = row.settled_s is None or row.settled_s < math.inf

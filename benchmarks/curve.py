@@ -46,10 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             alternate(
                 "curve",
                 f"{senders} sender{'s' * (senders > 1)}",
-                {
-                    name: functools.partial(measure, frames, senders, *setting)
-                    for name, setting in SIDES.items()
-                },
+                {name: functools.partial(measure, frames, senders, *setting) for name, setting in SIDES.items()},
                 rounds=1 if arguments.quick else arguments.rounds,
                 parameters={"senders": senders, "frames": frames, "frame_bytes": FRAME},
             )
@@ -94,9 +91,7 @@ def running(target: object, *arguments: object) -> Iterator[tuple[int, Connectio
         process.join()
 
 
-def _receive(
-    pipe: Connection, keys: tuple[bytes, bytes] | None, io_threads: int, warming: int, frames: int
-) -> None:
+def _receive(pipe: Connection, keys: tuple[bytes, bytes] | None, io_threads: int, warming: int, frames: int) -> None:
     socket = zmq.Context(io_threads).socket(zmq.PULL)
     if keys is not None:
         socket.curve_server = True

@@ -106,9 +106,7 @@ def chosen(text: str) -> list[str]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.exactly_once", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exactly_once", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add(
         "--side",
@@ -125,9 +123,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     epochs = 2 if arguments.quick else arguments.epochs
     if epochs < 1 or arguments.samples < 4 * BATCH:
-        parser.error(
-            f"--epochs {epochs}, --samples {arguments.samples}: at least 1 and {4 * BATCH} are needed"
-        )
+        parser.error(f"--epochs {epochs}, --samples {arguments.samples}: at least 1 and {4 * BATCH} are needed")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     here = [name for name in arguments.side if not absent(name)]
     results = {name: measure(name, arguments.samples, epochs) for name in here}

@@ -104,11 +104,7 @@ def remote_loader(samples: int) -> Iterator[DPFlow]:
     def workers() -> list[int]:
         """Those that load: one that has just been started cannot yet."""
         shard = loader._iterator._shard.processes  # type: ignore[union-attr]
-        found = [
-            child.pid
-            for child in psutil.Process().children()
-            if "torch_dpflow.remote.worker" in command(child)
-        ]
+        found = [child.pid for child in psutil.Process().children() if "torch_dpflow.remote.worker" in command(child)]
         return found if shard.working == len(found) else []
 
     try:

@@ -66,12 +66,8 @@ SIDES: Mapping[str, Make] = {
 }
 SETS: Mapping[str, SampleLayout] = {
     "rows of 4 kB": SampleLayout(identity("array", {"rows": 4_000}), np.full(RECORDS, 4_000), PER_STRIPE),
-    "files of 16 kB": SampleLayout(
-        identity("files", {"bytes": 16_000}), np.full(RECORDS, 16_000), PER_STRIPE
-    ),
-    "files of 110 kB": SampleLayout(
-        identity("files", {"bytes": 110_000}), np.full(RECORDS, 110_000), PER_STRIPE
-    ),
+    "files of 16 kB": SampleLayout(identity("files", {"bytes": 16_000}), np.full(RECORDS, 16_000), PER_STRIPE),
+    "files of 110 kB": SampleLayout(identity("files", {"bytes": 110_000}), np.full(RECORDS, 110_000), PER_STRIPE),
 }
 
 

@@ -92,15 +92,9 @@ def chosen(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loader", description="ours against torch's loader"
-    )
-    parser.add_argument(
-        "--workload", type=chosen, default=list(WORKLOADS), help="letters, e.g. a,c (default: all)"
-    )
-    parser.add_argument(
-        "--step-ms", type=float, default=0.0, help="sleep after each batch, as a training step"
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description="ours against torch's loader")
+    parser.add_argument("--workload", type=chosen, default=list(WORKLOADS), help="letters, e.g. a,c (default: all)")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="sleep after each batch, as a training step")
     add_arguments(parser)
     arguments = parser.parse_args()
     generate(IMAGES, SPECIFICATION)

@@ -132,9 +132,7 @@ def main() -> None:
     parser.add_argument("--spin", type=int, required=True)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument(
-        "--digest", action="store_true", help="print a hash of the first batches, time nothing"
-    )
+    parser.add_argument("--digest", action="store_true", help="print a hash of the first batches, time nothing")
     arguments = parser.parse_args()
     workload = WORKLOADS[arguments.workload]
     side = workload.sides[arguments.side]

@@ -238,9 +238,7 @@ def _sides(name: str, *, quick: bool) -> tuple[dict[str, Callable[[], Figures]],
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--workload", action="append", choices=[*WORKLOADS, CODEC], help="only this one; repeatable"
-    )
+    parser.add_argument("--workload", action="append", choices=[*WORKLOADS, CODEC], help="only this one; repeatable")
     add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

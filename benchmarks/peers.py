@@ -68,9 +68,7 @@ def chosen(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers", description="ours beside other libraries"
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="ours beside other libraries")
     parser.add_argument("--side", type=chosen, default=list(SIDES), help="e.g. 'tf.data,SPDL' (default: all)")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--images", type=Path, help=argparse.SUPPRESS)

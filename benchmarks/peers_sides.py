@@ -235,9 +235,7 @@ def grain(images: Path) -> Iterator[Read]:
     import grain
 
     crop, files = PillowCrop(), files_of(images)
-    dataset: Any = (
-        grain.MapDataset.source(files).shuffle(seed=0).repeat().map(lambda path: crop(path).numpy())
-    )
+    dataset: Any = grain.MapDataset.source(files).shuffle(seed=0).repeat().map(lambda path: crop(path).numpy())
     batches = dataset.to_iter_dataset().batch(BATCH)
     iterator = iter(batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=WORKERS)))
     yield lambda: islice(iterator, len(files) // BATCH)
@@ -294,12 +292,8 @@ def webdataset(images: Path) -> Iterator[Read]:
             for number, path in enumerate(files_of(images)):
                 writer.write({"__key__": f"{number:06d}", "jpg": Path(path).read_bytes()})
     urls = sorted(map(str, shards.glob("*.tar")))
-    dataset = (
-        wds.WebDataset(urls, shardshuffle=len(urls)).shuffle(500).to_tuple("jpg").map_tuple(PillowCrop())
-    )
-    loader = wds.WebLoader(
-        dataset.batched(BATCH), batch_size=None, num_workers=WORKERS, persistent_workers=True
-    )
+    dataset = wds.WebDataset(urls, shardshuffle=len(urls)).shuffle(500).to_tuple("jpg").map_tuple(PillowCrop())
+    loader = wds.WebLoader(dataset.batched(BATCH), batch_size=None, num_workers=WORKERS, persistent_workers=True)
     yield lambda: (batch[0] for batch in loader)
 
 
@@ -318,9 +312,7 @@ def litdata(images: Path) -> Iterator[Read]:
         writer.done()
         writer.merge(1)
     dataset = litdata.StreamingDataset(str(chunks), shuffle=True, transform=PillowCrop())
-    loader = litdata.StreamingDataLoader(
-        dataset, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True
-    )
+    loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True)
     yield lambda: loader
 
 

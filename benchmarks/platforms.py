@@ -38,9 +38,7 @@ METRICS = (
 def run_side(side: str, quick: bool) -> Figures:
     """Run one side in a process of its own and return what it printed last."""
     command = [sys.executable, "-m", "benchmarks.platforms_run", side, f"--images={IMAGES.resolve()}"]
-    done = subprocess.run(
-        [*command, *(["--quick"] if quick else [])], stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run([*command, *(["--quick"] if quick else [])], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise LoaderRunError(f"{' '.join(command)} ended with {done.returncode}: see above")
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -84,17 +82,13 @@ def compare(arguments: argparse.Namespace) -> Iterator[Comparison]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.platforms", description="workers beyond this host"
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.platforms", description="workers beyond this host")
     parser.add_argument("--platform", choices=PARTS, required=True)
     parser.add_argument("--part", type=lambda text: text.split(","), help="e.g. crops,linear (default: all)")
     add_arguments(parser)
     arguments = parser.parse_args()
     if unknown := {*(arguments.part or ())} - {*PARTS[arguments.platform]}:
-        parser.error(
-            f"--part: {', '.join(sorted(unknown))} is none of {', '.join(PARTS[arguments.platform])}"
-        )
+        parser.error(f"--part: {', '.join(sorted(unknown))} is none of {', '.join(PARTS[arguments.platform])}")
     if arguments.platform == "hosts" and (why := missing()):
         parser.error(f"--platform hosts: {why}")
     generate(IMAGES, SPECIFICATION)

@@ -90,9 +90,7 @@ def ray_data(kind: str) -> Open:
             ray.data.DataContext.get_current().enable_progress_bars = False
             # Not `range`: its tasks would wait for ever for the processors that actors hold.
             samples = len(dataset)  # type: ignore[arg-type]
-            rows = ray.data.from_items(
-                [{"id": n} for n in range(samples)], override_num_blocks=-(-samples // BATCH)
-            )
+            rows = ray.data.from_items([{"id": n} for n in range(samples)], override_num_blocks=-(-samples // BATCH))
             if kind == "tasks":
                 images = rows.map_batches(Decode(dataset).__call__, batch_size=BATCH)
             else:
@@ -121,9 +119,7 @@ def digest(opened: Open, dataset: Dataset[torch.Tensor]) -> dict[str, str]:
     """A hash of all samples, whatever their order: Ray Data keeps none unless it is told to."""
     with opened(dataset) as read:
         samples = (sample for batch in read() for sample in batch)
-        hashes = sorted(
-            hashlib.sha256(sample.contiguous().numpy().tobytes()).hexdigest() for sample in samples
-        )
+        hashes = sorted(hashlib.sha256(sample.contiguous().numpy().tobytes()).hexdigest() for sample in samples)
     return {"digest": hashlib.sha256("".join(hashes).encode()).hexdigest()}
 
 

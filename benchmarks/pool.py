@@ -150,9 +150,7 @@ def asked(pipe: Connection) -> int:
     return int(pipe.recv())
 
 
-def epoch(
-    dataset: DatasetReader, victim: subprocess.Popen[str] | None, chance: np.random.Generator
-) -> Figures:
+def epoch(dataset: DatasetReader, victim: subprocess.Popen[str] | None, chance: np.random.Generator) -> Figures:
     """Read in random order; kill a server in the midst."""
     order, longest, wrong = chance.permutation(len(dataset)).tolist(), 0.0, 0
     begun = time.perf_counter()
@@ -188,9 +186,7 @@ def read_with_loss(stored: StoredDataset, is_killed: bool, is_far: bool, numbers
         remote = ("--listen", "tcp://127.0.0.1:0", "--connection", str(keys), "--trust-network")
         with servers(folder, 4, 2 * size, *remote) as processes, far(is_far):
             DataClient(folder / "1").preload(stored)
-            address = find_address(
-                address_of(folder / "1") if is_far else folder / "1", keys, trust_network=True
-            )
+            address = find_address(address_of(folder / "1") if is_far else folder / "1", keys, trust_network=True)
             with closing(PooledDataset(stored, address, check=True)) as dataset:
                 victim = processes[1] if is_killed else None
                 return epoch(dataset, victim, np.random.default_rng(next(numbers)))
@@ -253,9 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--megabytes", type=int, default=1024, help="of the dataset (default: %(default)s)")
     parser.add_argument("--latency-ms", type=float, default=10.0, help="of the store (default: %(default)s)")
-    parser.add_argument(
-        "--connection-mb-s", type=float, help="what one connection to the store carries (default: any)"
-    )
+    parser.add_argument("--connection-mb-s", type=float, help="what one connection to the store carries (default: any)")
     arguments = parser.parse_args(argv)
     rate = arguments.connection_mb_s and arguments.connection_mb_s * 1e6
     count = 200 if arguments.quick else max(BATCH, arguments.megabytes * 10**6 // RECORD_BYTES)

@@ -118,9 +118,7 @@ def measured(oss: OSSServer, samples: int, loaders: Sequence[Any], step_s: float
     }
 
 
-def epoch(
-    oss: OSSServer, dataset: Any, sampler: type[RandomSampler], step_s: float, numbers: Iterator[int]
-) -> Figures:
+def epoch(oss: OSSServer, dataset: Any, sampler: type[RandomSampler], step_s: float, numbers: Iterator[int]) -> Figures:
     generator = torch.Generator().manual_seed(next(numbers))
     loader = DPFlowDataLoader(
         dataset, BATCH, sampler=sampler(dataset, generator=generator), num_workers=WORKERS, collate_fn=len
@@ -128,9 +126,7 @@ def epoch(
     return measured(oss, len(dataset), [loader], step_s)
 
 
-def flow_epoch(
-    oss: OSSServer, dataset: Any, address: str, name: str, loaders: list[Any], step_s: float
-) -> Figures:
+def flow_epoch(oss: OSSServer, dataset: Any, address: str, name: str, loaders: list[Any], step_s: float) -> Figures:
     """loaders: none before the first epoch."""
     for _ in range(JOBS - len(loaders)):
         job = JobOptions(idle_s=600.0)
@@ -150,9 +146,7 @@ def flow_epoch(
     return measured(oss, len(dataset), loaders, step_s)
 
 
-def run(
-    count: int, step_s: float, latency_s: float, rounds: int, parts: Sequence[str]
-) -> Iterator[Comparison]:
+def run(count: int, step_s: float, latency_s: float, rounds: int, parts: Sequence[str]) -> Iterator[Comparison]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         oss = stack.enter_context(OSSServer())
@@ -181,10 +175,7 @@ def run(
         workload = f"{info.loaded} of {count} samples in memory"
         if "job" in parts:
             numbers = iter(range(1 << 30))
-            sides = {
-                name: partial(epoch, oss, one, RandomSampler, step_s, numbers)
-                for name, one in datasets.items()
-            }
+            sides = {name: partial(epoch, oss, one, RandomSampler, step_s, numbers) for name, one in datasets.items()}
             drawn = partial(epoch, oss, datasets["pool, read ahead"], Unsettled, step_s, numbers)
             sides["pool, announced as it is drawn"] = drawn
             yield alternate("pool_ahead", workload, sides, rounds=rounds, parameters=parameters)
@@ -204,9 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=2048, help="of the dataset (default: %(default)s)")
     parser.add_argument("--step-ms", type=float, default=25.0, help="of training (default: %(default)s)")
-    parser.add_argument(
-        "--storage-ms", type=float, default=30.0, help="to each answer (default: %(default)s)"
-    )
+    parser.add_argument("--storage-ms", type=float, default=30.0, help="to each answer (default: %(default)s)")
     parser.add_argument("--part", choices=("all", *PARTS), default="all")
     arguments = parser.parse_args(argv)
     count, rounds = (256, 1) if arguments.quick else (arguments.samples, arguments.rounds)

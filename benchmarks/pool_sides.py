@@ -198,9 +198,7 @@ def mooncake(stack: ExitStack, count: int) -> PoolSide:
     peers, servers = list[tuple[str, int]](), list[psutil.Process]()
     for _ in range(SERVERS):
         running = stack.enter_context(
-            subprocess.Popen(
-                _own("mooncake", count), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
+            subprocess.Popen(_own("mooncake", count), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         )
         stack.callback(running.terminate)
         assert running.stdout is not None
@@ -295,9 +293,7 @@ def ray_objects(stack: ExitStack, count: int) -> tuple[PoolSide, PoolSide]:
     def view(indices: Sequence[int]) -> list[memoryview]:
         return [memoryview(one) for one in ray.get([viewed[index] for index in indices])]
 
-    return PoolSide(lambda indices: ray.get([copied[index] for index in indices]), servers), PoolSide(
-        view, servers
-    )
+    return PoolSide(lambda indices: ray.get([copied[index] for index in indices]), servers), PoolSide(view, servers)
 
 
 def missing(side: str) -> str:
@@ -363,9 +359,7 @@ def _serve_curve(contents: Sequence[bytes]) -> None:
 
 def _serve_rpc(contents: Sequence[bytes]) -> None:
     server = RpcServer(listen("tcp://127.0.0.1:0"))
-    server.register(
-        "read", lambda call: Result(*encode([contents[index] for index in call.body])), body_type=list[int]
-    )
+    server.register("read", lambda call: Result(*encode([contents[index] for index in call.body])), body_type=list[int])
     print(server.address, flush=True)
     server.serve()
 

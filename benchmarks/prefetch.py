@@ -132,9 +132,7 @@ class Epoch:
         # room, comes once more.
         kept = [one.key for one in loads if one.key != due and one.key not in self._stored]
         if not self._space.store([(key, SAMPLE_BYTES) for key in kept]):
-            raise RuntimeError(
-                f"{self._space.used} bytes are in use: the space is too small for this reading"
-            )
+            raise RuntimeError(f"{self._space.used} bytes are in use: the space is too small for this reading")
         self._stored.update(kept)
         self._peak_room = max(self._peak_room, self._space.used)
         self._do(self._machine.arrived([Arrival(load.load, load.key, SAMPLE_BYTES) for load in loads]))

@@ -180,17 +180,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object per line")
     form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    parser.add_argument(
-        "--rounds", type=_positive, default=rounds, help="runs of each side (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="less work, to see that it runs; no fair figures"
-    )
+    parser.add_argument("--rounds", type=_positive, default=rounds, help="runs of each side (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="less work, to see that it runs; no fair figures")
 
 
-def publish(
-    comparisons: Iterable[Comparison], metrics: Sequence[Metric], arguments: argparse.Namespace
-) -> None:
+def publish(comparisons: Iterable[Comparison], metrics: Sequence[Metric], arguments: argparse.Namespace) -> None:
     """Print `comparisons` in the form that the arguments of `add_arguments` ask for, JSON as they come."""
     if arguments.json:
         for comparison in comparisons:
@@ -206,9 +200,7 @@ def publish(
 
 def _row(comparison: Comparison, side: str, metrics: Sequence[Metric]) -> list[str]:
     reported = [metric for metric in metrics if metric.name in comparison.metrics()]
-    cells = [
-        metric.text(comparison.median(side, metric.name)) if metric in reported else "" for metric in metrics
-    ]
+    cells = [metric.text(comparison.median(side, metric.name)) if metric in reported else "" for metric in metrics]
     return [comparison.workload, side, *cells, _ratio_text(comparison, side, reported)]
 
 

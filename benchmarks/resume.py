@@ -41,9 +41,7 @@ class Numbers(Dataset[int]):
 def make(loader_class: Callable[..., Any], samples: int) -> Any:
     """A shuffling loader with a generator that begins alike each time."""
     own = torch.Generator().manual_seed(1)
-    return loader_class(
-        Numbers(samples), batch_size=BATCH_SIZE, shuffle=True, num_workers=WORKERS, generator=own
-    )
+    return loader_class(Numbers(samples), batch_size=BATCH_SIZE, shuffle=True, num_workers=WORKERS, generator=own)
 
 
 def state_at(loader_class: Callable[..., Any], samples: int) -> Any:
@@ -84,9 +82,7 @@ def compare(samples: int, rounds: int) -> Comparison:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     arguments = parser.parse_args()
     samples = SAMPLES // 100 if arguments.quick else SAMPLES

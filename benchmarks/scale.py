@@ -198,8 +198,7 @@ def measure(part: str, arguments: argparse.Namespace) -> Comparison:
     quick, rounds = arguments.quick, 1 if arguments.quick else arguments.rounds
     if part == "throughput":
         sides = {
-            f"{count} workers": partial(throughput, count, 1.0 if quick else MEASURED_S)
-            for count in arguments.workers
+            f"{count} workers": partial(throughput, count, 1.0 if quick else MEASURED_S) for count in arguments.workers
         }
         return alternate("scale", f"samples of {SLEEP_MS:g} ms", sides, rounds=rounds)
     if part == "overhead":
@@ -227,13 +226,9 @@ def parts(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scale", description=__doc__.partition("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--part", type=parts, default=list(PARTS), help="default: all")
-    parser.add_argument(
-        "--workers", type=numbers, default=list(WORKERS), help="of throughput (default: 1 to 64)"
-    )
+    parser.add_argument("--workers", type=numbers, default=list(WORKERS), help="of throughput (default: 1 to 64)")
     add_arguments(parser, rounds=3)
     arguments = parser.parse_args()
     for part in arguments.part:

@@ -135,9 +135,7 @@ def live(workers: int, tasks: int, window: int = 2) -> report.Figures:
 def measure(arguments: argparse.Namespace) -> list[report.Comparison]:
     """Run everything; the sides of one comparison see the same seeds in the same order."""
     rounds, tasks = arguments.rounds, 2_000 if arguments.quick else 50_000
-    lives: dict[str, report.Side] = {
-        f"{workers} workers": partial(live, workers, tasks) for workers in (1, 8, 64)
-    }
+    lives: dict[str, report.Side] = {f"{workers} workers": partial(live, workers, tasks) for workers in (1, 8, 64)}
     comparisons = [report.alternate("scheduler", "life of a task", lives, rounds=rounds)]
     for setting in SETTINGS:
         run = partial(simulate, setting, 200 if arguments.quick else 2_000)

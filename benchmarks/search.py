@@ -125,18 +125,12 @@ def limits_of(comparison: Comparison) -> str:
     """What limited the trials of each side, as text."""
     counted = comparison.parameters["limited_by"]
     assert isinstance(counted, dict)
-    lines = (
-        f"{side}: {', '.join(f'{name} {n}' for name, n in names.items())}" for side, names in counted.items()
-    )
-    return "limited by, as the trials say at their ends (-: not known, as with local workers): " + "; ".join(
-        lines
-    )
+    lines = (f"{side}: {', '.join(f'{name} {n}' for name, n in names.items())}" for side, names in counted.items())
+    return "limited by, as the trials say at their ends (-: not known, as with local workers): " + "; ".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.search", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--samples", type=int, default=1024, help="of an epoch (default: %(default)s)")
     add("--epochs", type=int, default=2, help="of each trial, measured (default: %(default)s)")

@@ -78,9 +78,7 @@ class Scenario:
         if self.stagger:
             parts.append(f"{self.stagger:.0%} of an epoch apart")
         if self.step_ms:
-            parts.append(
-                ", ".join(f"{self.step_of(number):.0f}" for number in range(self.jobs)) + " ms steps"
-            )
+            parts.append(", ".join(f"{self.step_of(number):.0f}" for number in range(self.jobs)) + " ms steps")
         return "; ".join([*parts, "kept" if self.kept else "drawn afresh"])
 
     def allows(self, side: str) -> bool:

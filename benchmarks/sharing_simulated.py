@@ -115,9 +115,7 @@ class Case:
                 return DPFlowDataLoader(
                     ALSDCache(dataset, memory),
                     batch_size=BATCH,
-                    sampler=DynaGCSSampler(
-                        indices.tolist(), seed=job_seed(seed, number), num_replicas=1, rank=0
-                    ),
+                    sampler=DynaGCSSampler(indices.tolist(), seed=job_seed(seed, number), num_replicas=1, rank=0),
                     num_workers=2,
                     flow=f"against-simulator/{Path(folder).name}",
                     address=address,

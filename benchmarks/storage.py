@@ -60,9 +60,7 @@ def served(kind: str, folder: Path, latency_ms: float) -> Iterator[str]:
         "s3": ["benchmarks.s3_server", str(folder)],
     }[kind]
     latency = ["--latency-ms", str(latency_ms)]
-    with subprocess.Popen(
-        [sys.executable, "-m", *command, *latency], stdout=subprocess.PIPE, text=True
-    ) as server:
+    with subprocess.Popen([sys.executable, "-m", *command, *latency], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         endpoint = server.stdout.readline().strip()
         if not endpoint:
@@ -87,9 +85,7 @@ def run_side(place: Place, side: str, *options: str) -> Any:
 
 def sides_of(kind: str) -> list[str]:
     """The sides whose packages are installed."""
-    return [
-        side for side in SIDES[kind] if side not in ("webdataset", "litdata") or find_spec(side) is not None
-    ]
+    return [side for side in SIDES[kind] if side not in ("webdataset", "litdata") or find_spec(side) is not None]
 
 
 def compare(kind: str, latency_ms: float, rounds: int, *, quick: bool) -> Comparison:
@@ -123,10 +119,7 @@ def compare_gets(kind: str, threads: int, rounds: int, *, quick: bool) -> Compar
     """So many GETs at a time with every client."""
     with served(kind, prepare(), 0.0) as endpoint:
         place = Place(kind=kind, endpoint=endpoint, samples=64 if quick else 512)
-        sides = {
-            client: partial(run_side, place, client, "--gets", f"--threads={threads}")
-            for client in CLIENTS[kind]
-        }
+        sides = {client: partial(run_side, place, client, "--gets", f"--threads={threads}") for client in CLIENTS[kind]}
         return alternate("storage", f"{kind}, {threads} GETs at a time", sides, rounds=rounds)
 
 

@@ -53,9 +53,7 @@ processes = multiprocessing.get_context("spawn")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transport", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport", description=__doc__.splitlines()[0])
     add_arguments(parser, rounds=7)
     arguments = parser.parse_args(argv)
     echoes, pings = (5, 20) if arguments.quick else (80, 1_000)
@@ -99,9 +97,7 @@ def contestant(side: str, keeps: bool, scheme: str, path: str) -> Iterator[Calla
     server.start()
     address = ours.recv()
     client_end, client_theirs = processes.Pipe()
-    client = processes.Process(
-        target=_be_client, args=(side, keeps, address, server.pid, client_theirs), daemon=True
-    )
+    client = processes.Process(target=_be_client, args=(side, keeps, address, server.pid, client_theirs), daemon=True)
     client.start()
 
     def run(kind: str, count: int) -> Figures:

@@ -119,9 +119,7 @@ class Grpc:
 
 class _GrpcClient:
     def __init__(self, channel: Any) -> None:
-        self._echo = channel.unary_unary(
-            "/bench/echo", request_serializer=_dumps, response_deserializer=pickle.loads
-        )
+        self._echo = channel.unary_unary("/bench/echo", request_serializer=_dumps, response_deserializer=pickle.loads)
         self._ping = channel.unary_unary("/bench/ping")
 
     def echo(self, objects: list[bytes]) -> list[bytes]:

@@ -60,9 +60,7 @@ def decoders() -> dict[str, Work]:
     if (turbo := py_turbo_jpeg()) is not None:
         found["PyTurboJPEG"] = turbo.decode
     if hasattr(torch.ops.image, "decode_jpeg") and (tv := installed("torchvision.io")) is not None:
-        found["torchvision.io"] = lambda data: tv.decode_jpeg(
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        )
+        found["torchvision.io"] = lambda data: tv.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return found
 
 
@@ -87,9 +85,7 @@ def reductions() -> dict[str, Work]:
         found[f"simplejpeg, 1/{k}"] = partial(reduced, k)
         if cv2 is not None:
             flag = getattr(cv2, f"IMREAD_REDUCED_COLOR_{k}")
-            found[f"OpenCV, 1/{k}"] = lambda data, flag=flag: cv2.imdecode(
-                np.frombuffer(data, np.uint8), flag
-            )
+            found[f"OpenCV, 1/{k}"] = lambda data, flag=flag: cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     return found
 
 

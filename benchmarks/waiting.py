@@ -334,9 +334,7 @@ def check(records: "list[np.ndarray[Any, Any]]", samples: int) -> None:
     for number, read in enumerate(records):
         counts = Counter(read[:, 0].astype(int).tolist())
         if counts != Counter(range(samples)):
-            raise ValueError(
-                f"job {number} read {len(counts)} of {samples} samples, {counts.total()} with repetitions"
-            )
+            raise ValueError(f"job {number} read {len(counts)} of {samples} samples, {counts.total()} with repetitions")
     if (most := busiest(np.concatenate(records))) > PROCESSORS:
         raise ValueError(f"{most} samples were loaded at once on a host with {PROCESSORS} processors")
 
@@ -350,9 +348,7 @@ def busiest(records: "np.ndarray[Any, Any]") -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.waiting", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.waiting", description=str(__doc__).splitlines()[0])
     parser.add_argument("--job", type=Job.from_text, help=argparse.SUPPRESS)
     add_arguments(parser)
     arguments = parser.parse_args()

@@ -30,9 +30,7 @@ def load(path: Path, device: torch.device, expected: Mapping[str, object]) -> di
     different = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
     if different:
         differences = ", ".join(f"{key} is {was!r}, not {now!r}" for key, (was, now) in different.items())
-        raise CheckpointError(
-            f"{path} is of another run: {differences}. Give the same options, or start afresh"
-        )
+        raise CheckpointError(f"{path} is of another run: {differences}. Give the same options, or start afresh")
     return contents
 
 

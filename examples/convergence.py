@@ -150,9 +150,7 @@ def open_loader(problem: Problem, side: str, seed: int, options: argparse.Namesp
         return DataLoader(problem.train, persistent_workers=True, **given)
     if side == "dpflow private":
         return DPFlowDataLoader(problem.train, persistent_workers=True, **given)
-    return DPFlowDataLoader(
-        problem.train, flow=f"convergence/{problem.name}", address=options.address, **given
-    )
+    return DPFlowDataLoader(problem.train, flow=f"convergence/{problem.name}", address=options.address, **given)
 
 
 def train(problem: Problem, side: str, seed: int, options: argparse.Namespace) -> Run:
@@ -215,9 +213,7 @@ def plot(runs: Sequence[Run], title: str, path: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot, which looks for a display
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, curve, name in zip(
-        figure.subplots(1, 2), ("losses", "accuracies"), ("training loss", "test accuracy")
-    ):
+    for axes, curve, name in zip(figure.subplots(1, 2), ("losses", "accuracies"), ("training loss", "test accuracy")):
         for side in sides_of(runs):
             curves = np.array([getattr(run, curve) for run in runs if run.side == side])
             epochs = np.arange(1, curves.shape[1] + 1)

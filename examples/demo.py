@@ -136,9 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", type=positive, default=400, help="images to train on")
     parser.add_argument("--val", type=positive, default=80, help="images to validate with")
     parser.add_argument("--epochs", type=positive, default=4)
-    parser.add_argument(
-        "--vision", action="store_true", help="train with torch_dpflow.vision too, under both loaders"
-    )
+    parser.add_argument("--vision", action="store_true", help="train with torch_dpflow.vision too, under both loaders")
     options = parser.parse_args(arguments)
     console = Console()
     try:

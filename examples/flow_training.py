@@ -136,9 +136,7 @@ class FlowTraining:
         begun, samples = len(self.losses), 0
         watch = Stopwatch(self._train)
         title = f"epoch {len(self.history) + 1}/{self._options.epochs}"
-        with tqdm(
-            desc=title, total=len(self._train), unit="batch", disable=self._options.quiet, leave=False
-        ) as bar:
+        with tqdm(desc=title, total=len(self._train), unit="batch", disable=self._options.quiet, leave=False) as bar:
             for batch in watch:
                 self._step(batch)
                 samples += len(batch[0])

@@ -73,9 +73,7 @@ class Specification:
             raise ValueError(f"classes={self.classes}: at least 2 are needed")
         for split in SPLITS:
             if self.count(split) < self.classes:
-                raise ValueError(
-                    f"{split}={self.count(split)}: at least one image for each of {self.classes} classes"
-                )
+                raise ValueError(f"{split}={self.count(split)}: at least one image for each of {self.classes} classes")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed}: must be 0 or more")
 

@@ -77,9 +77,7 @@ def require_answer(parser: ArgumentParser, address: str | None) -> None:
         with find_cluster(address).connect(timeout_s=ANSWER_S) as coordinator:
             coordinator.call("processes")
     except DeadlineError:
-        parser.error(
-            f"--address {address}: no cluster answers there within {ANSWER_S:g} s; start one by `dpflow up`"
-        )
+        parser.error(f"--address {address}: no cluster answers there within {ANSWER_S:g} s; start one by `dpflow up`")
     except DPFlowError as error:
         parser.error(f"--address {address}: {error}")
 

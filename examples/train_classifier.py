@@ -82,13 +82,10 @@ def prepare(options: argparse.Namespace) -> Training:
                 "demo_data/images, which `make demo` generates"
             )
     train, val = (
-        build_dataset(options.data, split, options.image_size, vision=options.vision)
-        for split in ("train", "val")
+        build_dataset(options.data, split, options.image_size, vision=options.vision) for split in ("train", "val")
     )
     if train.classes != val.classes:
-        raise ValueError(
-            f"train/ has the classes {train.classes}, val/ has {val.classes}: they must be equal"
-        )
+        raise ValueError(f"train/ has the classes {train.classes}, val/ has {val.classes}: they must be equal")
     samples = options.limit_batches and options.limit_batches * options.batch_size
     return Training(
         options,

@@ -45,9 +45,7 @@ class Digits(Dataset[Any]):
 
 
 def loader_of(dataset: Dataset[Any], workers: int, **arguments: Any) -> DPFlowDataLoader[Any]:
-    return DPFlowDataLoader(
-        dataset, batch_size=32, num_workers=workers, platform=Ray(cpus=LOADER_CPUS), **arguments
-    )
+    return DPFlowDataLoader(dataset, batch_size=32, num_workers=workers, platform=Ray(cpus=LOADER_CPUS), **arguments)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -86,9 +84,7 @@ def join_ray(cpus: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", type=int, default=2, help="workers of Ray Train")
     parser.add_argument("--loaders", type=int, default=2, help="workers that load, of each trainer")
     parser.add_argument("--epochs", type=int, default=3)

@@ -90,9 +90,7 @@ class Training:
 
     def summary(self) -> dict[str, Any]:
         """The figures of the whole run, as plain data."""
-        totals = {
-            key: sum(figures[key] for figures in self.history) for key in ("seconds", "stall_s", "trained")
-        }
+        totals = {key: sum(figures[key] for figures in self.history) for key in ("seconds", "stall_s", "trained")}
         stats = self.train_loader.stats() if hasattr(self.train_loader, "stats") else None
         return {
             "loader": self.options.loader,
@@ -113,9 +111,7 @@ class Training:
         if self._rng_after_start is not None:
             checkpoint.restore_rng_states(self._rng_after_start)
             self._rng_after_start = None
-        with self._bar(
-            f"epoch {self.epoch + 1}/{self.options.epochs}", len(self.train_loader), self.batch
-        ) as bar:
+        with self._bar(f"epoch {self.epoch + 1}/{self.options.epochs}", len(self.train_loader), self.batch) as bar:
             for images, targets in watch:
                 self._step(images, targets)
                 bar.set_postfix(
@@ -217,6 +213,4 @@ class Training:
         return self.options.max_steps is not None and self.steps >= self.options.max_steps
 
     def _bar(self, label: str, total: int, done: int = 0) -> "tqdm[Any]":
-        return tqdm(
-            desc=label, total=total, initial=done, unit="batch", disable=self.options.quiet, leave=False
-        )
+        return tqdm(desc=label, total=total, initial=done, unit="batch", disable=self.options.quiet, leave=False)

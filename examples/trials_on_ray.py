@@ -43,9 +43,7 @@ def train(rate: float, address: str, loaders: int) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loaders", type=int, default=2, help="workers that load, for all trials together")
     options = parser.parse_args()
     join_ray(len(RATES) + options.loaders)

@@ -192,9 +192,7 @@ def common_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClu
 def eventually() -> Callable[..., None]:
     """Wait until a condition holds; fail when it does not within the deadline."""
 
-    def wait(
-        condition: Callable[[], Any], *, within_s: float = PATIENCE_S, what: str = "the condition"
-    ) -> None:
+    def wait(condition: Callable[[], Any], *, within_s: float = PATIENCE_S, what: str = "the condition") -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come true within {within_s} s"

@@ -42,9 +42,7 @@ class Holdings:
     def beyond(self, before: Holdings) -> list[str]:
         """What is held now and was not before."""
         found = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
-        found += [
-            f"descriptor {number} -> {target}" for number, target in self.descriptors - before.descriptors
-        ]
+        found += [f"descriptor {number} -> {target}" for number, target in self.descriptors - before.descriptors]
         found += [f"process {pid}: {_command(pid)}" for pid in self.processes - before.processes]
         found += [f"shared memory {name}" for name in self.shared_memory - before.shared_memory]
         found += [f"temporary {name}" for name in self.temporaries - before.temporaries]

@@ -113,9 +113,7 @@ def interpreter(
     )
 
 
-def run_interpreter(
-    program: str, *arguments: str, timeout_s: float = 250
-) -> subprocess.CompletedProcess[str]:
+def run_interpreter(program: str, *arguments: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
     """A fresh Python on `program`, run to its end."""
     with interpreter(program, *arguments) as process:
         try:

@@ -53,9 +53,7 @@ def start(*arguments: str, directory: Path, path: tuple[str, ...] = ()) -> subpr
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(directory),
     }
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=directory, env=env, stdout=PIPE, stderr=PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, *arguments], cwd=directory, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
 def run(*arguments: str, directory: Path) -> str:
@@ -107,8 +105,6 @@ def side_by_side(directory: Path, *commands: list[str]) -> list[str]:
 
 def check_trials(told: list[str]) -> None:
     """The one that ends last has seen what all four were given."""
-    served, loaded = max(
-        [int(number) for number in out.splitlines()[-1].split() if number.isdigit()] for out in told
-    )
+    served, loaded = max([int(number) for number in out.splitlines()[-1].split() if number.isdigit()] for out in told)
     assert served == 12_000
     assert loaded < 1500

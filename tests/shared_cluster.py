@@ -163,9 +163,7 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
-def wait(
-    condition: Callable[[], object], *, within_s: float = PATIENCE_S, what: str = "the condition"
-) -> None:
+def wait(condition: Callable[[], object], *, within_s: float = PATIENCE_S, what: str = "the condition") -> None:
     """Wait until it holds; fail where it does not in time."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -173,9 +171,7 @@ def wait(
         time.sleep(0.02)
 
 
-def open_job(
-    flow: str, dataset: Any, *, address: str, options: JobOptions | None = None, **given: Any
-) -> SharedJob:
+def open_job(flow: str, dataset: Any, *, address: str, options: JobOptions | None = None, **given: Any) -> SharedJob:
     """Open a job; what its `FlowDefinition` and its `JobReading` have is given by name."""
     defined = {name: given.pop(name) for name in ("version", "workers", "worker_init_fn") if name in given}
     return client.open_job(

@@ -82,11 +82,7 @@ def kinds(text: str, tree: ast.AST) -> Counter[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             last = node.end_lineno or node.lineno
             kind[node.lineno : last + 1] = ["imports"] * (last + 1 - node.lineno)
-        elif (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             last = node.end_lineno or node.lineno
             kind[node.lineno : last + 1] = ["docstrings"] * (last + 1 - node.lineno)
     return Counter(kind[1:])
@@ -123,9 +119,7 @@ def main() -> None:
         lines += kinds(text, tree)
         files.append(len(text.splitlines()))
         functions += [
-            (node.end_lineno or node.lineno) + 1 - node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, Node)
+            (node.end_lineno or node.lineno) + 1 - node.lineno for node in ast.walk(tree) if isinstance(node, Node)
         ]
         words.update(found[0].lower() for found in WORDS.finditer(text))
         graph[name] = imports(tree, known) - {name}

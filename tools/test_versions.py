@@ -39,9 +39,7 @@ CALLED = re.compile(r"nvidia-cuda-(runtime|cupti)")
 #: Functions of CUDA's libraries that are asked for under no version.
 LOOSE = re.compile(r"(cu[a-zA-Z]*|nccl|nvrtc|nvshmem\w*|cufile)[A-Z]")
 #: What torch prints where it can be imported: its version, and that of numpy.
-IMPORTS = (
-    "import sys, torch, numpy; print('Python', sys.version.split()[0], torch.__version__, numpy.__version__)"
-)
+IMPORTS = "import sys, torch, numpy; print('Python', sys.version.split()[0], torch.__version__, numpy.__version__)"
 
 
 class Missing(Exception):

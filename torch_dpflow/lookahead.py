@@ -57,9 +57,7 @@ class Lookahead:
         for name in ("certain", "likely", "members", "following"):
             _check_keys(name, getattr(self, name))
         if self.length < 0 or not 0 <= self.position <= self.length:
-            raise OptionError(
-                f"length={self.length}, position={self.position}: 0 <= position <= length is required"
-            )
+            raise OptionError(f"length={self.length}, position={self.position}: 0 <= position <= length is required")
         if self.position + len(self.certain) + len(self.likely) > self.length:
             raise OptionError(
                 f"{len(self.certain)} certain and {len(self.likely)} likely samples do not fit into the "
@@ -71,9 +69,7 @@ class Lookahead:
                 "give one positive weight for each, or none at all"
             )
         if self.speed is not None and not 0 < self.speed < float("inf"):
-            raise OptionError(
-                f"speed={self.speed!r}: a positive number of samples per second, or None, is allowed"
-            )
+            raise OptionError(f"speed={self.speed!r}: a positive number of samples per second, or None, is allowed")
 
     @classmethod
     def of_order(
@@ -97,9 +93,7 @@ class Lookahead:
         )
 
     @classmethod
-    def unknown(
-        cls, length: int, *, epoch: int, members: Keys | None = None, speed: float | None = None
-    ) -> Lookahead:
+    def unknown(cls, length: int, *, epoch: int, members: Keys | None = None, speed: float | None = None) -> Lookahead:
         """Make the lookahead of a job of which only the number, or the set (`members`), of samples is known."""
         return cls(epoch=epoch, length=length, members=members, speed=speed)
 

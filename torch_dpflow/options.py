@@ -110,6 +110,4 @@ def check_code(code: Code) -> None:
         if not os.path.exists(path):
             raise OptionError(f"{given}: there is no {os.fspath(path)!r} in {os.getcwd()}")
         if not os.path.isfile(path) and not os.path.isdir(path):
-            raise OptionError(
-                f"{given}: {os.fspath(path)!r} is a device, pipe or socket; give files and directories"
-            )
+            raise OptionError(f"{given}: {os.fspath(path)!r} is a device, pipe or socket; give files and directories")

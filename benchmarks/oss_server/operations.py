@@ -186,9 +186,7 @@ def _put_object(request: Request, buckets: Buckets) -> Reply:
     buckets.put(request.bucket, request.key, stored, overwrite=overwrite)
     if source is None:
         return Reply(headers={"ETag": stored.etag})
-    copied = element(
-        "CopyObjectResult", element("LastModified", _iso(stored.modified)), element("ETag", stored.etag)
-    )
+    copied = element("CopyObjectResult", element("LastModified", _iso(stored.modified)), element("ETag", stored.etag))
     return xml_reply(copied)
 
 

@@ -48,9 +48,7 @@ def _first_loads(plan: Schedule) -> int:
     return int(union.sum())
 
 
-def best_evictions(
-    samples: NDArray[np.int64], instants: NDArray[np.int64], capacity: int
-) -> NDArray[np.bool_]:
+def best_evictions(samples: NDArray[np.int64], instants: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
     """Which accesses are hits under the best eviction for this order: Belady's.
 
     `samples` and `instants` have one entry for each access, in order; instants do not decrease. After every

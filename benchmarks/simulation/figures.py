@@ -95,9 +95,7 @@ def _overlap_figure(names: Sequence[str], capacities: Sequence[float], title: st
     return Figure(title=title, cases=cases, draw=draw_bars)
 
 
-def draw_curves(
-    path: Path, title: str, outcomes: Sequence[Outcome], marks: Mapping[float, str] | None = None
-) -> None:
+def draw_curves(path: Path, title: str, outcomes: Sequence[Outcome], marks: Mapping[float, str] | None = None) -> None:
     """One panel for each scenario, one curve for each contestant, the best evictions beside them."""
     panels: dict[str, dict[str, plots.Curve]] = {}
     for heading in dict.fromkeys(outcome.case.scenario for outcome in outcomes):

@@ -50,9 +50,7 @@ class OPT(RankedPolicy):
         keys: int | None = None,
     ) -> None:
         if stream.ndim != 1 or stream.dtype.kind not in "iu":
-            raise OptionError(
-                f"stream: a one-dimensional integer array is required, got {stream.dtype} {stream.shape}"
-            )
+            raise OptionError(f"stream: a one-dimensional integer array is required, got {stream.dtype} {stream.shape}")
         self._stream = stream
         self._next_access = _next_accesses(stream)
         self._place = 0

@@ -111,9 +111,7 @@ def run(case: Case, plan: Schedule, seed: int) -> Trace:
     slots = case.slots(samples)
     group = make_group(case.sampler, samples, capacity=slots, seed=seed)
     policy = None if case.policy == DIRECTORY else make_policy(case.policy, slots, samples)
-    simulation = Simulation(
-        plan, group, policy, seed=seed, announce=case.announce, independence=case.independence
-    )
+    simulation = Simulation(plan, group, policy, seed=seed, announce=case.announce, independence=case.independence)
     return simulation.run()
 
 

@@ -75,9 +75,7 @@ class Comparison:
         }
 
 
-def compare(
-    targets: Sequence[Target], seeds: Sequence[int], progress: Callable[[], None]
-) -> list[Comparison]:
+def compare(targets: Sequence[Target], seeds: Sequence[int], progress: Callable[[], None]) -> list[Comparison]:
     """Measure all targets; cases that several share are run once."""
     known: dict[tuple[object, ...], Outcome] = {}
     comparisons = []
@@ -133,9 +131,7 @@ def _build(name: str, samples: int, changes: dict[str, object], seed: int) -> Wo
     return SCENARIOS[name](samples, seed).with_jobs(**changes)
 
 
-def _case(
-    name: str, sampler: str, policy: str, capacity: float, samples: int = SAMPLES, **changes: object
-) -> Case:
+def _case(name: str, sampler: str, policy: str, capacity: float, samples: int = SAMPLES, **changes: object) -> Case:
     """The thesis's setting: policies hear of the epoch under way, not of the next."""
     return Case(
         scenario=" ".join([name, *(f"{key}={value}" for key, value in changes.items())]),
@@ -161,12 +157,8 @@ def _cache_policies() -> Iterator[Target]:
             value=hit_rates,
         )
     optimum = _case("same2", "independent", "alsd", 0.5, **ONE_BY_ONE)
-    yield Target(
-        figure="5-1", what="staggered, 50%: OPT", case=optimum, amount=59.5, tolerance=1.0, value=optima
-    )
-    mean, least = (
-        _case("same1", "independent", policy, 0.05, **ONE_BY_ONE) for policy in ("alsd-mean", "alsd")
-    )
+    yield Target(figure="5-1", what="staggered, 50%: OPT", case=optimum, amount=59.5, tolerance=1.0, value=optima)
+    mean, least = (_case("same1", "independent", policy, 0.05, **ONE_BY_ONE) for policy in ("alsd-mean", "alsd"))
     yield Target(
         figure="5-1",
         what="same start, 5%: alsd-mean",
@@ -212,9 +204,7 @@ def _overlap() -> Iterator[Target]:
 
 def _longer_runs() -> Iterator[Target]:
     for name, amount in zip(FOUR, (77.5, 72.0, 62.0, 59.5), strict=True):
-        yield _shared(
-            f"{name}, four epochs, 25%", _case(name, "shared-log", DIRECTORY, 0.25, epochs=4), amount
-        )
+        yield _shared(f"{name}, four epochs, 25%", _case(name, "shared-log", DIRECTORY, 0.25, epochs=4), amount)
     irregular = _case("irregular", "shared-log", DIRECTORY, 0.05, 2000, epochs=4)
     yield _shared("exponential batch times, 2,000 samples, four epochs, 5%", irregular, 66.5)
     for capacity, amount in ((0.05, 55.0), (0.25, 63.0)):

@@ -100,9 +100,7 @@ def judge(
     plan = schedule(workload)
     classes = _classes(workload)
     counts = {
-        k: Counts(job.indices, classes[job.indices])
-        for k, job in enumerate(workload.jobs)
-        if job.killed_at is None
+        k: Counts(job.indices, classes[job.indices]) for k, job in enumerate(workload.jobs) if job.killed_at is None
     }
     for seed in range(epochs):
         group = make_group(sampler, samples, capacity=round(CAPACITY * samples), seed=seed)
@@ -111,9 +109,7 @@ def judge(
             count.add(orders[job])
         if progress is not None:
             progress(1)
-    return Judgement(
-        scenario=scenario, sampler=sampler, verdicts=[each.verdict() for each in counts.values()]
-    )
+    return Judgement(scenario=scenario, sampler=sampler, verdicts=[each.verdict() for each in counts.values()])
 
 
 def judge_all(
@@ -132,9 +128,7 @@ def judge_all(
             progress(epochs)
 
 
-def _second_epochs(
-    plan: Schedule, group: SamplingGroup, seed: int, *, one_seed: bool
-) -> list[NDArray[np.int64]]:
+def _second_epochs(plan: Schedule, group: SamplingGroup, seed: int, *, one_seed: bool) -> list[NDArray[np.int64]]:
     """Run the schedule without any cache; every job's counted epoch."""
     parts: list[list[NDArray[np.int64]]] = [[] for _ in plan.workload.jobs]
     for _, time, kind, job, epoch, size in plan.events:

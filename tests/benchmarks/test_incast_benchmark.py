@@ -13,9 +13,7 @@ incast, network = Later("benchmarks.incast"), Later("benchmarks.incast_network")
 
 @pytest.mark.parametrize("name", ["rows of 4 kB", "files of 16 kB"])
 def test_at_32_servers_everything_at_once_collapses_and_windows_do_not(name: str) -> None:
-    figures = {
-        side: incast.measure(incast.SETS[name], 32, make, 4, seed=1) for side, make in incast.SIDES.items()
-    }
+    figures = {side: incast.measure(incast.SETS[name], 32, make, 4, seed=1) for side, make in incast.SIDES.items()}
     assert figures["at once"]["share"] < 0.3
     assert figures["at once"]["timeouts"] > 0
     for side in ("Algorithm 1, repaired", "ours"):

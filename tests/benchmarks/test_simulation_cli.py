@@ -25,13 +25,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_question_is_answered_with_bounds_beside_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_question_is_answered_with_bounds_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "answer.png"
-    out = run(
-        capsys, *SMALL, "--capacity", "1GB", "--starts", "0,0.5", "--speeds", "2,1", "--plot", str(picture)
-    )
+    out = run(capsys, *SMALL, "--capacity", "1GB", "--starts", "0,0.5", "--speeds", "2,1", "--plot", str(picture))
     assert "20,000 samples" in out
     assert "1 : 100" in out
     assert "shared-log" in out

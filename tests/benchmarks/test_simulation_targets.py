@@ -68,9 +68,7 @@ def test_every_figure_has_cases_for_every_bar_and_point() -> None:
 
 
 def test_curves_and_bars_are_written(tmp_path: Path) -> None:
-    outcomes = [
-        measure(case("independent", policy, share), [0]) for policy in ("lru", "alsd") for share in (0.1, 0.5)
-    ]
+    outcomes = [measure(case("independent", policy, share), [0]) for policy in ("lru", "alsd") for share in (0.1, 0.5)]
     figures.draw_curves(tmp_path / "curves.png", "curves", outcomes, {30.0: "12 GiB"})
     figures.draw_bars(tmp_path / "bars.png", "bars", outcomes[::2])
     for picture in tmp_path.iterdir():

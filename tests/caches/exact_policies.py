@@ -287,9 +287,7 @@ class ExactRefCnt(ExactPolicy):
         if lookahead.members is None and lookahead.complete and lookahead.position == 0:
             everything = certain
         needs = set(certain if lookahead.complete else everything)
-        self.jobs[name] = _ExactClaim(
-            everything, needs, lookahead.length, lookahead.position, lookahead.epoch
-        )
+        self.jobs[name] = _ExactClaim(everything, needs, lookahead.length, lookahead.position, lookahead.epoch)
 
 
 @dataclass
@@ -338,9 +336,7 @@ class ExactTrace:
         return read
 
     def _sizes(self, count: int) -> list[int]:
-        return (
-            [1] * count if self._exact.max_bytes is None else self._rng.integers(1, 12, size=count).tolist()
-        )
+        return [1] * count if self._exact.max_bytes is None else self._rng.integers(1, 12, size=count).tolist()
 
     def _read_one(self, job: int) -> None:
         key = self._keys_to_read(job, 1)[0]
@@ -424,9 +420,7 @@ class DefinedPolicyContract(PolicyContract):
     #: How many traces are compared.
     traces = 25
 
-    def make_definition(
-        self, *, keys: int, max_items: int | None = None, max_bytes: int | None = None
-    ) -> ExactPolicy:
+    def make_definition(self, *, keys: int, max_items: int | None = None, max_bytes: int | None = None) -> ExactPolicy:
         raise NotImplementedError(f"{type(self).__name__} must say what defines the policy")
 
     def test_evicts_what_its_definition_says(self) -> None:

@@ -340,9 +340,7 @@ def test_the_librarys_own_sampler_tells_its_order() -> None:
 # -- processes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("context", "num_workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
 def test_serves_torchs_workers(context: str, num_workers: int) -> None:
     sampler = DynaGCSSampler(range(12), shuffle=False)
     cache = ALSDCache(Counting(12), 12, transform=negate, sampler=sampler)

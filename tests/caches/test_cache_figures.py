@@ -74,9 +74,7 @@ def figure(
         ("opt", 59.5, 1.0),
     ],
 )
-def test_half_of_the_samples_and_jobs_a_third_of_an_epoch_apart(
-    policy: str, percent: float, tolerance: float
-) -> None:
+def test_half_of_the_samples_and_jobs_a_third_of_an_epoch_apart(policy: str, percent: float, tolerance: float) -> None:
     assert figure(policy, 0.5, STAGGERED) == pytest.approx(percent, abs=tolerance)
 
 

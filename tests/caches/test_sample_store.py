@@ -61,9 +61,7 @@ def test_simultaneous_misses_load_once(pool: ThreadPoolExecutor, eventually: Cal
     assert (cache.statistics().hits, cache.statistics().misses, cache.statistics().loads) == (7, 1, 1)
 
 
-def test_an_error_reaches_everybody_and_is_not_kept(
-    pool: ThreadPoolExecutor, eventually: Callable[..., None]
-) -> None:
+def test_an_error_reaches_everybody_and_is_not_kept(pool: ThreadPoolExecutor, eventually: Callable[..., None]) -> None:
     dataset = Gated(broken)
     cache = ALSDCache(dataset, 10)  # type: ignore[arg-type]
     readers = [pool.submit(cache.__getitem__, 4) for _ in range(4)]
@@ -88,9 +86,7 @@ def test_an_error_in_a_batch_leaves_no_sample_of_it_under_way(pool: ThreadPoolEx
     assert [pool.submit(cache.__getitem__, k).result(30) for k in (1, 3)] == [1, 3]
 
 
-def test_an_interrupt_of_the_loader_lets_another_try(
-    pool: ThreadPoolExecutor, eventually: Callable[..., None]
-) -> None:
+def test_an_interrupt_of_the_loader_lets_another_try(pool: ThreadPoolExecutor, eventually: Callable[..., None]) -> None:
     interrupts = iter([KeyboardInterrupt()])
 
     def load(index: int) -> int:
@@ -113,9 +109,7 @@ def test_an_interrupt_of_the_loader_lets_another_try(
     assert statistics.misses == statistics.loads + statistics.errors == 2
 
 
-def test_batches_that_wait_for_each_other_end(
-    pool: ThreadPoolExecutor, eventually: Callable[..., None]
-) -> None:
+def test_batches_that_wait_for_each_other_end(pool: ThreadPoolExecutor, eventually: Callable[..., None]) -> None:
     dataset = Gated(lambda index: index)
     cache = ALSDCache(dataset, 10)  # type: ignore[arg-type]
     left = pool.submit(cache.__getitems__, [1, 2])
@@ -141,9 +135,7 @@ def test_a_load_that_outlives_a_clearing_is_handed_out_and_not_kept(pool: Thread
 
 
 @pytest.mark.parametrize("policy", ["alsd", "lru"])
-def test_many_threads_get_what_they_ask_for_and_the_books_balance(
-    policy: str, pool: ThreadPoolExecutor
-) -> None:
+def test_many_threads_get_what_they_ask_for_and_the_books_balance(policy: str, pool: ThreadPoolExecutor) -> None:
     dataset = Gated(lambda index: np.full(100, index), size=200)
     dataset.gate.set()
     cache = ALSDCache(dataset, "40kB", policy=policy)  # type: ignore[arg-type]

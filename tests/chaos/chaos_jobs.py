@@ -58,9 +58,7 @@ class ChaosJob:
     alive: bool = field(default=False)
 
     @classmethod
-    def start(
-        cls, nursery: Nursery, cluster: TestCluster, folder: Path, *, number: int, **options: Any
-    ) -> ChaosJob:
+    def start(cls, nursery: Nursery, cluster: TestCluster, folder: Path, *, number: int, **options: Any) -> ChaosJob:
         own = folder / f"job-{number}"
         own.mkdir()
         job = cls(nursery, Reading(address=cluster.address, folder=str(own), number=number, **options))

@@ -66,8 +66,6 @@ def table(stalls: Sequence[Stall], faults: Sequence[Fault], began: float) -> str
         rows.append(f"{kind:<20}{struck[kind]:>8}{len(waits):>8}{median:>9}{longest:>9}")
     rows.append("the longest stalls:")
     for stall in stalls[:8]:
-        causes = (
-            "; ".join(f"{one} at {one.at - stall.began:+.1f} s" for one in stall.causes[:6]) or "no fault"
-        )
+        causes = "; ".join(f"{one} at {one.at - stall.began:+.1f} s" for one in stall.causes[:6]) or "no fault"
         rows.append(f"{stall.seconds:6.1f} s, job {stall.job}, {stall.began - began:.0f} s in: {causes}")
     return "\n".join(rows)

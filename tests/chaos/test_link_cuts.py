@@ -86,9 +86,7 @@ def cut_for(elsewhere: Host, jobs: list[ChaosJob], seconds: float) -> None:
     )
 
 
-def test_jobs_go_on_after_a_short_cut(
-    elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path
-) -> None:
+def test_jobs_go_on_after_a_short_cut(elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path) -> None:
     jobs = begin(nursery, cluster, tmp_path, False, True)
     cut_for(elsewhere, jobs, 1.0)
     finish(jobs, tmp_path)
@@ -105,9 +103,7 @@ def test_jobs_go_on_after_cuts_longer_than_every_lease(
 
 
 @pytest.mark.slow
-def test_a_link_that_comes_and_goes(
-    elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path
-) -> None:
+def test_a_link_that_comes_and_goes(elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path) -> None:
     jobs = begin(nursery, cluster, tmp_path, False, True)
     for _ in range(5):
         cut_for(elsewhere, jobs, 0.5)

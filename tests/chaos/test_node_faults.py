@@ -50,9 +50,7 @@ def test_a_fork_server_that_is_killed_or_hangs_takes_nobody_along(
     job.finish()
 
 
-def test_a_node_runs_no_more_workers_than_its_limit_of_open_files_allows(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_node_runs_no_more_workers_than_its_limit_of_open_files_allows(nursery: Nursery, tmp_path: Path) -> None:
     cluster = TestCluster.start(tmp_path, descriptors=112)
     try:
         job = ChaosJob.start(
@@ -75,9 +73,7 @@ def worker_of(cluster: TestCluster) -> list[int]:
 
 
 # A router serves as a coordinator does, and takes another cluster's time.
-@pytest.mark.parametrize(
-    "parts", [("/shard-000", "coordinator"), pytest.param(("/router",), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("parts", [("/shard-000", "coordinator"), pytest.param(("/router",), marks=pytest.mark.slow)])
 def test_a_service_without_descriptors_lives_on(
     cluster: TestCluster, nursery: Nursery, tmp_path: Path, parts: tuple[str, ...]
 ) -> None:
@@ -111,9 +107,7 @@ def test_a_service_without_descriptors_lives_on(
 
 
 @pytest.mark.slow
-def test_a_storm_of_starts_takes_nobody_for_silent(
-    cluster: TestCluster, nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_storm_of_starts_takes_nobody_for_silent(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
     job = ChaosJob.start(
         nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=2000, epochs=1, endless=True, workers=32
     )

@@ -124,9 +124,7 @@ def test_random_faults_of_servers(tmp_path: Path, pool: Pool, faults: int) -> No
         epochs, problems = manager.list([0] * JOBS), manager.list()
         store = str(tmp_path / "datasets")
         jobs = [
-            _CONTEXT.Process(
-                target=read_epochs, args=(str(pool.folder), number, store, epochs, problems), daemon=True
-            )
+            _CONTEXT.Process(target=read_epochs, args=(str(pool.folder), number, store, epochs, problems), daemon=True)
             for number in range(JOBS)
         ]
         for job in jobs:

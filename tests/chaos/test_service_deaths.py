@@ -13,13 +13,10 @@ from tests.shared_cluster import TestCluster, wait
 from tests.worker_cases import has_ended
 
 
-def begin(
-    nursery: Nursery, cluster: TestCluster, folder: Path, jobs: int = 2, **options: float
-) -> list[ChaosJob]:
+def begin(nursery: Nursery, cluster: TestCluster, folder: Path, jobs: int = 2, **options: float) -> list[ChaosJob]:
     given: dict[str, object] = {"size": 600, "epochs": 2, **options}
     started = [
-        ChaosJob.start(nursery, cluster, folder, flow="chaos/flow", number=number, **given)
-        for number in range(jobs)
+        ChaosJob.start(nursery, cluster, folder, flow="chaos/flow", number=number, **given) for number in range(jobs)
     ]
     wait(lambda: all(job.batches() >= 10 for job in started), what="the first batches")
     return started

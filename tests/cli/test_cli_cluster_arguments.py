@@ -37,9 +37,7 @@ def refused(result: Result, message: str, *, code: int = 1) -> None:
 
 def test_a_name_that_is_no_text_is_refused(gone: str) -> None:
     for arguments in (["delete", "a\udcff"], ["scale", "a\udcff", "--shards", "2"]):
-        refused(
-            run("flow", *arguments, "--address", gone), "'a\\udcff' cannot be sent: surrogates not allowed"
-        )
+        refused(run("flow", *arguments, "--address", gone), "'a\\udcff' cannot be sent: surrogates not allowed")
 
 
 @pytest.fixture
@@ -212,9 +210,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
     first = CommandedCluster.up(tmp_path, "--state", str(tmp_path / "state"))
     try:
         children = map(int, Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
-        (fork_server,) = (
-            pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        (fork_server,) = (pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
         state = ["--state", str(tmp_path / "state"), "--connection-file", str(tmp_path / "other")]
         refused(run("up", *state), "another cluster stores its flows there")
         assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600

@@ -120,9 +120,7 @@ def test_verify(dataset: Dataset, tree: Path) -> None:
     assert result.stdout == "core/pets:v1:val: metadata of 4 samples checked; --data also checks their data\n"
     result = dataset("verify", "core/pets", "--data")
     assert result.exit_code == 0, result.output
-    assert "core/pets:v1:train: 10 samples checked with their data: 10 match their checksums" in (
-        result.stdout
-    )
+    assert "core/pets:v1:train: 10 samples checked with their data: 10 match their checksums" in (result.stdout)
     (tree / "train/cat/3.jpg").write_bytes(b"yyy")
     result = dataset("verify", "core/pets:v1", "--data")
     assert result.exit_code == 1
@@ -130,9 +128,7 @@ def test_verify(dataset: Dataset, tree: Path) -> None:
     assert "1 of 14 samples are damaged or missing" in result.output
 
 
-def test_a_version_that_cannot_be_read_does_not_hide_the_others(
-    dataset: Dataset, tree: Path, tmp_path: Path
-) -> None:
+def test_a_version_that_cannot_be_read_does_not_hide_the_others(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     _import(dataset, tree)
     dataset("append", "imagefolder", "core/pets:v1", f"train={tree}/val")
     (tmp_path / "store/core/pets/versions/v1.json").write_text("{")
@@ -216,9 +212,7 @@ def test_every_command_prints_json_for_programs(dataset: Dataset, tree: Path, tm
     def records(*arguments: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in dataset(*arguments, "--json").stdout.splitlines()]
 
-    (imported,) = records(
-        "import", "imagefolder", "core/pets:v1", f"train={tree}/train", "--checksum", "crc32"
-    )
+    (imported,) = records("import", "imagefolder", "core/pets:v1", f"train={tree}/train", "--checksum", "crc32")
     assert (imported["version"], imported["variants"]["train"]["samples"]) == ("v1", 10)
     (appended,) = records("append", "imagefolder", "core/pets:v1", f"train={tree}/val")
     assert (appended["version"], appended["variants"]["train"]["samples"]) == ("v2", 14)
@@ -257,17 +251,13 @@ def test_settings_name_the_variant(dataset: Dataset, tmp_path: Path) -> None:
         (tmp_path / variant / "images").mkdir(parents=True)
         (tmp_path / f"{variant}.json").write_text('{"images": [{"id": 1, "file_name": "x.jpg"}]}')
     sources = [f"{variant}={tmp_path}/{variant}.json" for variant in ("a", "b")]
-    result = dataset(
-        "import", "coco", "core/coco:v1", *sources, "-s", f"images={tmp_path}/{{variant}}/images"
-    )
+    result = dataset("import", "coco", "core/coco:v1", *sources, "-s", f"images={tmp_path}/{{variant}}/images")
     assert result.exit_code == 0, result.output
     assert f"file://{tmp_path}/b/images" in dataset("show", "core/coco:v1:b").stdout
 
 
 def test_iterables_are_found_from_where_one_stands(tmp_path: Path) -> None:
-    (tmp_path / "squares_here.py").write_text(
-        "def samples():\n    return [(b'%d' % n, {'n': n}) for n in range(5)]"
-    )
+    (tmp_path / "squares_here.py").write_text("def samples():\n    return [(b'%d' % n, {'n': n}) for n in range(5)]")
     program = """
 import os, sys
 os.chdir(sys.argv.pop(1))
@@ -475,9 +465,7 @@ def test_mistakes_show_no_secret(dataset: Dataset, arguments: list[str]) -> None
         (["copy", "core/pets:v9", "--to", "/no/such"], "core/pets has versions ['v1']"),
     ],
 )
-def test_mistakes_with_a_store_are_one_line(
-    dataset: Dataset, tree: Path, arguments: list[str], told: str
-) -> None:
+def test_mistakes_with_a_store_are_one_line(dataset: Dataset, tree: Path, arguments: list[str], told: str) -> None:
     _import(dataset, tree)
     result = dataset(*arguments)
     assert (result.exit_code, told in result.output) == (1, True), result.output

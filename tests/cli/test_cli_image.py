@@ -46,12 +46,8 @@ def test_it_has_the_packages_of_this_environment_at_their_versions(tmp_path: Pat
 def test_a_package_of_a_directory_is_copied_and_can_be_imported(tmp_path: Path) -> None:
     assert dpflow("--out", str(tmp_path))[0] == 0
     assert not [*(tmp_path / "torch_dpflow").rglob("*.pyc")]
-    command = (
-        f"import torch_dpflow; {image.CHECK.replace('member.warm()', 'member')}; print(torch_dpflow.__file__)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    command = f"import torch_dpflow; {image.CHECK.replace('member.warm()', 'member')}; print(torch_dpflow.__file__)"
+    ran = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(ran.stdout.strip()) == tmp_path / "torch_dpflow" / "__init__.py"
 
 

@@ -100,18 +100,14 @@ def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
         (["check", "processes", "--listen", ""], "must be tcp://HOST:PORT"),
     ],
 )
-def test_arguments_that_cannot_be_meant_end_in_a_line_with_the_remedy(
-    arguments: list[str], told: str
-) -> None:
+def test_arguments_that_cannot_be_meant_end_in_a_line_with_the_remedy(arguments: list[str], told: str) -> None:
     done = dpflow(*arguments)
     assert done.exit_code == 1
     assert told in done.output
     assert done.output.count("\n") == 1
 
 
-def test_a_check_says_of_settings_what_is_wrong_and_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_says_of_settings_what_is_wrong_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dpflow.toml").write_text("[network]\nlisten = 'tcp://nowhere.invalid:0'\n")
     monkeypatch.chdir(tmp_path)
     done = dpflow("check", "processes")
@@ -179,9 +175,7 @@ def test_a_dry_run_of_deploy_needs_no_credentials(
     for dry_run in ((), ("--dry-run",)):
         # In a process of its own: the vendor's chain takes the environment as it was when it was imported.
         command = [sys.executable, "-m", "torch_dpflow.cli", "deploy", *arguments, *joined, *dry_run]
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         output = done.stdout + done.stderr
         assert "redentials" in output, "the reason"
         assert done.returncode == (0 if dry_run else 1), output

@@ -126,9 +126,7 @@ def test_other_attributes_may_be_set_before_iteration(Loader: Any) -> None:
     ("batch_size", "drop_last"),
     [(None, False), *itertools.product([1, 3, 8, 9], [False, True])],
 )
-def test_len_is_the_number_of_batches(
-    Loader: Any, size: int, batch_size: int | None, drop_last: bool
-) -> None:
+def test_len_is_the_number_of_batches(Loader: Any, size: int, batch_size: int | None, drop_last: bool) -> None:
     for num_workers in (0, 1) if batch_size == 3 else (0,):
         loader = Loader(Indices(size), batch_size=batch_size, drop_last=drop_last, num_workers=num_workers)
         assert len(loader) == len(DataLoader(Indices(size), batch_size=batch_size, drop_last=drop_last))

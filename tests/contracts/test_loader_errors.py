@@ -177,9 +177,7 @@ def test_an_error_in_the_sampler(Loader: Any, num_workers: int) -> None:
 
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_in_the_sampler_loses_no_batch(
-    OurLoader: Any, num_workers: int, error: type[BaseException]
-) -> None:
+def test_an_error_in_the_sampler_loses_no_batch(OurLoader: Any, num_workers: int, error: type[BaseException]) -> None:
     """torch's loader drops the batch that it was about to give."""
 
     def order() -> Iterator[int]:
@@ -229,9 +227,7 @@ class Fatal(BaseException):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), Fatal("x")], ids=repr)
-def test_without_workers_what_is_no_exception_costs_its_batch_alone(
-    Loader: Any, error: BaseException
-) -> None:
+def test_without_workers_what_is_no_exception_costs_its_batch_alone(Loader: Any, error: BaseException) -> None:
     iterator = iter(Loader(Failing(6, {2: error}), batch_size=2))
     assert next(iterator).tolist() == [0, 1]
     with pytest.raises(type(error)):
@@ -286,9 +282,7 @@ def test_an_exception_of_a_class_that_cannot_be_pickled(OurLoader: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [Messaged("bad value"), *GROUPS], ids=lambda error: type(error).__name__)
-def test_an_exception_that_torch_cannot_make_again_arrives_with_its_text(
-    OurLoader: Any, error: Exception
-) -> None:
+def test_an_exception_that_torch_cannot_make_again_arrives_with_its_text(OurLoader: Any, error: Exception) -> None:
     """Under torch's loader a bare TypeError comes, of its own attempt to make one."""
     iterator = iter(OurLoader(Failing(1, {0: error}), num_workers=1))
     with pytest.raises(RuntimeError, match=r"(?s)in DataLoader worker process 0.*Traceback.*bad value"):
@@ -298,9 +292,7 @@ def test_an_exception_that_torch_cannot_make_again_arrives_with_its_text(
 def test_a_batch_that_cannot_be_pickled(OurLoader: Any) -> None:
     """torch's loader waits for ever here."""
     iterator = iter(
-        OurLoader(
-            Indices(4), batch_size=None, num_workers=1, collate_fn=lambda i: (lambda: i) if i == 1 else i
-        )
+        OurLoader(Indices(4), batch_size=None, num_workers=1, collate_fn=lambda i: (lambda: i) if i == 1 else i)
     )
     assert next(iterator) == 0
     with pytest.raises(TypeError, match="pickle"):

@@ -220,9 +220,7 @@ def test_workers_that_wait_for_their_storage_are_told_to_read_side_by_side(OurLo
     assert "read_threads=8" in told.change
 
 
-def test_workers_that_fill_the_processors_are_told_to_take_less_of_them(
-    OurLoader: Any, one_processor: None
-) -> None:
+def test_workers_that_fill_the_processors_are_told_to_take_less_of_them(OurLoader: Any, one_processor: None) -> None:
     told = read_until_told(OurLoader(Burning(MANY), num_workers=2), "processors")
     assert "of 1 processor" in told.meaning
 

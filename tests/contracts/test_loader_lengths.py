@@ -91,9 +91,7 @@ def plain(batches: Any) -> list[Any]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_batch_sampler_that_does_not_know_is_used(
-    Loader: Any, num_workers: int, error: type[Exception]
-) -> None:
+def test_a_batch_sampler_that_does_not_know_is_used(Loader: Any, num_workers: int, error: type[Exception]) -> None:
     loader = Loader(Squares(error), batch_sampler=Packs(error), num_workers=num_workers)
     expected = [[index * index for index in batch] for batch in Packs(error)]
     assert [plain(loader), plain(loader)] == [expected, expected]

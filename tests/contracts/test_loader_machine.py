@@ -90,9 +90,7 @@ class LoaderMachine(RuleBasedStateMachine):
     def take(self, batches: int) -> None:
         for _ in range(batches):
             due = self.expected[self.epoch][self.position : self.position + 1]
-            assert_same(
-                list(next_or_nothing(self.iterator)), due, f"epoch {self.epoch}, batch {self.position}"
-            )
+            assert_same(list(next_or_nothing(self.iterator)), due, f"epoch {self.epoch}, batch {self.position}")
             self.position += len(due)
             self.finished = not due
 

@@ -164,9 +164,7 @@ def test_any_amount_of_shared_memory_will_do(
 
 
 @pytest.mark.parametrize("growth", [1.0, 1.5, 4])
-def test_what_is_in_flight_grows_no_further_than_allowed(
-    OurLoader: Any, growth: float, tmp_path: Any
-) -> None:
+def test_what_is_in_flight_grows_no_further_than_allowed(OurLoader: Any, growth: float, tmp_path: Any) -> None:
     log = tmp_path / "log"
     log.touch()
     dataset = Counted(300, str(log))
@@ -218,22 +216,16 @@ def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader
     log.touch()
     dataset = Late(8, str(log))
     options = LoaderOptions(prefetch_growth=2)
-    iterator = iter(
-        OurLoader(dataset, batch_size=8, num_workers=2, prefetch_factor=1, timeout=1, options=options)
-    )
+    iterator = iter(OurLoader(dataset, batch_size=8, num_workers=2, prefetch_factor=1, timeout=1, options=options))
     while not iterator._has_idle_worker:  # the second one: there is one batch
         with pytest.raises(LoaderTimeoutError):
             next(iterator)
-    assert not iterator._limit.may_grow(
-        len(iterator._in_flight) + 1, iterator._largest, iterator._max_in_flight
-    )
+    assert not iterator._limit.may_grow(len(iterator._in_flight) + 1, iterator._largest, iterator._max_in_flight)
     dataset.gate.set()
     assert len(list(iterator)) == 1
 
 
-def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(
-    OurLoader: Any, tmp_path: Any
-) -> None:
+def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(OurLoader: Any, tmp_path: Any) -> None:
     log = tmp_path / "log"
     log.touch()
     dataset = Late(8, str(log))
@@ -252,8 +244,6 @@ def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(
 
 @pytest.mark.parametrize("seeding", ["batch", "worker", "auto"])
 def test_every_kind_of_seeding_loads_everything_once(OurLoader: Any, seeding: Any) -> None:
-    loader = OurLoader(
-        Indices(50), batch_size=3, shuffle=True, num_workers=3, options=LoaderOptions(seeding=seeding)
-    )
+    loader = OurLoader(Indices(50), batch_size=3, shuffle=True, num_workers=3, options=LoaderOptions(seeding=seeding))
     for epoch in epochs(loader, 2):
         assert sorted(int(index) for batch in epoch for index in batch) == list(range(50))

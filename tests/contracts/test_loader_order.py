@@ -71,9 +71,7 @@ SAMPLERS: list[Callable[[int, torch.Generator | None], Any]] = [
     lambda size, _: SequentialSampler(range(size)),
     lambda size, _: list(range(size))[::-1],
     lambda size, generator: RandomSampler(range(size), generator=generator),
-    lambda size, generator: RandomSampler(
-        range(size), replacement=True, num_samples=2 * size, generator=generator
-    ),
+    lambda size, generator: RandomSampler(range(size), replacement=True, num_samples=2 * size, generator=generator),
     lambda size, generator: RandomSampler(range(size), num_samples=size + 3, generator=generator),
     lambda size, generator: SubsetRandomSampler(range(size // 2 + 1), generator=generator),
     lambda size, generator: WeightedRandomSampler([1.0] * size, size, generator=generator),
@@ -95,9 +93,7 @@ def test_two_epochs_equal_torchs_bit_for_bit(Loader: Any, number: int) -> None:
     expected, expected_rng = run(DataLoader)
     actual, actual_rng = run(Loader)
     assert_same(actual, expected, "epochs")
-    assert actual_rng == expected_rng, (
-        "the loader drew from the process's generators otherwise than torch's does"
-    )
+    assert actual_rng == expected_rng, "the loader drew from the process's generators otherwise than torch's does"
 
 
 def test_explicit_list_of_batches(Loader: Any) -> None:
@@ -157,9 +153,7 @@ def test_how_far_a_sampler_is_drawn_ahead(Loader: Any, num_workers: int, prefetc
                 drawn += 1
                 yield index
 
-    loader = Loader(
-        Indices(100), sampler=Watching(100), num_workers=num_workers, prefetch_factor=prefetch_factor
-    )
+    loader = Loader(Indices(100), sampler=Watching(100), num_workers=num_workers, prefetch_factor=prefetch_factor)
     iterator = iter(loader)
     window = num_workers * prefetch_factor
     assert drawn == window

@@ -14,9 +14,7 @@ from torch_dpflow.options import LoaderOptions
 SIZE = 30
 
 
-def augmented_epochs(
-    loader_class: Any, *, seed: int = 0, count: int = 2, **arguments: Any
-) -> list[list[Any]]:
+def augmented_epochs(loader_class: Any, *, seed: int = 0, count: int = 2, **arguments: Any) -> list[list[Any]]:
     seed_everything(seed)
     return epochs(loader_class(Augmented(SIZE), batch_size=4, shuffle=True, **arguments), count)
 
@@ -45,9 +43,7 @@ def test_every_epoch_and_every_seed_augments_afresh(OurLoader: Any, persistent_w
     loaded = [
         draws(epoch)
         for seed in (0, 1)
-        for epoch in augmented_epochs(
-            OurLoader, seed=seed, num_workers=2, persistent_workers=persistent_workers
-        )
+        for epoch in augmented_epochs(OurLoader, seed=seed, num_workers=2, persistent_workers=persistent_workers)
     ]
     assert all(len(values) == 3 * SIZE for values in loaded)
     assert len(set.union(*loaded)) == 4 * 3 * SIZE
@@ -59,12 +55,8 @@ def test_batches_of_one_epoch_draw_different_numbers(OurLoader: Any) -> None:
     assert len(set(first_draws)) == len(first_draws)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "persistent_workers"), [(1, False), (1, True), (2, True), (3, False)]
-)
-def test_worker_seeding_equals_torchs_bit_for_bit(
-    OurLoader: Any, num_workers: int, persistent_workers: bool
-) -> None:
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), [(1, False), (1, True), (2, True), (3, False)])
+def test_worker_seeding_equals_torchs_bit_for_bit(OurLoader: Any, num_workers: int, persistent_workers: bool) -> None:
     arguments = {"num_workers": num_workers, "persistent_workers": persistent_workers}
     expected = augmented_epochs(DataLoader, **arguments)
     assert_same(augmented_epochs(OurLoader, options=LoaderOptions(seeding="worker"), **arguments), expected)

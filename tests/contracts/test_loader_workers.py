@@ -249,9 +249,7 @@ class Opening(Gated):
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("persistent_workers", [True, False])
 def test_every_item_once_in_either_order(Loader: Any, in_order: bool, persistent_workers: bool) -> None:
-    loader = Loader(
-        Indices(101), batch_size=3, num_workers=3, in_order=in_order, persistent_workers=persistent_workers
-    )
+    loader = Loader(Indices(101), batch_size=3, num_workers=3, in_order=in_order, persistent_workers=persistent_workers)
     for epoch in epochs(loader, 2):
         seen = [int(index) for batch in epoch for index in batch]
         assert sorted(seen) == list(range(101))
@@ -330,9 +328,7 @@ class Loads(Indices):
 
 
 @pytest.mark.parametrize("seeding", ["batch", "worker"])
-def test_what_is_loaded_twice_is_counted_and_can_be_turned_off(
-    OurLoader: Any, seeding: Any, tmp_path: Path
-) -> None:
+def test_what_is_loaded_twice_is_counted_and_can_be_turned_off(OurLoader: Any, seeding: Any, tmp_path: Path) -> None:
     """An idle worker takes a waiting batch from another, which may have begun it: that one is loaded twice."""
     log, size, batch_size, rounds = tmp_path / "loads", 64, 4, 15
     loader = OurLoader(
@@ -445,9 +441,7 @@ def test_a_second_loader_s_workers_keep_a_batch_of_the_first(Loader: Any) -> Non
     batches = iter(Loader(Filled(), batch_size=2, num_workers=2))
     gate = FORK.Event()
     keeps = Keeps(next(batches), gate)
-    second = iter(
-        Loader(keeps, batch_size=None, num_workers=1, multiprocessing_context="fork", collate_fn=as_it_is)
-    )
+    second = iter(Loader(keeps, batch_size=None, num_workers=1, multiprocessing_context="fork", collate_fn=as_it_is))
     del keeps.batch
     assert [values(batch) for batch in batches] == [[number] for number in range(1, 30)]
     gate.set()

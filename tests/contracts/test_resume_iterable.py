@@ -15,10 +15,7 @@ SIZE = 14
 
 def plain(batches: Any) -> list[Any]:
     """Batches as lists of numbers."""
-    return [
-        [column.tolist() for column in batch] if isinstance(batch, list) else batch.tolist()
-        for batch in batches
-    ]
+    return [[column.tolist() for column in batch] if isinstance(batch, list) else batch.tolist() for batch in batches]
 
 
 def interrupted(loader: Any, after: int) -> tuple[Any, tuple[list[Any], list[Any]]]:
@@ -71,26 +68,20 @@ def test_at_every_batch_of_uneven_shares(OurLoader: Any, sizes: list[int], drop_
     assert in_fork(resumed, make, states) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "persistent_workers"), [(0, False), (1, True), (3, False), (3, True)]
-)
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), [(0, False), (1, True), (3, False), (3, True)])
 def test_at_every_batch_with_a_state_of_the_dataset(
     OurLoader: Any, num_workers: int, persistent_workers: bool, tmp_path: Any
 ) -> None:
     def make() -> Any:
         dataset = StatefulStream(SIZE, str(tmp_path / "log"))
-        return OurLoader(
-            dataset, batch_size=3, num_workers=num_workers, persistent_workers=persistent_workers
-        )
+        return OurLoader(dataset, batch_size=3, num_workers=num_workers, persistent_workers=persistent_workers)
 
     states, expected = every_position(make)
     assert in_fork(resumed, make, states) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataset_with_a_state_produces_nothing_again(
-    OurLoader: Any, num_workers: int, tmp_path: Any
-) -> None:
+def test_a_dataset_with_a_state_produces_nothing_again(OurLoader: Any, num_workers: int, tmp_path: Any) -> None:
     def make(log: str) -> tuple[Any, StatefulStream]:
         dataset = StatefulStream(SIZE, str(tmp_path / log))
         return OurLoader(dataset, batch_size=3, num_workers=num_workers), dataset

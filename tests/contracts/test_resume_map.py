@@ -120,9 +120,7 @@ def resumed(
     return found
 
 
-def every_position(
-    loader_class: Any, arguments: Callable[[], Arguments], num_workers: int, dataset: Any
-) -> Any:
+def every_position(loader_class: Any, arguments: Callable[[], Arguments], num_workers: int, dataset: Any) -> Any:
     """For each number of batches: the state and what followed. Saving changes neither epoch."""
 
     def loader() -> Any:
@@ -165,9 +163,7 @@ def test_with_torchs_seeding_the_same_number_of_workers_goes_on(OurLoader: Any, 
     assert in_fork(resumed, OurLoader, arguments, states, same, Augmented(SIZE)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers"), [*((name, 2) for name in DRAWN_FROM_THE_PROCESS), ("eager", 0)]
-)
+@pytest.mark.parametrize(("name", "num_workers"), [*((name, 2) for name in DRAWN_FROM_THE_PROCESS), ("eager", 0)])
 def test_the_epoch_is_exact_without_a_generator(OurLoader: Any, name: str, num_workers: int) -> None:
     arguments = DRAWN_FROM_THE_PROCESS[name]
     states, expected = every_position(OurLoader, arguments, num_workers, Indices(SIZE))
@@ -178,9 +174,7 @@ def test_the_epoch_is_exact_without_a_generator(OurLoader: Any, name: str, num_w
 
 @pytest.mark.parametrize("name", DRAWN_FROM_THE_PROCESS)
 @pytest.mark.parametrize("after", [0, 4])
-def test_later_epochs_are_exact_once_the_user_restores_the_process(
-    OurLoader: Any, name: str, after: int
-) -> None:
+def test_later_epochs_are_exact_once_the_user_restores_the_process(OurLoader: Any, name: str, after: int) -> None:
     seed_everything(7)
     loader = OurLoader(Indices(SIZE), num_workers=2, **DRAWN_FROM_THE_PROCESS[name]())
     iterator = iter(loader)
@@ -292,9 +286,7 @@ def test_a_sampler_with_a_state_is_asked_for_it(OurLoader: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sampler_with_a_state_inside_a_batch_sampler_is_asked_for_it(
-    OurLoader: Any, num_workers: int
-) -> None:
+def test_a_sampler_with_a_state_inside_a_batch_sampler_is_asked_for_it(OurLoader: Any, num_workers: int) -> None:
     """torch's own batch sampler, which the user has made, as well as the one that the loader makes."""
 
     def made() -> Any:

@@ -79,9 +79,7 @@ class Picky(Spanning):
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("when", ["at once", "once it is iterated"])
-def test_a_dataset_that_cannot_take_its_state_says_so_at_iter(
-    OurLoader: Any, workers: str, when: str
-) -> None:
+def test_a_dataset_that_cannot_take_its_state_says_so_at_iter(OurLoader: Any, workers: str, when: str) -> None:
     loader = OurLoader(Picky(when), batch_size=3, **WORKERS[workers])
     iterator = iter(loader)
     batches = plain([next(iterator)])

@@ -92,9 +92,7 @@ def refused(loader: Any) -> StateError:
     ("num_workers", "failure"),
     [*itertools.product([2], FAILURES), (0, "raises"), (0, "raises a class that cannot travel")],
 )
-def test_a_dataset_that_cannot_say_where_it_is_is_read(
-    OurLoader: Any, num_workers: int, failure: str
-) -> None:
+def test_a_dataset_that_cannot_say_where_it_is_is_read(OurLoader: Any, num_workers: int, failure: str) -> None:
     loader = OurLoader(Unsaved(SIZE, failure), batch_size=3, num_workers=num_workers)
     expected = plain(OurLoader(Stream(SIZE), batch_size=3, num_workers=num_workers))
     iterator = iter(loader)

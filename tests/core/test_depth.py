@@ -21,9 +21,7 @@ values = st.recursive(
 
 def nested(inner: Any, levels: int, kind: str) -> Any:
     for level in range(levels):
-        inner = (
-            {"a": inner, "b": 2} if kind == "dicts" or (kind == "both" and level % 2) else [1, inner, "[[{"]
-        )
+        inner = {"a": inner, "b": 2} if kind == "dicts" or (kind == "both" and level % 2) else [1, inner, "[[{"]
     return inner
 
 

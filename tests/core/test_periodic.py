@@ -19,9 +19,7 @@ PATIENCE_S = 60.0
 
 @given(
     interval_s=st.sampled_from([0.0, 0.25, 2.0, math.inf]),
-    steps=st.lists(
-        st.tuples(st.sampled_from(["succeed", "fail", "request"]), st.integers(0, 64)), max_size=50
-    ),
+    steps=st.lists(st.tuples(st.sampled_from(["succeed", "fail", "request"]), st.integers(0, 64)), max_size=50),
 )
 def test_a_call_is_due_by_interval_or_request_and_never_within_a_back_off(
     interval_s: float, steps: list[tuple[str, int]]

@@ -15,9 +15,7 @@ from torch_dpflow._core.processes import has_ended, own_process
 def test_a_process_that_lives_has_not_ended_and_one_that_was_killed_has() -> None:
     assert own_process()
     assert not has_ended(own_process())
-    program = (
-        "from torch_dpflow._core.processes import own_process; print(own_process(), flush=True); input()"
-    )
+    program = "from torch_dpflow._core.processes import own_process; print(own_process(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

@@ -74,11 +74,7 @@ def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentat
     assert [item.path for item in found] == [image["file_name"] for image in document["images"]]
     for item, image in zip(found, document["images"]):
         expected = [
-            {
-                name: record[name]
-                for name in record
-                if name != "image_id" and (segmentation or name != "segmentation")
-            }
+            {name: record[name] for name in record if name != "image_id" and (segmentation or name != "segmentation")}
             for record in document["annotations"]
             if record["image_id"] == image["id"]
         ]
@@ -121,9 +117,7 @@ def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentat
         ),
     ],
 )
-def test_what_is_wrong_with_coco_annotations_is_told(
-    tmp_path: Path, change: dict[str, Any], told: str
-) -> None:
+def test_what_is_wrong_with_coco_annotations_is_told(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     path = tmp_path / "instances.json"
     path.write_text(json.dumps({**_coco(path, images=3), **change}))
     with pytest.raises(SourceError, match=f"instances.json is no file of COCO annotations: .*{told}"):
@@ -147,9 +141,7 @@ _ALIKE = [
 @settings(max_examples=50, derandomize=True)
 @given(
     st.lists(
-        st.sampled_from(_ALIKE)
-        | st.integers(-(2**63), 2**63 - 1)
-        | st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+        st.sampled_from(_ALIKE) | st.integers(-(2**63), 2**63 - 1) | st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
         min_size=1,
         max_size=12,
         unique_by=lambda value: (type(value), value),
@@ -161,8 +153,7 @@ def test_ids_keep_their_type_and_spelling(ids: list[int | str]) -> None:
     document = {
         "images": [{"id": number, "file_name": f"{place}.jpg"} for place, number in enumerate(ids)],
         "annotations": [
-            {"image_id": number, "category_id": number, "bbox": [place, 0, 1, 1]}
-            for place, number in enumerate(ids)
+            {"image_id": number, "category_id": number, "bbox": [place, 0, 1, 1]} for place, number in enumerate(ids)
         ],
         "categories": [{"id": number} for number in ids],
     }
@@ -214,9 +205,7 @@ def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SourceError, match="a value is nested too deeply"):
             list(CocoImporter(str(path), images=str(tmp_path)).items())
-    path.write_text(
-        '{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}'
-    )
+    path.write_text('{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}')
     with pytest.raises(SourceError, match=r"number 0 of 'annotations' in .* have bbox\[0\]=inf"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
 

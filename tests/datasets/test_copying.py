@@ -35,9 +35,7 @@ def test_a_copy_is_the_same(store: DatasetStore, other: DatasetStore) -> None:
     publish(store, Numbered(6))
     publish(store, Numbered(7, first=6), version="v2", parent="v1")
     copied, compared = [], Compared()
-    dataset = copy(
-        store, "core/numbers", None, other, progress=lambda *done: copied.append(done), compared=compared
-    )
+    dataset = copy(store, "core/numbers", None, other, progress=lambda *done: copied.append(done), compared=compared)
     assert dataset == other.load("core/numbers") == store.load("core/numbers", "v2")
     assert copied == [("train", 4), ("train", 8), ("train", 12), ("train", 13)]
     assert compared == Compared(checksums=13)
@@ -77,9 +75,7 @@ def test_a_copy_of_a_damaged_version_is_not_published(
     pack = tmp_path / "datasets/core/numbers/data/v1/train/pack-1-0.bin"
     right = pack.read_bytes()
     pack.write_bytes(right[:-1] + b"?")
-    with pytest.raises(
-        DamagedStoreError, match=r"core/numbers:v1:train is not published, as sample 5 .*crc32"
-    ):
+    with pytest.raises(DamagedStoreError, match=r"core/numbers:v1:train is not published, as sample 5 .*crc32"):
         copy(local_store, "core/numbers", "v1", other)
     assert (other.versions("core/numbers"), other.drafts("core/numbers")) == ([], ["v1"])
     pack.write_bytes(right)

@@ -14,9 +14,7 @@ labels = st.from_regex(LABEL, fullmatch=True)
 
 
 @given(names, names, st.none() | labels, st.none() | labels)
-def test_a_name_survives_being_written(
-    namespace: str, name: str, version: str | None, variant: str | None
-) -> None:
+def test_a_name_survives_being_written(namespace: str, name: str, version: str | None, variant: str | None) -> None:
     ref = DatasetRef(f"{namespace}/{name}", version, variant if version else None)
     assert DatasetRef.parse(str(ref)) == ref
 

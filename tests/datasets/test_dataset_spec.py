@@ -34,12 +34,8 @@ NAME = "store/core/x/versions/v1.json"
 
 
 def _shard(count: int = 2) -> DatasetShardMeta:
-    samples = [
-        SampleMeta(path=f"a/{n}.jpg", length=n, meta=msgspec.Raw(b'{"label":%d}' % n)) for n in range(count)
-    ]
-    return DatasetShardMeta(
-        format=1, dataset="core/x", version="v1", variant="train", shard=0, samples=samples
-    )
+    samples = [SampleMeta(path=f"a/{n}.jpg", length=n, meta=msgspec.Raw(b'{"label":%d}' % n)) for n in range(count)]
+    return DatasetShardMeta(format=1, dataset="core/x", version="v1", variant="train", shard=0, samples=samples)
 
 
 def _dataset(shard: bytes = b"", **changes: Any) -> Dataset:
@@ -80,9 +76,7 @@ def test_a_newer_format_is_named_before_anything_else_is_looked_at() -> None:
         decode_dataset(data, NAME)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"[]", b"null", b"{}", b'{"kind":"dataset"}', b"\xff", b'{"format":1}']
-)
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{}", b'{"kind":"dataset"}', b"\xff", b'{"format":1}'])
 def test_what_is_no_file_of_the_store_is_named(data: bytes) -> None:
     with pytest.raises(DamagedStoreError, match=r"versions/v1\.json is no dataset file"):
         decode_dataset(data, NAME)
@@ -154,9 +148,7 @@ def test_where_data_lies(root: str, path: str, url: str) -> None:
     assert data_url("s3://b/core/x", root, path) == url
 
 
-@pytest.mark.parametrize(
-    ("root", "path"), [("data", "../y"), ("..", "y"), ("data", "/etc/passwd"), ("/x", "y")]
-)
+@pytest.mark.parametrize(("root", "path"), [("data", "../y"), ("..", "y"), ("data", "/etc/passwd"), ("/x", "y")])
 def test_no_path_leads_out_of_its_root(root: str, path: str) -> None:
     with pytest.raises(DamagedStoreError, match="leads out of"):
         data_url("s3://b/core/x", root, path)

@@ -71,9 +71,7 @@ def test_what_there_is_instead_is_told(store: DatasetStore) -> None:
     with pytest.raises(DatasetNotFoundError, match="no dataset core/none"):
         store.load("core/none")
     Draft(store, "core/begun", "v1").add("train", IterableImporter(Numbered(3)))
-    with pytest.raises(
-        DatasetNotFoundError, match=r"begun in .* no published version; unfinished are \['v1'\]"
-    ):
+    with pytest.raises(DatasetNotFoundError, match=r"begun in .* no published version; unfinished are \['v1'\]"):
         store.open("core/begun:v2")
 
 
@@ -181,9 +179,7 @@ def test_a_version_in_a_wrong_place_is_named(local_store: DatasetStore) -> None:
     stored = publish(local_store, Numbered(3))
     versions = Path(stored.url.removeprefix("file://")) / "versions"
     (versions / "v2.json").write_bytes((versions / "v1.json").read_bytes())
-    with pytest.raises(
-        DamagedStoreError, match=r"v2\.json describes core/numbers:v1; it was put in a wrong place"
-    ):
+    with pytest.raises(DamagedStoreError, match=r"v2\.json describes core/numbers:v1; it was put in a wrong place"):
         local_store.open("core/numbers:v2")
 
 

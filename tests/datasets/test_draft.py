@@ -117,9 +117,7 @@ def test_a_source_that_has_changed_is_named(store: DatasetStore) -> None:
 def test_a_source_that_has_grown_is_named(store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after the last shard was noted and before the whole was: that shard is not full."""
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "torch_dpflow.datasets.import_progress.ImportProgress.finish", lambda *_: pytest.fail("killed")
-        )
+        patch.setattr("torch_dpflow.datasets.import_progress.ImportProgress.finish", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
             _add(store, Numbered(6))
     with pytest.raises(SourceError, match="it had 6 samples and has more now"):
@@ -206,9 +204,7 @@ def test_a_variant_of_another_run_is_not_published_along(store: DatasetStore) ->
     Draft(store, "core/numbers", "v1").add("trian", IterableImporter(Numbered(3)))
     draft = Draft(store, "core/numbers", "v1")
     draft.add("train", IterableImporter(Numbered(5)))
-    with pytest.raises(
-        OptionError, match=r"core/numbers:v1 has imports of other variants.*\['trian'\].*--restart"
-    ):
+    with pytest.raises(OptionError, match=r"core/numbers:v1 has imports of other variants.*\['trian'\].*--restart"):
         draft.publish()
     assert store.versions("core/numbers") == []
     draft.add("trian", IterableImporter(Numbered(3)))

@@ -71,9 +71,7 @@ def test_annotations_of_a_store_that_are_nested_too_deep_are_told() -> None:
         ({"weight": np.float32("nan")}, "weight=nan"),
     ],
 )
-def test_numbers_that_json_cannot_hold_are_named(
-    store: DatasetStore, meta: dict[str, Any], told: str
-) -> None:
+def test_numbers_that_json_cannot_hold_are_named(store: DatasetStore, meta: dict[str, Any], told: str) -> None:
     with pytest.raises(SourceError, match=told):
         publish(store, [(b"", {}), (b"", meta)])
 
@@ -216,9 +214,7 @@ def test_samples_without_any_bytes_have_a_pack(store: DatasetStore) -> None:
     assert contents(publish(store, [(b"", {}), (b"", {})])) == [(b"", {}), (b"", {})]
 
 
-def test_data_inside_the_dataset_is_named_by_relative_paths(
-    local_store: DatasetStore, tmp_path: Path
-) -> None:
+def test_data_inside_the_dataset_is_named_by_relative_paths(local_store: DatasetStore, tmp_path: Path) -> None:
     """So the whole directory can be copied elsewhere and read there."""
     folder = tmp_path / "datasets/core/files/data/images"
     folder.mkdir(parents=True)

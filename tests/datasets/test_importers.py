@@ -31,9 +31,7 @@ def _write(root: Path, *paths: str) -> None:
 def pets(tmp_path: Path) -> Path:
     root = tmp_path / "pets"
     _write(root, "dog/b.jpg", "dog/a.PNG", "dog/deep-er/a.jpg", "dog/deep/z.jpg", "dog/deep/er/a.webp")
-    _write(
-        root, "cat/10.jpg", "cat/9.jpg", "cat/notes.txt", "ant/#1 50%?.jpg", "readme.jpg", "dog/.hidden.jpg"
-    )
+    _write(root, "cat/10.jpg", "cat/9.jpg", "cat/notes.txt", "ant/#1 50%?.jpg", "readme.jpg", "dog/.hidden.jpg")
     return root
 
 
@@ -90,9 +88,7 @@ def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
 
 
 def test_endings_need_no_dot(tmp_path: Path, pets: Path, speech: Path) -> None:
-    assert {
-        str(item.path)[-4:] for item in ImageFolderImporter(str(pets), endings=["PNG", ".jpg"]).items()
-    } == {
+    assert {str(item.path)[-4:] for item in ImageFolderImporter(str(pets), endings=["PNG", ".jpg"]).items()} == {
         ".PNG",
         ".jpg",
     }
@@ -111,9 +107,7 @@ def test_an_empty_class_is_named(pets: Path) -> None:
         list(ImageFolderImporter(str(pets / "cat")).items())
 
 
-def test_appended_classes_get_the_labels_that_follow(
-    pets: Path, tmp_path: Path, local_store: DatasetStore
-) -> None:
+def test_appended_classes_get_the_labels_that_follow(pets: Path, tmp_path: Path, local_store: DatasetStore) -> None:
     more = tmp_path / "more"
     _write(more, "bee/1.jpg", "dog/1.jpg")
     draft = Draft(local_store, "core/pets", "v1")
@@ -145,9 +139,7 @@ def speech(tmp_path: Path) -> Path:
 
 def test_speech_is_joined_with_its_transcripts(speech: Path) -> None:
     found = check_starts(SpeechImporter(str(speech)))
-    assert [item.meta["utterance"] for item in found] == sorted(
-        path.stem for path in speech.glob("*/*/*.flac")
-    )
+    assert [item.meta["utterance"] for item in found] == sorted(path.stem for path in speech.glob("*/*/*.flac"))
     assert found[0].path == "103/1240/103-1240-0000.flac"
     assert found[0].meta == {
         "utterance": "103-1240-0000",

@@ -30,11 +30,7 @@ class Dribble(io.RawIOBase):
 
 
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
@@ -42,9 +38,7 @@ documents = st.dictionaries(st.sampled_from(["a", "b", "c", "é"]), values | st.
 
 
 @given(documents, st.integers(1, 9), st.booleans(), st.sampled_from([None, 1]))
-def test_as_if_the_whole_was_parsed(
-    document: dict[str, Any], step: int, ascii: bool, indent: int | None
-) -> None:
+def test_as_if_the_whole_was_parsed(document: dict[str, Any], step: int, ascii: bool, indent: int | None) -> None:
     data = json.dumps(document, ensure_ascii=ascii, indent=indent).encode()
     found = list(read_arrays(Dribble(data, step), {"a", "é"}))
     expected = [

@@ -133,9 +133,7 @@ def test_an_import_that_is_pruned_while_it_runs_is_not_published(store: DatasetS
     assert _files(store) == {"store.json"}
 
 
-def test_at_no_moment_can_half_a_version_be_read(
-    local_store: DatasetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_no_moment_can_half_a_version_be_read(local_store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(local_store, Numbered(6))
     _append(local_store, "v1", "v2", 6, 7)
     published = {"v1": 6, "v2": 13}

@@ -54,9 +54,7 @@ def test_tables_list_samples(tmp_path: Path, name: str) -> None:
         for row in rows:
             row["name"] = row["name"].replace("\n", " ")
     _write_table(tmp_path / name, rows)
-    importer = ListingImporter(
-        str(tmp_path / name), path_column="file", offset_column="start", length_column="size"
-    )
+    importer = ListingImporter(str(tmp_path / name), path_column="file", offset_column="start", length_column="size")
     found = check_starts(importer)
     assert importer.root == f"file://{tmp_path}"
     for item, row in zip(found, rows, strict=True):
@@ -74,9 +72,7 @@ def test_large_tables_are_read_in_batches(tmp_path: Path) -> None:
 
 
 def test_nulls_are_left_out(tmp_path: Path) -> None:
-    _write_table(
-        tmp_path / "list.parquet", [{"path": "a", "x": 1, "y": None}, {"path": "b", "x": None, "y": 2}]
-    )
+    _write_table(tmp_path / "list.parquet", [{"path": "a", "x": 1, "y": None}, {"path": "b", "x": None, "y": 2}])
     found = list(ListingImporter(str(tmp_path / "list.parquet")).items())
     assert [item.meta for item in found] == [{"x": 1}, {"y": 2}]
 
@@ -222,9 +218,7 @@ def _items(path: Path, content: str | bytes, **how: Any) -> list[Item]:
         (['"a\nb"', '"a\r\nb"', '"a,b"'], ["a\nb", "a\r\nb", "a,b"]),
     ],
 )
-def test_a_column_has_the_type_that_all_rows_allow(
-    tmp_path: Path, cells: list[str], expected: list[Any]
-) -> None:
+def test_a_column_has_the_type_that_all_rows_allow(tmp_path: Path, cells: list[str], expected: list[Any]) -> None:
     content = "".join(f"{number},{cell}\n" for number, cell in enumerate(cells))
     for start in ("path,x\n", "\ufeffpath,x\n\n"):
         found = _items(tmp_path / "list.csv", start + content)
@@ -279,9 +273,7 @@ def test_types_are_those_of_all_rows_however_large_the_table(
         ("l.csv", b"\n\n", "it is empty"),
     ],
 )
-def test_a_table_that_is_not_understood_is_refused(
-    tmp_path: Path, name: str, content: bytes, told: str
-) -> None:
+def test_a_table_that_is_not_understood_is_refused(tmp_path: Path, name: str, content: bytes, told: str) -> None:
     with pytest.raises(SourceError, match=told):
         _items(tmp_path / name, content)
 
@@ -323,9 +315,7 @@ def _images(count: int) -> list[dict[str, Any]]:
         ("pages", [_images(2), []], "pages.bytes"),
     ],
 )
-def test_bytes_in_a_table_are_no_annotations(
-    tmp_path: Path, column: str, values: list[Any], named: str
-) -> None:
+def test_bytes_in_a_table_are_no_annotations(tmp_path: Path, column: str, values: list[Any], named: str) -> None:
     parquet.write_table(pa.table({"path": ["a", "b"], column: values}), tmp_path / "list.parquet")
     with pytest.raises(SourceError, match=rf"column '{named}' has bytes.*data_column='{named}' imports them"):
         list(ListingImporter(tmp_path / "list.parquet").items())
@@ -347,13 +337,9 @@ def test_values_that_have_a_text_are_no_bytes(tmp_path: Path, local_store: Datas
 
 
 @pytest.mark.parametrize("is_struct", [True, False])
-def test_bytes_of_a_parquet_file_are_imported(
-    tmp_path: Path, local_store: DatasetStore, is_struct: bool
-) -> None:
+def test_bytes_of_a_parquet_file_are_imported(tmp_path: Path, local_store: DatasetStore, is_struct: bool) -> None:
     images = _images(9)
-    table: dict[str, Any] = (
-        {"image": images} if is_struct else {key: [one[key] for one in images] for key in images[0]}
-    )
+    table: dict[str, Any] = {"image": images} if is_struct else {key: [one[key] for one in images] for key in images[0]}
     sums = [checksum_of(one["bytes"], "sha256") for one in images]
     parquet.write_table(pa.table({**table, "label": range(9), "sum": sums}), tmp_path / "list.parquet")
     settings = {"data_column": "image.bytes" if is_struct else "bytes", "checksum_column": "sum"}
@@ -402,9 +388,7 @@ def test_a_directory_of_parquet_files_is_one_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["/", None])
-def test_absolute_paths_are_taken_below_their_root(
-    tmp_path: Path, local_store: DatasetStore, root: str | None
-) -> None:
+def test_absolute_paths_are_taken_below_their_root(tmp_path: Path, local_store: DatasetStore, root: str | None) -> None:
     (tmp_path / "a.bin").write_bytes(b"a")
     (tmp_path / "list.csv").write_text(f"path\n{tmp_path}/a.bin\n")
     draft = Draft(local_store, "core/x", "v1")
@@ -438,9 +422,7 @@ def test_data_columns_are_for_parquet_alone() -> None:
         ListingImporter("list.parquet", data_column="x", offset_column="y", length_column="z")
 
 
-def test_numbers_of_a_table_that_json_cannot_hold_are_named(
-    tmp_path: Path, local_store: DatasetStore
-) -> None:
+def test_numbers_of_a_table_that_json_cannot_hold_are_named(tmp_path: Path, local_store: DatasetStore) -> None:
     table = pa.table({"path": ["a", "b"], "score": pa.array([None, float("nan")])})
     parquet.write_table(table, tmp_path / "list.parquet")
     draft = Draft(local_store, "core/x", "v1")

@@ -29,19 +29,12 @@ def test_each_side_learns_each_seed_and_is_drawn(
     cluster = TestCluster.start(tmp_path_factory.mktemp("c"))
     try:
         given = ["--epochs=2", "--seeds=2", "--workers=1", "--quiet", f"--address={cluster.address}"]
-        assert (
-            convergence.main(
-                [*given, f"--plot={tmp_path / 'curves.png'}", f"--json={tmp_path / 'runs.json'}"]
-            )
-            == 0
-        )
+        assert convergence.main([*given, f"--plot={tmp_path / 'curves.png'}", f"--json={tmp_path / 'runs.json'}"]) == 0
     finally:
         cluster.stop()
     runs = json.loads((tmp_path / "runs.json").read_text())
     sides = ["torch", "dpflow private", "dpflow shared"]
-    assert [(run["side"], run["seed"]) for run in runs] == [
-        (side, seed) for seed in range(2) for side in sides
-    ]
+    assert [(run["side"], run["seed"]) for run in runs] == [(side, seed) for seed in range(2) for side in sides]
     assert all(len(run["losses"]) == 2 and run["losses"][1] < run["losses"][0] for run in runs)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     told = capsys.readouterr().out
@@ -78,10 +71,7 @@ def test_jpegs_are_generated_once_and_learnt_from(
     natural_images.generate(tmp_path / "images", few, processes=1, progress=False)
     monkeypatch.setattr("examples.convergence.JPEGS", few)
     given = ["--problem=jpegs", "--epochs=1", "--seeds=1", "--workers=1", "--quiet"]
-    assert (
-        convergence.main([*given, f"--images={tmp_path / 'images'}", f"--plot={tmp_path / 'curves.png'}"])
-        == 0
-    )
+    assert convergence.main([*given, f"--images={tmp_path / 'images'}", f"--plot={tmp_path / 'curves.png'}"]) == 0
     told = capsys.readouterr().out
     assert "jpegs: 1 epochs, 1 seeds" in told
     assert "| dpflow private |" in told

@@ -25,9 +25,7 @@ def left_in(folder: Path) -> list[str]:
 def start(folder: Path) -> "subprocess.Popen[str]":
     environment = os.environ | {"TMPDIR": str(folder), "COLUMNS": "120"}
     command = [sys.executable, "-m", "examples.demo", f"--data={folder / 'images'}", *SMALL]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def test_the_table_has_a_row_of_figures_for_each_loader() -> None:
@@ -38,9 +36,7 @@ def test_the_table_has_a_row_of_figures_for_each_loader() -> None:
     assert_is_table(captured.get())
 
 
-def test_training_by_hand_says_what_makes_the_images(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_by_hand_says_what_makes_the_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_classifier.main([f"--data={tmp_path}"])
     said = capsys.readouterr().err
@@ -66,9 +62,7 @@ def assert_is_table(table: str) -> None:
     assert all(cell.strip() for row in rows for cell in row)
 
 
-def test_ctrl_c_while_training_leaves_no_process_and_no_file(
-    tmp_path: Path, eventually: Callable[..., None]
-) -> None:
+def test_ctrl_c_while_training_leaves_no_process_and_no_file(tmp_path: Path, eventually: Callable[..., None]) -> None:
     images = natural_images.Specification(classes=demo.CLASSES, train=TRAIN, val=VAL)
     natural_images.generate(tmp_path / "images", images, processes=1, progress=False)
     with start(tmp_path) as process:

@@ -106,9 +106,7 @@ def test_an_address_is_for_our_loader_only(train: Train, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("option", ["--address=nope", "--workers=-1", "--lr=nan", "--seed=-1"])
-def test_wrong_options_are_refused_by_name(
-    train: Train, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_wrong_options_are_refused_by_name(train: Train, capsys: pytest.CaptureFixture[str], option: str) -> None:
     with pytest.raises(SystemExit):
         train("tones", option)
     assert f"argument {option.split('=')[0]}: " in capsys.readouterr().err

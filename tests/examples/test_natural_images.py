@@ -97,9 +97,7 @@ def test_a_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None
 def test_a_folder_of_another_specification_is_refused(tmp_path: Path) -> None:
     generate(tmp_path / "data", SMALL, processes=1, progress=False)
     with pytest.raises(natural_images.DirectoryInUseError, match=r"'seed': 3.*'seed': 4"):
-        generate(
-            tmp_path / "data", Specification(classes=2, train=4, val=2, seed=4), processes=1, progress=False
-        )
+        generate(tmp_path / "data", Specification(classes=2, train=4, val=2, seed=4), processes=1, progress=False)
 
 
 def test_a_partial_folder_of_another_specification_is_redone(tmp_path: Path) -> None:

@@ -336,9 +336,7 @@ def test_an_interruption_while_a_batch_is_submitted_loses_no_more_than_the_one_i
             read_until_interrupted(iterator, seen)
         seen.append(next(iterator))
     seen += iterator
-    assert (
-        len(seen) == len(set(seen)) >= 30 - 3
-    )  # none is in hand where more is planned because a worker is idle
+    assert len(seen) == len(set(seen)) >= 30 - 3  # none is in hand where more is planned because a worker is idle
     assert set(loader) == set(range(30))
 
 
@@ -384,9 +382,7 @@ def test_keeping_many_batches_needs_no_descriptor_each(OurLoader: Any) -> None:
     assert in_fork(limited_descriptors, OurLoader) == 150
 
 
-def test_a_workers_own_subprocess_does_not_hide_its_death(
-    OurLoader: Any, eventually: Callable[..., None]
-) -> None:
+def test_a_workers_own_subprocess_does_not_hide_its_death(OurLoader: Any, eventually: Callable[..., None]) -> None:
     """The subprocess inherits the worker's descriptors and lives on."""
 
     class WithSubprocess(Indices):

@@ -28,9 +28,7 @@ def disturbed(loader: Any, every: int = KILL_EVERY, *, seed: int = 0) -> tuple[l
 
 
 @pytest.mark.parametrize(("num_workers", "in_order"), [(1, True), (3, True), (3, False)])
-def test_two_thousand_samples_with_a_kill_every_fifty_batches(
-    OurLoader: Any, num_workers: int, in_order: bool
-) -> None:
+def test_two_thousand_samples_with_a_kill_every_fifty_batches(OurLoader: Any, num_workers: int, in_order: bool) -> None:
     loader = OurLoader(Indices(2000), batch_size=4, num_workers=num_workers, in_order=in_order)
     batches, killed = disturbed(loader, seed=num_workers)
     seen = [int(index) for batch in batches for index in batch]
@@ -83,9 +81,7 @@ def test_a_workers_own_random_stream_is_the_same_after_kills(OurLoader: Any, num
     ("kind", "num_workers"),
     [("plain", 1), ("plain", 2), ("augmented", 1), ("augmented", 3), ("stateful", 1), ("stateful", 2)],
 )
-def test_a_stream_goes_on_where_its_worker_died(
-    OurLoader: Any, kind: str, num_workers: int, tmp_path: Any
-) -> None:
+def test_a_stream_goes_on_where_its_worker_died(OurLoader: Any, kind: str, num_workers: int, tmp_path: Any) -> None:
     makers: dict[str, Callable[[], Any]] = {
         "plain": lambda: Stream(300),
         "augmented": lambda: Stream(300, augment=True),

@@ -25,9 +25,7 @@ def limited(left: int) -> Iterator[None]:
     """With so many descriptors left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     listed = {int(number) for number in os.listdir("/proc/self/fd")}
-    numbers = {
-        number for number in listed if os.path.exists(f"/proc/self/fd/{number}")
-    }  # the listing's own has gone
+    numbers = {number for number in listed if os.path.exists(f"/proc/self/fd/{number}")}  # the listing's own has gone
     limit = max(limit for limit in range(soft) if limit - sum(number < limit for number in numbers) == left)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
@@ -130,9 +128,7 @@ def test_descriptors_that_only_garbage_holds_are_given_back(OurLoader: Any) -> N
 
 def count_available() -> tuple[int | None, bool, bool]:
     highest = max(int(number) for number in os.listdir("/proc/self/fd"))
-    while (
-        os.open(os.devnull, os.O_RDONLY) <= highest
-    ):  # no gaps, as in a process whose limit was never lowered
+    while os.open(os.devnull, os.O_RDONLY) <= highest:  # no gaps, as in a process whose limit was never lowered
         pass
     with limited(10):
         return descriptors.available(), descriptors.has_spare(10), descriptors.has_spare(11)

@@ -106,9 +106,7 @@ threading.Event().wait()
 """
 
 
-def test_not_even_workers_that_keep_the_interpreters_lock(
-    OurLoader: Any, eventually: Any, place: Path
-) -> None:
+def test_not_even_workers_that_keep_the_interpreters_lock(OurLoader: Any, eventually: Any, place: Path) -> None:
     with interpreter(KEEPING_THE_LOCK, env={"TMPDIR": str(place)}) as training:
         assert training.stdout is not None
         workers = json.loads(training.stdout.readline())

@@ -20,9 +20,7 @@ from torch_dpflow.flows import DataLoadFlow, ImagePilDecode, TargetTransform
 v2 = Later("torchvision.transforms.v2")
 
 
-def publish_source(
-    store: DatasetStore, name: str, variant: str, kind: str, source: Path, **settings: str
-) -> None:
+def publish_source(store: DatasetStore, name: str, variant: str, kind: str, source: Path, **settings: str) -> None:
     """Import a source as a variant of version v1."""
     draft = Draft(store, name, "v1")
     draft.add(variant, make_importer(kind, str(source), settings), shard_size=4)
@@ -51,9 +49,7 @@ def classification(**options: Any) -> DataLoadFlow:
     flow.dataset(name="core/cifar100", version="v1", variant="train")
     flow.map_data("image_decode", ImagePilDecode(), cache="always")
     flow.map("transform_target", lambda x: x["label"], transform=TargetTransform(), cache="always")
-    flow.map_data(
-        "to_tensor", v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]), cache="always"
-    )
+    flow.map_data("to_tensor", v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]), cache="always")
     flow.map_data("random_hflip", v2.RandomHorizontalFlip())
     return flow.map_data("normalize", v2.Normalize([0.5] * 3, [0.25] * 3))
 

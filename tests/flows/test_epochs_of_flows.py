@@ -49,18 +49,14 @@ def test_every_pass_draws_anew_and_what_the_seed_says(loader: Any, options: dict
 
 @pytest.mark.slow
 def test_torchs_spawned_workers_count_with_those_before_them() -> None:
-    reading = DataLoader(
-        _read().to_mapped(), 4, collate_fn=list, num_workers=1, multiprocessing_context="spawn"
-    )
+    reading = DataLoader(_read().to_mapped(), 4, collate_fn=list, num_workers=1, multiprocessing_context="spawn")
     assert [_epoch(reading) for _ in range(2)] == _set_by_hand(2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shuffled_reads_draw_anew_through_whatever_wraps_them(workers: int) -> None:
     read = _read(cache=_SAMPLES)
-    reading = DPFlowDataLoader(
-        Subset(read.to_mapped(), range(_SAMPLES)), 3, collate_fn=list, num_workers=workers
-    )
+    reading = DPFlowDataLoader(Subset(read.to_mapped(), range(_SAMPLES)), 3, collate_fn=list, num_workers=workers)
     assert [_epoch(reading), _epoch(reading)] == _set_by_hand(2)
     shuffled = read.to_shuffled(3, collate_fn=list, num_workers=workers)
     assert [_epoch(shuffled), _epoch(shuffled)] == _set_by_hand(2)

@@ -42,9 +42,7 @@ from torch_dpflow.flows import (
 def flow() -> DataLoadFlow:
     """The image classification of the thesis's figure 5-5."""
     flow = DataLoadFlow("example/cls", version=1).dataset("core/mini-imagenet", "v1", "train")
-    flow.map_target("transform_label", label_of, cache="always").map_data(
-        "image_decode", bytes, cache="always"
-    )
+    flow.map_target("transform_label", label_of, cache="always").map_data("image_decode", bytes, cache="always")
     for name in ("random_resized_crop", "random_hflip", "to_tensor", "normalize"):
         flow.map_data(name, bytes)
     return flow
@@ -247,9 +245,7 @@ def test_mistakes_are_told_at_once(make: Any, error: type[Exception], told: str)
 def test_a_failing_stage_is_named_with_its_sample() -> None:
     flow = numbers_flow(Numbers()).map_data("halve", lambda number: 1 / (number - 3))
     mapped = flow.prepare_read(LocalDataLoadFlowReader()).to_mapped()
-    with pytest.raises(
-        StageError, match="example/numbers:1, sample 3: stage 'halve' failed: ZeroDivision"
-    ) as caught:
+    with pytest.raises(StageError, match="example/numbers:1, sample 3: stage 'halve' failed: ZeroDivision") as caught:
         mapped[3]
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     again = pickle.loads(pickle.dumps(caught.value))
@@ -309,9 +305,7 @@ def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
     with pytest.raises(DamagedStoreError, match=r"x\.flow is no file of a flow"):
         load_flow(str(path))
     path.write_bytes(whole.replace(b'"format":2', b'"more":' + b"[" * 101 + b"]" * 101 + b',"format":2'))
-    with pytest.raises(
-        DamagedStoreError, match=r"x\.flow is no file of a flow: it is nested deeper than 100 levels"
-    ):
+    with pytest.raises(DamagedStoreError, match=r"x\.flow is no file of a flow: it is nested deeper than 100 levels"):
         load_flow(str(path))
 
 
@@ -384,9 +378,7 @@ def reader_with(options: dict[str, Any]) -> DatasetReader:
 )
 def test_keys_of_a_storage_are_not_saved_with_a_flow(tmp_path: Path, holder: Any, name: str) -> None:
     flow = numbers_flow(Numbers()).map_data("fetch", partial(getattr, holder))
-    with pytest.raises(
-        UsageError, match=rf"cannot be saved: storage_options \['{name}'\].* environment"
-    ) as caught:
+    with pytest.raises(UsageError, match=rf"cannot be saved: storage_options \['{name}'\].* environment") as caught:
         save_flow(flow, str(tmp_path / "x.flow"))
     assert "hidden" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -118,10 +118,7 @@ def test_shuffled_takes_what_the_loader_takes() -> None:
     read = _read(Numbers(10)).local_map(lambda sample: sample[0])
     loader = read.to_shuffled(4, collate_fn=tuple, sampler=[3, 1, 2], drop_last=False)
     assert list(loader) == [(3, 1, 2)]
-    twice = [
-        list(read.to_shuffled(4, collate_fn=tuple, generator=torch.Generator().manual_seed(3)))
-        for _ in range(2)
-    ]
+    twice = [list(read.to_shuffled(4, collate_fn=tuple, generator=torch.Generator().manual_seed(3))) for _ in range(2)]
     assert twice[0] == twice[1]
 
 
@@ -200,12 +197,7 @@ def test_with_a_seed_each_epoch_draws_anew() -> None:
 
 
 def test_with_a_seed_the_process_draws_as_if_nothing_was_loaded() -> None:
-    mapped = (
-        numbers_flow(Numbers(3))
-        .map_data("draw", draw)
-        .prepare_read(LocalDataLoadFlowReader(seed=7))
-        .to_mapped()
-    )
+    mapped = numbers_flow(Numbers(3)).map_data("draw", draw).prepare_read(LocalDataLoadFlowReader(seed=7)).to_mapped()
 
     def drawn(load: bool) -> tuple[Any, ...]:
         torch.manual_seed(0)
@@ -238,11 +230,7 @@ def _halve(number: int) -> float:
 
 
 def test_errors_are_raised_unless_the_flow_says_otherwise() -> None:
-    read = (
-        numbers_flow(Numbers(8, broken=(2,)))
-        .map_data("halve", _halve)
-        .prepare_read(LocalDataLoadFlowReader())
-    )
+    read = numbers_flow(Numbers(8, broken=(2,))).map_data("halve", _halve).prepare_read(LocalDataLoadFlowReader())
     with pytest.raises(FileNotFoundError, match="object 2"):
         list(DataLoader(read.to_mapped(), batch_size=4))
     with pytest.raises(StageError, match="sample 4: stage 'halve'"):

@@ -154,9 +154,7 @@ class Place:
         }
         if kind == "local":
             return LocalDataLoadFlowReader(self.store, **given)
-        return RemoteDataLoadFlowReader(
-            self.store, address=self.cluster.address, workers=2, job=QUICK, **given
-        )
+        return RemoteDataLoadFlowReader(self.store, address=self.cluster.address, workers=2, job=QUICK, **given)
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +181,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def _read(place: Place, kind: str, **policy: Any) -> DataLoadFlowRead:
     flow = DataLoadFlow(f"test/failures-{policy.get('on_error', 'raise')}", 1, **policy)
     flow.dataset("core/jpegs", "v1", "train")
-    flow.map_data("image_decode", ImagePilDecode(), cache="always").map_data(
-        "pixels", np.array, cache="always"
-    )
+    flow.map_data("image_decode", ImagePilDecode(), cache="always").map_data("pixels", np.array, cache="always")
     flow.map_target("number", lambda target: target["number"], cache="always")
     read: DataLoadFlowRead = flow.prepare_read(place.reader(kind))
     return read
@@ -223,11 +219,7 @@ def test_failures_are_left_out_and_counted_when_asked(place: Place, kind: str) -
 
 def _reader(kind: str, store: DatasetStore) -> Any:
     """Nothing is started: what a store does not give is told before."""
-    return (
-        LocalDataLoadFlowReader(store)
-        if kind == "local"
-        else RemoteDataLoadFlowReader(store, address="/nowhere")
-    )
+    return LocalDataLoadFlowReader(store) if kind == "local" else RemoteDataLoadFlowReader(store, address="/nowhere")
 
 
 def _numbers() -> DataLoadFlow:

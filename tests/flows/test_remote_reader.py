@@ -94,9 +94,7 @@ def _detect(store: DatasetStore, folder: Path) -> DataLoadFlow:
 
 
 def _transcribe(store: DatasetStore, folder: Path) -> DataLoadFlow:
-    publish_source(
-        store, "core/libri-speech", "train-clean-100", "speech", write_speech(folder / "speech", 6)
-    )
+    publish_source(store, "core/libri-speech", "train-clean-100", "speech", write_speech(folder / "speech", 6))
     return speech()
 
 
@@ -171,9 +169,7 @@ def test_a_deterministic_flow_is_loaded_once_for_all_reads_and_epochs(remote: Re
     assert Counter((tmp_path / "log").read_text().split()) == Counter(map(str, range(12)))
 
 
-def test_stages_before_the_first_random_one_are_kept_for_reads_by_index(
-    remote: Remote, tmp_path: Path
-) -> None:
+def test_stages_before_the_first_random_one_are_kept_for_reads_by_index(remote: Remote, tmp_path: Path) -> None:
     flow = flow_of(Logged(6, tmp_path / "log")).map_data("draw", draw)
     reads = [flow.prepare_read(remote()).to_mapped() for _ in range(2)]
     first, second = ([read[index] for index in range(6)] for read in reads)

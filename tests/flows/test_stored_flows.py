@@ -111,9 +111,7 @@ def test_missing_objects_and_cut_images_are_raised_with_their_names(
     mapped = _read(store).to_mapped()
     with pytest.raises(ObjectMissingError, match=r"apple/3\.png"):
         mapped[1]
-    with pytest.raises(
-        StageError, match="example/cls_cifar100_train:1, sample 7: stage 'image_decode' failed"
-    ):
+    with pytest.raises(StageError, match="example/cls_cifar100_train:1, sample 7: stage 'image_decode' failed"):
         mapped[7]
 
 

@@ -113,9 +113,7 @@ def test_all_is_gone_with_an_owner_that_is_killed() -> None:
         assert owner.stdout is not None
         names = owner.stdout.readline().split()
         assert len(names) == 2
-        started = [
-            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_below(pid, owner.pid)
-        ]
+        started = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_below(pid, owner.pid)]
         assert started
         owner.send_signal(signal.SIGKILL)
     wait(lambda: not any(Path(f"/sys/class/net/{name}").exists() for name in names), what="the links' end")

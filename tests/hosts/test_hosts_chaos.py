@@ -96,9 +96,7 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
             # Of a member that was killed; the next one there would remove it.
             assert len(list(host.folder.iterdir())) <= 1
             sweep = "from torch_dpflow._core.processes import sweep; sweep()"
-            subprocess.run(
-                [*host.prefix, sys.executable, "-c", sweep], env={"PYTHONPATH": str(ROOT)}, check=True
-            )
+            subprocess.run([*host.prefix, sys.executable, "-c", sweep], env={"PYTHONPATH": str(ROOT)}, check=True)
             assert not list(host.folder.iterdir())
 
 
@@ -108,8 +106,6 @@ def report(gaps: Gaps, disturbance: Disturbance, epochs: int) -> None:
     for begin, end in disturbance.others:
         print(f"  {end - begin - FELT_S:4.0f} s of freeze or cut: {longest(gaps, begin, end):.1f}")
     alone = [
-        at
-        for at in disturbance.kills
-        if not any(begin - STALL_S <= at <= end for begin, end in disturbance.others)
+        at for at in disturbance.kills if not any(begin - STALL_S <= at <= end for begin, end in disturbance.others)
     ]
     report_kills(gaps, alone)

@@ -70,9 +70,7 @@ def read_through(cluster: TestCluster, flow: str, hosts: Hosts, disturb: Callabl
 
 def serving(cluster: TestCluster, flow: str) -> set[str]:
     """The addresses of the hosts whose shards serve a flow."""
-    shards = [
-        view for view in cluster.processes(f"{flow}:v1/") if view.role == "shard" and view.status.get("keys")
-    ]
+    shards = [view for view in cluster.processes(f"{flow}:v1/") if view.role == "shard" and view.status.get("keys")]
     return {view.address.removeprefix("tcp://").rpartition(":")[0] for view in shards}
 
 
@@ -93,11 +91,7 @@ def test_a_host_that_was_killed_comes_back(cluster: TestCluster, hosts: Hosts) -
     back: list[StartedNode] = []
     try:
         read_through(cluster, "back", hosts, disturb)
-        wait(
-            lambda: (
-                nodes_of(cluster).get("a", before).silent_s < 5 and "has expired" in cluster.log.read_text()
-            )
-        )
+        wait(lambda: nodes_of(cluster).get("a", before).silent_s < 5 and "has expired" in cluster.log.read_text())
         await_nodes(cluster, "a", "b")
         wait(lambda: nodes_of(cluster)["a"].shards == 1, what="its shard")
     finally:

@@ -91,9 +91,7 @@ def test_preparing_twice_and_skipping_keep_the_class(OurLoader: Any, accelerator
 
 
 def test_torchs_own_loaders_stay_torchs(OurLoader: Any, accelerator: Any) -> None:
-    ours, theirs = accelerator.prepare(
-        OurLoader(Indices(4), num_workers=1), DataLoader(Indices(4), num_workers=1)
-    )
+    ours, theirs = accelerator.prepare(OurLoader(Indices(4), num_workers=1), DataLoader(Indices(4), num_workers=1))
     assert isinstance(ours, OurLoader)
     assert not isinstance(theirs, OurLoader)
     assert_same(list(ours), list(theirs))
@@ -153,9 +151,7 @@ def test_a_stateful_loader_is_ours_and_resumes_from_a_checkpoint(
 
     def prepared() -> Any:
         own = torch.Generator().manual_seed(3)
-        loader = OurLoader(
-            Indices(20), 2, shuffle=True, num_workers=num_workers, generator=own, options=options
-        )
+        loader = OurLoader(Indices(20), 2, shuffle=True, num_workers=num_workers, generator=own, options=options)
         return accelerator.prepare(loader)
 
     begun = prepared()

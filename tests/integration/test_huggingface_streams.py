@@ -102,9 +102,7 @@ def histories(loader_class: Any, dataset: str, **arguments: Any) -> list[Any]:
         again.load_state_dict(state)
         try:
             found.append([plain(again), plain(again)])
-        except (
-            Exception
-        ) as error:  # `datasets` 5.2 cannot take back what its workers have kept of shuffled data
+        except Exception as error:  # `datasets` 5.2 cannot take back what its workers have kept of shuffled data
             found.append(type(error))
     return found
 

@@ -51,9 +51,7 @@ def test_a_script_written_for_it_runs_alike(OurLoader: Any, num_workers: int) ->
 def test_a_dataset_written_for_it_is_resumed(OurLoader: Any, num_workers: int, tmp_path: Any) -> None:
     def rest(loader_class: Any) -> list[Any]:
         def loader(log: str) -> Any:
-            return loader_class(
-                StatefulStream(30, str(tmp_path / log)), batch_size=2, num_workers=num_workers
-            )
+            return loader_class(StatefulStream(30, str(tmp_path / log)), batch_size=2, num_workers=num_workers)
 
         begun = loader("first")
         iterator = iter(begun)

@@ -67,9 +67,7 @@ class GroupedBatchSampler(BatchSampler):
             if len(buffers[group]) == self.batch_size:
                 yield buffers.pop(group)
                 given += 1
-        for group, _ in sorted(buffers.items(), key=lambda one: len(one[1]), reverse=True)[
-            : len(self) - given
-        ]:
+        for group, _ in sorted(buffers.items(), key=lambda one: len(one[1]), reverse=True)[: len(self) - given]:
             again = drawn[group] * math.ceil(self.batch_size / len(drawn[group]))
             yield (buffers[group] + again)[: self.batch_size]
 
@@ -84,9 +82,7 @@ class Scenes(Dataset[Any]):
     groups = tuple(index % 2 for index in range(11))
 
     def __init__(self) -> None:
-        self.transforms = v2.Compose(
-            [v2.RandomPhotometricDistort(), v2.RandomIoUCrop(), v2.RandomHorizontalFlip()]
-        )
+        self.transforms = v2.Compose([v2.RandomPhotometricDistort(), v2.RandomIoUCrop(), v2.RandomHorizontalFlip()])
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -149,9 +145,7 @@ def detection() -> dict[str, Any]:
 
 def video(sampler: Any) -> dict[str, Any]:
     clips = Clips()
-    chosen: Any = samplers.DistributedSampler(
-        sampler(clips.video_clips, 3), num_replicas=2, rank=0, group_size=3
-    )
+    chosen: Any = samplers.DistributedSampler(sampler(clips.video_clips, 3), num_replicas=2, rank=0, group_size=3)
     return {"dataset": clips, "batch_size": 2, "sampler": chosen, "collate_fn": without_audio}
 
 
@@ -184,7 +178,5 @@ def test_a_recipe_gets_torchs_batches(OurLoader: Any, recipe: str, persistent_wo
     assert_same(got, expected)
     assert len(expected[0]) >= 2
     if recipe == "detection":
-        boxes = [
-            [target["boxes"] for _, targets in epoch for target in targets] for epoch in (got[0], expected[0])
-        ]
+        boxes = [[target["boxes"] for _, targets in epoch for target in targets] for epoch in (got[0], expected[0])]
         assert [vars(one) for one in boxes[0]] == [vars(one) for one in boxes[1]]

@@ -88,12 +88,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy / "editable").mkdir()
     for name in NEEDED:
         shutil.copy(ROOT / name, copy)
-    shutil.copytree(
-        ROOT / "torch_dpflow", copy / "torch_dpflow", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=250
-    )
+    shutil.copytree(ROOT / "torch_dpflow", copy / "torch_dpflow", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return copy
 
@@ -238,6 +234,6 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
     assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
-    assert all(
-        re.search("click|rich|pytest|pyarrow|vision|starlette|uvicorn", why) for why in refused.values()
-    ), refused
+    assert all(re.search("click|rich|pytest|pyarrow|vision|starlette|uvicorn", why) for why in refused.values()), (
+        refused
+    )

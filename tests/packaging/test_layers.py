@@ -68,9 +68,7 @@ def test_every_room_has_its_place_among_the_layers() -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_of_others_services_is_imported_by_one_module(
-    client: str, outside: grimp.ImportGraph
-) -> None:
+def test_a_client_of_others_services_is_imported_by_one_module(client: str, outside: grimp.ImportGraph) -> None:
     home = f"torch_dpflow.{CLIENTS[client]}"
     importers = outside.find_modules_that_directly_import(client)
     assert importers
@@ -82,9 +80,7 @@ def test_every_sampler_and_cache_policy_is_held_to_being_pure(package: str) -> N
     pure = house_rules()["importlinter:contract:pure"]
     assert f"torch_dpflow.{package}" in pure["source_modules"].split()
     ignored = [line.split(" -> ") for line in pure["ignore_imports"].strip().splitlines()]
-    shells = {
-        module.rpartition(".")[2] for module, goal in ignored if goal == "**" and f".{package}." in module
-    }
+    shells = {module.rpartition(".")[2] for module, goal in ignored if goal == "**" and f".{package}." in module}
     assert shells == SHELLS[package]
 
 

@@ -69,9 +69,7 @@ def test_the_script_for_kubernetes_runs_with_the_page_s_settings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("platform", "client"), [("fc", "alibabacloud_fc20230330"), ("lambda", "awslambdaric")]
-)
+@pytest.mark.parametrize(("platform", "client"), [("fc", "alibabacloud_fc20230330"), ("lambda", "awslambdaric")])
 def test_the_script_for_functions_runs(
     platform: str, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

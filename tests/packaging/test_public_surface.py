@@ -97,9 +97,7 @@ def test_the_halves_name_what_is_there(half: str) -> None:
         assert hasattr(module, name)
 
 
-def test_the_loader_s_import_brings_what_a_private_loader_needs_and_that_of_all_names_what_users_need() -> (
-    None
-):
+def test_the_loader_s_import_brings_what_a_private_loader_needs_and_that_of_all_names_what_users_need() -> None:
     program = (
         "import json, sys\nfrom torch_dpflow import DPFlowDataLoader, LoaderOptions\n"
         f"later = [m for m in {LATER!r} if m in sys.modules]\nfrom torch_dpflow import *\n"

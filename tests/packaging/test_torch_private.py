@@ -147,10 +147,7 @@ def _defined(node: ast.AST) -> set[str]:
 
 
 def _is_private(name: str) -> bool:
-    return any(
-        part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
-        for part in name.split(".")
-    )
+    return any(part.startswith("_") and not (part.startswith("__") and part.endswith("__")) for part in name.split("."))
 
 
 def _private_names(tree: ast.Module) -> list[str]:

@@ -39,9 +39,7 @@ def test_a_python_that_is_too_old_is_refused_before_anything_is_installed(folder
 
 
 def test_a_python_without_a_torch_is_said_to_be_that(folder: Path) -> None:
-    said = make(
-        folder, f'[ "$2" = pip ] || exec {sys.executable} "$@"\ncase "$*" in *torch*) exit 1;; esac\n'
-    )
+    said = make(folder, f'[ "$2" = pip ] || exec {sys.executable} "$@"\ncase "$*" in *torch*) exit 1;; esac\n')
     assert f"torch cannot be installed for Python {sys.version.split()[0]}: if pip found no matching" in said
 
 

@@ -78,9 +78,7 @@ def test_what_two_connections_copy_is_free_after_both(reading: AheadReading) -> 
     first, second = want(reading, "one", [3]), want(reading, "two", [3])
     assert texts(reading, first) == texts(reading, second) == [content(3)]
     reading.confirm("one", [3])
-    assert want(reading, "one", [3]).lengths == [
-        IN_STORAGE_ONLY
-    ]  # it was read; who wants it again has storage
+    assert want(reading, "one", [3]).lengths == [IN_STORAGE_ONLY]  # it was read; who wants it again has storage
     assert texts(reading, second) == [content(3)]
     reading.confirm("two", [3])
 

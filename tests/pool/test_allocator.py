@@ -58,18 +58,13 @@ class Servers:
             for stripe in stripes
         }
         assert owned == {
-            (name, identity, stripe)
-            for (name, identity), mine in self.held.items()
-            for stripe in mine
-            if name in alive
+            (name, identity, stripe) for (name, identity), mine in self.held.items() for stripe in mine if name in alive
         }
 
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["renew", "restart", "return", "leave", "wait", "preload", "read", "unload", "new leader"]
-        ),
+        st.sampled_from(["renew", "restart", "return", "leave", "wait", "preload", "read", "unload", "new leader"]),
         st.integers(0, 3),
         st.integers(1, 60),
         st.booleans(),
@@ -113,9 +108,7 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
             before = [allocator.table(one) for one in known], allocator.rooms()
             try:
                 sizes.setdefault(identity, [amount] * (which + 2))
-                instructions = allocator.preload(
-                    identity, sizes[identity], now, explicit=flag, whole=which > 1
-                )
+                instructions = allocator.preload(identity, sizes[identity], now, explicit=flag, whole=which > 1)
             except PoolFullError:
                 assert ([allocator.table(one) for one in known], allocator.rooms()) == before
             else:

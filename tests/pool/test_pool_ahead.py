@@ -58,9 +58,7 @@ def stored(oss: OSSServer) -> Iterator[StoredDataset]:
     """A dataset whose samples are objects of their own, so that reads can be counted."""
     store = DatasetStore.create("oss://bucket/datasets", **oss.storage_options())
     draft = Draft(store, "core/objects", "v1")
-    items = [
-        Item(path=f"{number}", length=len(one), meta={"n": number}) for number, one in enumerate(CONTENTS)
-    ]
+    items = [Item(path=f"{number}", length=len(one), meta={"n": number}) for number, one in enumerate(CONTENTS)]
     draft.add("train", IterableImporter(items, root="data"), shard_size=16)
     draft.publish()
     opened = store.open("core/objects:v1:train")
@@ -108,9 +106,7 @@ def epoch(dataset: Any, *, workers: int = 0, seed: int = 0) -> list[list[Any]]:
 
 
 def loader_of(dataset: Any, workers: int, generator: torch.Generator) -> DPFlowDataLoader[Any]:
-    return DPFlowDataLoader(
-        dataset, 4, shuffle=True, num_workers=workers, generator=generator, collate_fn=list
-    )
+    return DPFlowDataLoader(dataset, 4, shuffle=True, num_workers=workers, generator=generator, collate_fn=list)
 
 
 def digest(batches: list[list[Any]]) -> str:
@@ -174,9 +170,7 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
         "print('announced', flush=True)\n"
         "input()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"announced\n"
         assert pool._holdings.ahead._readings
@@ -185,9 +179,7 @@ def test_the_orders_of_a_job_that_is_killed_are_forgotten(
 
 
 def test_an_unauthenticated_peer_announces_nothing(stored: StoredDataset, pool: DataServer) -> None:
-    order = AnnounceAccessPlan(
-        identity=identity_of(stored), plan="its", first=0, total=2, spread=8, records=bytes(8)
-    )
+    order = AnnounceAccessPlan(identity=identity_of(stored), plan="its", first=0, total=2, spread=8, records=bytes(8))
     packet = encode(order)
     _, _, port = str(pool.address).rpartition(":")
     with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as peer:
@@ -235,9 +227,7 @@ def test_an_order_that_is_drawn_on_the_way_is_read_ahead_as_far_as_it_is(
 
 
 @pytest.mark.parametrize("is_far", [False, True])
-def test_drawing_an_order_waits_for_no_server(
-    stored: StoredDataset, tmp_path: Path, keys: Path, is_far: bool
-) -> None:
+def test_drawing_an_order_waits_for_no_server(stored: StoredDataset, tmp_path: Path, keys: Path, is_far: bool) -> None:
     more = ["--ahead-memory", f"{AHEAD}B", "--listen", "tcp://127.0.0.1:0", "--connection", str(keys)]
     with server(tmp_path / "p", f"{HALF}B", more=more) as process:
         DataClient(tmp_path / "p", silence_s=PATIENCE_S).preload(stored, fit="part")
@@ -314,9 +304,7 @@ def test_a_shared_flow_reads_ahead_what_its_workers_load(
             seen = taken
 
 
-def test_two_readers_of_one_order_share_each_fetch(
-    oss: OSSServer, stored: StoredDataset, pool: DataServer
-) -> None:
+def test_two_readers_of_one_order_share_each_fetch(oss: OSSServer, stored: StoredDataset, pool: DataServer) -> None:
     with pooled(stored, pool) as one, pooled(stored, pool) as other:
         since = len(oss.requests)
         pairs = zip(
@@ -343,9 +331,7 @@ def test_the_order_goes_through_datasets_around_it(
         assert dataset.misses == 0
 
 
-def test_what_is_held_for_readers_that_skip_samples_is_given_up(
-    stored: StoredDataset, pool: DataServer
-) -> None:
+def test_what_is_held_for_readers_that_skip_samples_is_given_up(stored: StoredDataset, pool: DataServer) -> None:
     with pooled(stored, pool) as dataset:
         order = np.arange(COUNT)
         dataset.announce_order(lambda: order, 8)

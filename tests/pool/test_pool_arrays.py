@@ -175,9 +175,7 @@ def test_batches_that_are_held_while_it_forks_or_shared_stay_as_they_were(tmp_pa
     assert np.array_equal(view, rows[:2])
 
 
-def test_a_directory_that_others_may_enter_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_others_may_enter_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     np.save(tmp_path / "rows.npy", np.arange(8))
     source, place = open_array(tmp_path / "rows.npy"), tmp_path / "p"
 
@@ -236,9 +234,7 @@ def test_a_file_that_is_replaced_is_never_mixed(tmp_path: Path, client: DataClie
     client.preload(source)
     saved(path, ROWS + 1)
     os.utime(path, ns=(1, 1))
-    assert np.array_equal(
-        as_numpy(client.read_batch(source, range(5000))), ROWS
-    )  # what is held is the old one
+    assert np.array_equal(as_numpy(client.read_batch(source, range(5000))), ROWS)  # what is held is the old one
     anew = open_array(path)
     assert array_identity(anew) != array_identity(source)
     client.preload(anew)
@@ -425,9 +421,7 @@ def test_what_a_client_claims_is_checked(client: DataClient) -> None:
     with pytest.raises(OptionError, match="are too many; split the array"):
         array_layout(claimed)
     for changes in ({"dtype": "O"}, {"dtype": "no type"}, {"shape": []}):
-        wrong = ArraySource(
-            **{"ref": "x", "url": "/none", "dtype": "<f4", "shape": [3], "stamp": "", **changes}
-        )
+        wrong = ArraySource(**{"ref": "x", "url": "/none", "dtype": "<f4", "shape": [3], "stamp": "", **changes})
         with pytest.raises((OptionError, OptionTypeError)):
             array_layout(wrong)
     assert client.cached_datasets() == []
@@ -439,9 +433,7 @@ def test_rows_come_over_a_network_too(tmp_path: Path) -> None:
     source = open_array(saved(tmp_path / "rows.npy"))
     listen = find_address("tcp://127.0.0.1:0", keys)
     with inner_server(tmp_path / "p", 64 << 20, listen=listen) as serving:
-        (tmp_path / "p").rename(
-            tmp_path / "q"
-        )  # as in another container, so that its memory cannot be mapped
+        (tmp_path / "p").rename(tmp_path / "q")  # as in another container, so that its memory cannot be mapped
         with closing(DataClient(str(serving.address), connection=keys, silence_s=PATIENCE_S)) as client:
             client.preload(source)
             (tmp_path / "rows.npy").unlink()

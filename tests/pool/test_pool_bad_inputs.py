@@ -84,9 +84,7 @@ def test_what_is_no_dataset(stored: StoredDataset, client: DataClient) -> None:
     assert client.cached_datasets() == []
 
 
-def test_versions_and_names_that_there_are_not(
-    store: DatasetStore, client: DataClient, tmp_path: Path
-) -> None:
+def test_versions_and_names_that_there_are_not(store: DatasetStore, client: DataClient, tmp_path: Path) -> None:
     stored = publish(store, Numbered(COUNT))
     draft = Draft(store, "core/begun", "v1")
     (tmp_path / "files" / "a").mkdir(parents=True)
@@ -198,9 +196,7 @@ def test_requests_for_what_is_not_there(stored: StoredDataset, client: DataClien
 )
 def test_a_message_is_nested_as_deep_with_every_python(channel: type[Any], kind: socket.SocketKind) -> None:
     source = DatasetSource(store="/s", ref="a/b:v1:c", options={"a": "b"})
-    message = msgspec.msgpack.encode(
-        PreloadDataset(source=source, identity=bytes(16), is_explicit=True, whole=True)
-    )
+    message = msgspec.msgpack.encode(PreloadDataset(source=source, identity=bytes(16), is_explicit=True, whole=True))
     assert message.count(b"\xa1a\xa1b") == 1
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with ours, theirs:

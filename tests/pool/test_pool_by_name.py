@@ -62,17 +62,12 @@ def test_records_that_lie_at_one_path_are_read_by_number(store: DatasetStore, cl
         client.read(stored, path)
 
 
-def test_verifying_tells_each_sample_that_differs(
-    photos: StoredDataset, client: DataClient, tmp_path: Path
-) -> None:
+def test_verifying_tells_each_sample_that_differs(photos: StoredDataset, client: DataClient, tmp_path: Path) -> None:
     absent = verified(photos, tmp_path / "p")
     assert absent.exit_code == 1
     assert "is not in the pool" in absent.output
     client.preload(photos)
-    assert (
-        "15 samples are in memory as in storage, 0 in storage alone"
-        in verified(photos, tmp_path / "p").output
-    )
+    assert "15 samples are in memory as in storage, 0 in storage alone" in verified(photos, tmp_path / "p").output
     folder = tmp_path / "photos" / "n1"
     (folder / "0.JPEG").write_bytes(b"photo 1, X")
     (folder / "1.JPEG").write_bytes(b"short")
@@ -91,9 +86,7 @@ def test_verifying_a_part_counts_the_rest(tmp_path: Path, store: DatasetStore) -
     with inner_server(tmp_path / "q", 8 << 10), closing(DataClient(tmp_path / "q")) as client:
         held = client.preload(stored, fit="part").placed
         result = verified(stored, tmp_path / "q")
-        assert (
-            f"{held:,} samples are in memory as in storage, {400 - held:,} in storage alone" in result.output
-        )
+        assert f"{held:,} samples are in memory as in storage, {400 - held:,} in storage alone" in result.output
         assert result.exit_code == 0
         assert client.read_batch(stored, range(400)) == numbers(400)
 

@@ -104,9 +104,7 @@ def test_a_pool_with_an_operators_certificates(
     between = () if signer is ROOT else (signer.pem,)
     server, client = ((b"Subject: \xc3\xa4\n" + b"".join(signer.member(one)),) for one in USES)
     assert "wrote" in keygen(tmp_path, server=server + between, client=client + between)
-    with inner_server(
-        tmp_path / "p", 1 << 20, listen=find_address("tcp://127.0.0.1:0", tmp_path / "keys")
-    ) as serving:
+    with inner_server(tmp_path / "p", 1 << 20, listen=find_address("tcp://127.0.0.1:0", tmp_path / "keys")) as serving:
         address = str(serving.address)
         assert DataClient(address, connection=tmp_path / "keys").cached_datasets() == []
         jobs = read_connection_file(tmp_path / "keys").for_jobs()
@@ -137,12 +135,8 @@ def test_an_expired_certificate_is_told_by_who_has_it_and_who_sees_it(tmp_path: 
     for role in USES:
         old[role] = b"".join(ROOT.member(role, until=NOW - DAY)).decode()
         write_connection_file(tmp_path / f"old {role}", with_pem(keys, **{role: old[role]}))
-        with pytest.raises(
-            OptionError, match=f"certificate of the {role} is refused: certificate has expired"
-        ):
-            DataServer(
-                1 << 20, tmp_path / "p", listen=find_address("tcp://127.0.0.1:0", tmp_path / f"old {role}")
-            )
+        with pytest.raises(OptionError, match=f"certificate of the {role} is refused: certificate has expired"):
+            DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://127.0.0.1:0", tmp_path / f"old {role}"))
     listen = find_address("tcp://127.0.0.1:0", tmp_path / "keys")
     with (
         inner_server(tmp_path / "p", 1 << 20, listen=listen) as serving,

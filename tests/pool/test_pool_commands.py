@@ -68,9 +68,7 @@ def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, na
     assert client.cached_datasets() == []
     assert "is not in the pool" in run(address, "verify", target, code=1)
     for command in ("show", "unload"):
-        assert "the pool caches nothing; load it by `dpflow pool preload`" in run(
-            address, command, target, code=1
-        )
+        assert "the pool caches nothing; load it by `dpflow pool preload`" in run(address, command, target, code=1)
 
 
 def test_commands_print_json_for_programs(files: Path, client: DataClient) -> None:

@@ -79,9 +79,7 @@ def test_memory_of_the_pool_without_a_copy(stored: StoredDataset, pool: Path) ->
     assert all(type(content) is memoryview and content.readonly for content, _ in samples)
 
 
-def test_what_a_reader_cannot_read_through_is_refused(
-    stored: StoredDataset, store: DatasetStore, pool: Path
-) -> None:
+def test_what_a_reader_cannot_read_through_is_refused(stored: StoredDataset, store: DatasetStore, pool: Path) -> None:
     others = publish(store, Numbered(3), name="core/others")
     client = DataClient(pool, silence_s=PATIENCE_S)
     for wrong in (3, client):

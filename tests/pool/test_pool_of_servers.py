@@ -105,9 +105,7 @@ def remove_data(stored: StoredDataset) -> None:
         Path(url.removeprefix("file://")).unlink()
 
 
-def test_a_set_larger_than_each_server_is_read_from_the_memory_of_all(
-    stored: StoredDataset, tmp_path: Path
-) -> None:
+def test_a_set_larger_than_each_server_is_read_from_the_memory_of_all(stored: StoredDataset, tmp_path: Path) -> None:
     with inner_pool(tmp_path, 8 << 10, 8 << 10, 16 << 10):
         wait_for_servers(tmp_path / "s0", 3)
         client = DataClient(tmp_path / "s1", silence_s=PATIENCE_S)  # a follower is as good as the leader
@@ -136,9 +134,7 @@ def test_each_server_reads_its_own_part_of_storage(tmp_path: Path) -> None:
             first = len(oss.requests)
             client.preload(stored)
             assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
-            asked = Counter(
-                one.key for one in oss.requests[first:] if one.method == "GET" and one.key in data
-            )
+            asked = Counter(one.key for one in oss.requests[first:] if one.method == "GET" and one.key in data)
             assert asked.keys() == data
         for files in (store.files, stored.files):
             files.close()
@@ -149,17 +145,13 @@ def test_commands_show_servers(stored: StoredDataset, tmp_path: Path) -> None:
     with inner_pool(tmp_path, 64 << 10, 64 << 10):
         wait_for_servers(tmp_path / "s0", 2)
         DataClient(tmp_path / "s0").preload(stored)
-        listed = CliRunner().invoke(
-            root, ["pool", "list", "--address", str(tmp_path / "s1")], env={"COLUMNS": "200"}
-        )
+        listed = CliRunner().invoke(root, ["pool", "list", "--address", str(tmp_path / "s1")], env={"COLUMNS": "200"})
         assert listed.exit_code == 0, listed.output
         assert str(tmp_path / "s0") in listed.output
         assert str(tmp_path / "s1") in listed.output
 
 
-def test_stripes_of_a_killed_follower_are_read_again_by_those_with_room(
-    stored: StoredDataset, tmp_path: Path
-) -> None:
+def test_stripes_of_a_killed_follower_are_read_again_by_those_with_room(stored: StoredDataset, tmp_path: Path) -> None:
     with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s1", silence_s=PATIENCE_S)) as client:
         client.preload(stored)
         assert client.read(stored, 0) == numbers(1)[0]
@@ -200,9 +192,7 @@ def test_reads_go_on_without_a_leader_and_a_new_one_learns_what_followers_hold(
 
 
 @pytest.mark.slow
-def test_a_command_through_a_follower_waits_for_a_leader_that_is_late(
-    stored: StoredDataset, tmp_path: Path
-) -> None:
+def test_a_command_through_a_follower_waits_for_a_leader_that_is_late(stored: StoredDataset, tmp_path: Path) -> None:
     with pool(tmp_path, 2) as processes:
         os.kill(processes[0].pid, signal.SIGSTOP)
         late = threading.Timer(3.0, os.kill, (processes[0].pid, signal.SIGCONT))
@@ -245,16 +235,12 @@ def test_a_preload_waits_for_followers_of_a_leader_that_was_killed(
         assert client.preload(stored).loaded == COUNT
 
 
-def test_a_follower_that_comes_back_with_another_part_gives_it_up(
-    stored: StoredDataset, tmp_path: Path
-) -> None:
+def test_a_follower_that_comes_back_with_another_part_gives_it_up(stored: StoredDataset, tmp_path: Path) -> None:
     identity = identity_of(stored)
     with inner_server(tmp_path / "s0", 1 << 20), PoolConnection(tmp_path / "s0") as connection:
         DataClient(tmp_path / "s0", silence_s=PATIENCE_S).preload(stored)
         source = source_of(stored, None)
-        connection.request(
-            DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0])
-        )
+        connection.request(DatasetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
         (leader,) = connection.servers()
         connection.request(JoinPool(msgspec.structs.replace(leader, directory=str(tmp_path / "s1"))))
         orders, _ = connection.request(FollowerHeartbeat(applied=0, states=[], wait_s=0.0))

@@ -88,9 +88,7 @@ def is_loaded(stored: StoredDataset, address: Path) -> bool:
     return info is not None and info.is_placed and info.loaded == COUNT
 
 
-def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
-    stored: StoredDataset, pool: Path
-) -> None:
+def test_a_preloaded_set_is_read_from_memory_also_without_its_files(stored: StoredDataset, pool: Path) -> None:
     client, seen = DataClient(pool, silence_s=PATIENCE_S), list[CachedDataset]()
     info = client.preload(stored, progress=seen.append)
     assert (info.records, info.placed, info.loaded, info.failed) == (COUNT, COUNT, COUNT, 0)
@@ -169,9 +167,7 @@ def test_a_killed_server_costs_no_sample(stored: StoredDataset, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_epochs_of_two_loaders_whose_server_is_killed_and_started_again(
-    store: DatasetStore, tmp_path: Path
-) -> None:
+def test_epochs_of_two_loaders_whose_server_is_killed_and_started_again(store: DatasetStore, tmp_path: Path) -> None:
     stored = publish(store, Numbered(300), shard_size=10)
     chance = random.Random(1)
     expected = dict(enumerate(numbers(300)))
@@ -235,9 +231,7 @@ def test_a_new_server_takes_over(stored: StoredDataset, tmp_path: Path) -> None:
             wait(lambda: all(isinstance(one, tuple) for one in dataset.read_each(range(COUNT))))
 
 
-@pytest.mark.parametrize(
-    "reads", [2, *(pytest.param(reads, marks=pytest.mark.slow) for reads in (0, 1, 3, 5, 8))]
-)
+@pytest.mark.parametrize("reads", [2, *(pytest.param(reads, marks=pytest.mark.slow) for reads in (0, 1, 3, 5, 8))])
 def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path: Path, reads: int) -> None:
     """After some reads, so that it dies before, while and after it loads."""
     address = tmp_path / "p"
@@ -249,9 +243,7 @@ def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path:
         process.wait()
 
 
-def test_an_unloaded_set_is_read_from_storage_until_it_is_loaded_again(
-    stored: StoredDataset, pool: Path
-) -> None:
+def test_an_unloaded_set_is_read_from_storage_until_it_is_loaded_again(stored: StoredDataset, pool: Path) -> None:
     client = DataClient(pool, silence_s=PATIENCE_S)
     client.preload(stored)
     with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
@@ -287,15 +279,11 @@ def test_a_set_that_does_not_fit_is_refused_or_held_in_part(store: DatasetStore,
         assert client.read_batch(stored, range(400)) == numbers(400)
 
 
-def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
-    stored: StoredDataset, pool: Path
-) -> None:
+def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(stored: StoredDataset, pool: Path) -> None:
     broken = packs(stored)[0]
     broken.unlink()
     client = DataClient(pool, silence_s=PATIENCE_S)
-    with pytest.raises(
-        StorageError, match=f"samples of {stored.ref} are not in the pool: ObjectMissingError"
-    ):
+    with pytest.raises(StorageError, match=f"samples of {stored.ref} are not in the pool: ObjectMissingError"):
         client.preload(stored)
     info = client.preload(stored, on_error="skip")
     assert info.loaded + info.failed == COUNT
@@ -312,9 +300,7 @@ def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
 def test_samples_whose_storage_was_gone_come_once_it_is_back(tmp_path: Path) -> None:
     with OSSServer() as oss:
         oss.buckets.create("bucket")
-        stored = publish(
-            DatasetStore.create("oss://bucket/datasets", **oss.storage_options()), Numbered(COUNT)
-        )
+        stored = publish(DatasetStore.create("oss://bucket/datasets", **oss.storage_options()), Numbered(COUNT))
         opened, hasty = open_source(source_of(stored, None), identity_of(stored)), ReadOptions(attempts=1)
         reader = SampleReader(stored, read_options=hasty)
         with closing(HeldDataset(source_of(stored, None), opened._replace(reader=reader))) as held:
@@ -442,9 +428,7 @@ def test_stripes_that_are_ordered_again_before_their_memory_is_made_get_one_segm
         assert len(held.segments) == 1
         wait(lambda: held.counts == (COUNT, 0), what="all samples")
         found = [held.look(one, lambda record: None) for one in range(COUNT)]
-        assert [bytes(one) for one in found if isinstance(one, memoryview)] == [
-            one for one, _ in numbers(COUNT)
-        ]
+        assert [bytes(one) for one in found if isinstance(one, memoryview)] == [one for one, _ in numbers(COUNT)]
 
 
 @pytest.mark.parametrize("asks_for_segments", [False, True])

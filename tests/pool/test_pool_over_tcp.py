@@ -66,9 +66,7 @@ def test_who_has_the_keys_reads_and_others_are_told_why_not(
         assert "it has another key" in told("others", True) if trust_network else True
         assert ("speak TLS" if trust_network else "speaks TLS") in told("ours", not trust_network)
         with closing(
-            DataClient(
-                str(address), connection=keys / "jobs", trust_network=trust_network, silence_s=PATIENCE_S
-            )
+            DataClient(str(address), connection=keys / "jobs", trust_network=trust_network, silence_s=PATIENCE_S)
         ) as client:
             client.preload(stored)
             assert client.read_batch(stored, [*range(COUNT)]) == numbers(COUNT)
@@ -93,9 +91,7 @@ def test_what_cannot_be_kept_from_unauthenticated_peers_is_refused(
     leader, own = (find_address(f"tcp://{host}:7070", keys / "ours") for host in ("192.0.2.1", "127.0.0.1"))
     with pytest.raises(OptionError, match="must listen on it too; give it an address, --listen"):
         DataServer(1 << 20, tmp_path / "p", join=leader)
-    with pytest.raises(
-        OptionError, match=r"the pool at tcp://192.0.2.1:7070 and its readers cannot reach it"
-    ):
+    with pytest.raises(OptionError, match=r"the pool at tcp://192.0.2.1:7070 and its readers cannot reach it"):
         DataServer(1 << 20, tmp_path / "p", join=leader, listen=own)
     with pytest.raises(OptionError, match="no certificate for servers"):
         DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://127.0.0.1:0", keys / "jobs"))

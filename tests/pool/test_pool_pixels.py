@@ -48,9 +48,7 @@ def test_pixels_are_decoded_once_and_read_by_everybody(stored: StoredDataset, cl
     assert np.array_equal(np.asarray(client.read_batch(other, range(COUNT))), expected(1))
 
 
-def test_each_rank_decodes_its_part(
-    stored: StoredDataset, client: DataClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_decodes_its_part(stored: StoredDataset, client: DataClient, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = layouts.ArrayLayout.__init__
     monkeypatch.setattr(
         layouts.ArrayLayout,
@@ -79,9 +77,7 @@ def test_what_cannot_be_decoded_to_one_shape_is_refused(stored: StoredDataset, c
     assert begun.pushed is not None
     client.unload(begun.pushed)
     client.preload(stored)  # samples of any length, decoded by who reads them
-    assert [one for one, _ in client.read_batch(stored, range(COUNT))] == [
-        content(one) for one in range(COUNT)
-    ]
+    assert [one for one, _ in client.read_batch(stored, range(COUNT))] == [content(one) for one in range(COUNT)]
     for transform in (None, Decode()):
         for rank, world in ((2, 2), (-1, 2), (0, 0)):
             with pytest.raises(OptionError, match=r"rank=2 of world=2|rank=-1 is out|world=0 is out"):

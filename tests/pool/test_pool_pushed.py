@@ -80,9 +80,7 @@ def test_what_is_pushed_is_read_by_others_by_its_name(tmp_path: Path, client: Da
             found = torch.cat([*DPFlowDataLoader(rows, batch_size=512, num_workers=2)])
             assert torch.equal(found, torch.from_numpy(ROWS))
         client.push(NAME, ROWS)  # the same again
-        with pytest.raises(
-            UsageError, match="in the pool with another content; push or append under another"
-        ):
+        with pytest.raises(UsageError, match="in the pool with another content; push or append under another"):
             client.push(NAME, ROWS + 1)
         other.unload(source)
         with pytest.raises(UsageError, match="no array 'lab/rows:v1' was pushed"):
@@ -163,9 +161,7 @@ def test_versions_share_memory_and_stay_as_they_are(
     layout = layouts.ArrayLayout(b"", ends[-1], dtype, (width,))  # type: ignore[call-arg]
     once = sum(one.reserved_bytes for one in full)
     tails = sum((end % layout.per_stripe) * layout.record_bytes for end in ends[:-1])
-    assert once <= rows.nbytes + tails + 200 * (
-        len(versions) + ends[-1]
-    )  # indices, and lines that are not full
+    assert once <= rows.nbytes + tails + 200 * (len(versions) + ends[-1])  # indices, and lines that are not full
     client.close()
     for number in gone:
         if number < len(versions):
@@ -253,14 +249,10 @@ def test_a_server_takes_sealed_memory_of_the_right_size_alone(tmp_path: Path, cl
         for stripe, fds in ((1, [sealed]), (-1, [sealed]), (0, [])):
             with pytest.raises(UsageError, match="it has no place here"):
                 connection.request(PushStripe(identity, stripe), fds)
-        claims = ArraySource(
-            ref="lab/rows:v2", dtype="<f4", shape=[9, 5, 6], stamp="s", base=b"?" * 16, shared=1
-        )
+        claims = ArraySource(ref="lab/rows:v2", dtype="<f4", shape=[9, 5, 6], stamp="s", base=b"?" * 16, shared=1)
         with pytest.raises(UsageError, match="is not in the pool"):
             push(tmp_path / "p", claims, lambda first, stop: ROWS[first:stop])
-        claims = ArraySource(
-            ref="lab/rows:v3", dtype="<f4", shape=[9, 5, 6], stamp="s", base=identity, shared=1
-        )
+        claims = ArraySource(ref="lab/rows:v3", dtype="<f4", shape=[9, 5, 6], stamp="s", base=identity, shared=1)
         with pytest.raises(UsageError, match="is no further version of lab/rows:v1"):
             push(tmp_path / "p", claims, lambda first, stop: ROWS[first:stop])
     for fd in (sealed, unsealed):

@@ -39,9 +39,7 @@ def afar(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PoolAddress
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_other_hosts_come_alone_and_in_order(
-    afar: PoolAddress, tmp_path: Path, shape: tuple[int, ...]
-) -> None:
+def test_rows_of_other_hosts_come_alone_and_in_order(afar: PoolAddress, tmp_path: Path, shape: tuple[int, ...]) -> None:
     rows, chance = rows_of(shape), np.random.default_rng(3)
     source = DataClient(tmp_path / "q", silence_s=PATIENCE_S).push("tests/rows:1", rows)
     with (

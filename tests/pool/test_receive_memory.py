@@ -22,9 +22,7 @@ KEPT = {
     "array": lambda view: np.frombuffer(view, np.uint8)[::2],
     "tensor": lambda view: torch.frombuffer(view, dtype=torch.uint8),
 }
-steps = st.lists(
-    st.one_of(st.tuples(SIZES, st.sampled_from([*KEPT])), st.floats(0, 1, exclude_max=True)), max_size=60
-)
+steps = st.lists(st.one_of(st.tuples(SIZES, st.sampled_from([*KEPT])), st.floats(0, 1, exclude_max=True)), max_size=60)
 
 
 def written(kept: object) -> set[int]:

@@ -55,9 +55,7 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], s
             assert MIN_WINDOW <= window.size() <= max(MAX_WINDOW, 1 << 20)
 
 
-@given(
-    lengths=lengths, seed=st.integers(0, 1 << 30), record=st.integers(1, 1 << 20), stages=st.integers(1, 8)
-)
+@given(lengths=lengths, seed=st.integers(0, 1 << 30), record=st.integers(1, 1 << 20), stages=st.integers(1, 8))
 def test_every_window_ends_every_batch(lengths: list[int], seed: int, record: int, stages: int) -> None:
     chance = random.Random(seed)
     staged = StagedWindow(bytes_per_s=1e7, latency_s=1e-3, record_bytes=record, stages=stages)
@@ -82,9 +80,7 @@ def test_a_fixed_window_is_filled_by_stages() -> None:
     record=st.integers(1, 1 << 20),
     stages=st.integers(1, 8),
 )
-def test_algorithm_1_never_has_more_than_its_limit_out(
-    rate: float, latency: float, record: int, stages: int
-) -> None:
+def test_algorithm_1_never_has_more_than_its_limit_out(rate: float, latency: float, record: int, stages: int) -> None:
     window = StagedWindow(bytes_per_s=rate, latency_s=latency, record_bytes=record, stages=stages)
     assert window.limit >= 1
     assert window.limit * record >= rate * latency * (1 - 1e-9)

@@ -69,10 +69,7 @@ def malformed(chance: random.Random) -> bytes:
     """A request that something is wrong with, or bytes of any kind."""
     count = chance.choice([0, 1, 2, 40, MAX_RECORDS, MAX_RECORDS + 1, 1 << 31])
     numbers = [-1, 0, 1, COUNT, 1 << 62]
-    parts = [
-        (chance.choice(numbers), chance.choice(numbers), chance.choice(numbers))
-        for _ in range(min(count, 40))
-    ]
+    parts = [(chance.choice(numbers), chance.choice(numbers), chance.choice(numbers)) for _ in range(min(count, 40))]
     frame = bytearray(RecordRequest(chance.randbytes(16), parts).pack())
     frame[4:8] = struct.pack("<I", count)
     for _ in range(chance.randrange(4)):
@@ -129,11 +126,7 @@ def test_who_proves_nothing_gets_nothing(stored: StoredDataset, tmp_path: Path, 
                 b"",
                 hello(DATA_CONNECTION) + request,
                 hello(CONTROL) + b"\x00" * 100 + request,
-                hello(DATA_CONNECTION)
-                + chance.randbytes(32)
-                + chance.randbytes(32)
-                + hello(DATA_CONNECTION)
-                + request,
+                hello(DATA_CONNECTION) + chance.randbytes(32) + chance.randbytes(32) + hello(DATA_CONNECTION) + request,
                 b"\x16\x03\x01\x00\x05hello" + request,
                 *(chance.randbytes(chance.randrange(1, 2_000)) for _ in range(20)),
             ):
@@ -152,17 +145,13 @@ def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path:
         with context.wrap_socket(plain) as peer:
             told = b""
             with suppress(ssl.SSLError, ConnectionError):  # it is left at whatever it does next
-                peer.sendall(
-                    hello(DATA_CONNECTION) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack()
-                )
+                peer.sendall(hello(DATA_CONNECTION) + RecordRequest(identity_of(stored), [(0, 0, WHOLE)]).pack())
                 told = peer.recv(100)
             assert told == b""
 
 
 @contextmanager
-def connected_peers(
-    folder: Path, count: int, say: bytes
-) -> Iterator[tuple[PoolAddress, list[socket.socket]]]:
+def connected_peers(folder: Path, count: int, say: bytes) -> Iterator[tuple[PoolAddress, list[socket.socket]]]:
     """A server in a thread, and connections whose other sides never prove anything."""
     write_connection_file(folder / "keys", generate_keys("", certificates=True))
     place = find_address("tcp://127.0.0.1:0", folder / "keys")
@@ -206,9 +195,7 @@ def test_the_oldest_unauthenticated_peers_make_room_for_a_reader(
         assert [is_open(one) for one in peers] == [False] * 13 + [True] * 7
 
 
-def test_unauthenticated_peers_are_turned_away_in_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unauthenticated_peers_are_turned_away_in_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.1)
     with connected_peers(tmp_path, 20, b"") as (_, peers):
         for one in peers:
@@ -254,17 +241,13 @@ def test_a_data_connection_before_the_thread_runs_is_answered_and_one_after_it_i
         assert late.recv(1) == b""
 
 
-def test_a_data_connection_that_asks_and_takes_nothing_is_not_read_from(
-    stored: StoredDataset, tmp_path: Path
-) -> None:
+def test_a_data_connection_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:
     request = RecordRequest(
         identity_of(stored), [(one, 0, WHOLE) for one in range(COUNT)] * (MAX_RECORDS // COUNT)
     ).pack()
     with tcp_server(tmp_path, trust_network=True) as (address, process):
         DataClient(address, silence_s=PATIENCE_S).preload(stored)
-        connection = connect_stream(
-            address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S
-        )
+        connection = connect_stream(address, authenticator_for(address, serves=False), DATA_CONNECTION, PATIENCE_S)
         assert isinstance(connection, socket.socket)
         before = process.memory_info().rss
         connection.setblocking(False)

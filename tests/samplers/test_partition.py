@@ -45,9 +45,7 @@ def test_two_samples_are_in_one_class_if_the_same_sets_hold_them(
 def _check(partition: Partition, sets: list[frozenset[int]]) -> None:
     holders = [frozenset(k for k, members in enumerate(sets) if x in members) for x in range(SIZE)]
     classes = classes_of(partition)
-    assert {
-        (classes[x] == classes[y]) == (holders[x] == holders[y]) for x in range(SIZE) for y in range(x)
-    } == {True}
+    assert {(classes[x] == classes[y]) == (holders[x] == holders[y]) for x in range(SIZE) for y in range(x)} == {True}
     assert partition.count == len(set(holders))
 
 

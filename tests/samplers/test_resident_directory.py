@@ -107,9 +107,7 @@ def test_any_history_keeps_what_the_rule_says(
 def _victims(loaded: dict[int, int], needed: list[int], safe: int, capacity: int) -> list[int]:
     """Who goes, one after another: least needed, then oldest; the safe ones in the order of their loads."""
     excess = max(0, len(loaded) - capacity)
-    free = sorted(
-        (x for x in loaded if loaded[x] < safe or not needed[x]), key=lambda x: (needed[x], loaded[x])
-    )
+    free = sorted((x for x in loaded if loaded[x] < safe or not needed[x]), key=lambda x: (needed[x], loaded[x]))
     rest = sorted(loaded.keys() - set(free), key=loaded.__getitem__)
     return [*free, *rest][:excess]
 

@@ -104,9 +104,7 @@ def test_an_uneven_epoch_is_filled_up_or_cut(drop_last: bool) -> None:
     parts = []
     for rank in range(4):
         copy = pickle.loads(pickle.dumps(group))
-        ours = DynaGCSSampler(
-            range(10), group=copy, batch_size=2, num_replicas=4, rank=rank, drop_last=drop_last
-        )
+        ours = DynaGCSSampler(range(10), group=copy, batch_size=2, num_replicas=4, rank=rank, drop_last=drop_last)
         parts.append(list(ours))
         assert len(ours) == len(parts[-1]) == (2 if drop_last else 3)
     read = [x for part in parts for x in part]
@@ -123,9 +121,7 @@ def test_an_uneven_epoch_is_filled_up_or_cut(drop_last: bool) -> None:
     behind=st.integers(0, 9),
     ahead=st.integers(0, 60),
 )
-def test_a_resumed_epoch_reads_exactly_what_was_not_consumed(
-    strategy: str, at: int, behind: int, ahead: int
-) -> None:
+def test_a_resumed_epoch_reads_exactly_what_was_not_consumed(strategy: str, at: int, behind: int, ahead: int) -> None:
     one, other = pair(strategy)
     beside = iter(other)
     for _ in range(ahead):

@@ -69,9 +69,7 @@ def _draws(group: SamplingGroup, jobs: Sequence[TimedJob], seed: int) -> Iterato
             heapq.heappush(due, (now + len(drawn.indices) / job.speed, number))
 
 
-def _is_reading(
-    group: SamplingGroup, jobs: Sequence[TimedJob], number: int, epochs: list[int], seed: int
-) -> bool:
+def _is_reading(group: SamplingGroup, jobs: Sequence[TimedJob], number: int, epochs: list[int], seed: int) -> bool:
     """Bring a job to where it can draw; False if it has read all its epochs and leaves."""
     name, job = str(number), jobs[number]
     if epochs[number] < 0:

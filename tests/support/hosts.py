@@ -153,9 +153,7 @@ class Host:
     def _limit(self, towards: str) -> None:
         rate = self._rates.get(towards, "")
         if rate:
-            burst = max(
-                1 << 17, int(rate.removesuffix("bit")) // 800
-            )  # of 10 ms, and above the largest packet
+            burst = max(1 << 17, int(rate.removesuffix("bit")) // 800)  # of 10 ms, and above the largest packet
             self._queue(towards, "rate", rate, "burst", f"{burst}b", "latency", "50ms")
         else:
             with suppress(subprocess.CalledProcessError):  # there is none
@@ -334,9 +332,7 @@ class OnHosts:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}
         env = {**path, **self.env}
-        return HostsLauncher(
-            self.prefixes, "torch_dpflow.remote.worker", env=env, starts_per_s=self.starts_per_s
-        )
+        return HostsLauncher(self.prefixes, "torch_dpflow.remote.worker", env=env, starts_per_s=self.starts_per_s)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         return ThreadedPlatform(self.launcher())

@@ -66,9 +66,7 @@ def test_a_batch_has_the_crops_and_the_draws_of_one_image_after_the_other(
 
 def test_crops_of_a_batch_are_drawn_before_what_transforms_draw(samples: list[tuple[str, int]]) -> None:
     crop = DecodeRandomResizedCrop(16)
-    images = DecodedImages(
-        samples, crop, lambda image: (image, torch.rand(1)), target_transform=lambda target: -target
-    )
+    images = DecodedImages(samples, crop, lambda image: (image, torch.rand(1)), target_transform=lambda target: -target)
     torch.manual_seed(0)
     batch = images.__getitems__([3, 1])
     torch.manual_seed(0)

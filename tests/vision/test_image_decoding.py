@@ -49,9 +49,9 @@ def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng(seed)
     layers = [
         np.asarray(
-            Image.fromarray(
-                rng.integers(0, 256, (max(2, height // k), max(2, width // k), 3), np.uint8)
-            ).resize((width, height), Image.Resampling.BICUBIC),
+            Image.fromarray(rng.integers(0, 256, (max(2, height // k), max(2, width // k), 3), np.uint8)).resize(
+                (width, height), Image.Resampling.BICUBIC
+            ),
             np.float32,
         )
         * weight
@@ -100,9 +100,7 @@ def by_pillow(data: bytes) -> np.ndarray[Any, Any]:
 
 def off(ours: torch.Tensor, theirs: Any) -> float:
     """The mean difference of a tensor from an image or tensor."""
-    other = (
-        theirs if isinstance(theirs, torch.Tensor) else torch.from_numpy(np.array(theirs)).permute(2, 0, 1)
-    )
+    other = theirs if isinstance(theirs, torch.Tensor) else torch.from_numpy(np.array(theirs)).permute(2, 0, 1)
     assert (ours.dtype, ours.shape) == (torch.uint8, other.shape)
     return float((ours.int() - other.int()).abs().float().mean())
 
@@ -177,10 +175,7 @@ def test_other_files_give_what_pillow_gives(decoder: str, tmp_path: Path) -> Non
         for source in (data, bytearray(data), memoryview(data), path, str(path)):
             assert np.array_equal(load_rgb(source).permute(1, 2, 0).numpy(), by_pillow(data)), name
         crop = decode_center_crop(data, 20, 24)
-        assert (
-            off(crop, transforms.CenterCrop(20)(transforms.Resize(24)(Image.fromarray(by_pillow(data)))))
-            < 0.5
-        )
+        assert off(crop, transforms.CenterCrop(20)(transforms.Resize(24)(Image.fromarray(by_pillow(data))))) < 0.5
 
 
 def outcome(decode: Callable[[bytes], Any], data: bytes) -> Any:
@@ -340,9 +335,7 @@ def test_crops_of_larger_images_differ_by_less_than_one(kind: str, decoder: str)
         ours = decode_random_resized_crop(data, size, scale=(0.5, 1.0))
         torch.manual_seed(seed)
         assert off(ours, transforms.RandomResizedCrop(size, scale=(0.5, 1.0))(image)) < 1
-    assert encoded.open_image(data).unevenness == {"4:2:2": 2, "4:4:0": 2, "4:1:1": 4, "4:4:1": 4}.get(
-        kind, 1
-    )
+    assert encoded.open_image(data).unevenness == {"4:2:2": 2, "4:4:0": 2, "4:1:1": 4, "4:4:1": 4}.get(kind, 1)
 
 
 def test_larger_images_are_decoded_smaller_and_differ_little(decoder: str) -> None:
@@ -380,11 +373,7 @@ def test_image_folders_read_by_workers_give_what_one_process_gives(tmp_path: Pat
     chain = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.ToDtype(torch.float32, scale=True)])
     dataset = datasets.ImageFolder(tmp_path, loader=DecodeRandomResizedCrop(32), transform=chain)
     batches = [
-        list(
-            DPFlowDataLoader(
-                dataset, batch_size=4, num_workers=workers, generator=torch.Generator().manual_seed(0)
-            )
-        )
+        list(DPFlowDataLoader(dataset, batch_size=4, num_workers=workers, generator=torch.Generator().manual_seed(0)))
         for workers in (1, 2)
     ]
     for (one, labels), (other, same) in zip(*batches, strict=True):

@@ -36,9 +36,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 def problem(folder: Path, *, vision: bool) -> Any:
     """Crops from whole images, and the same images in the whole for the test, decoded in one way."""
-    train, val = (
-        train_classifier.build_dataset(folder, split, SIZE, vision=vision) for split in ("train", "val")
-    )
+    train, val = (train_classifier.build_dataset(folder, split, SIZE, vision=vision) for split in ("train", "val"))
     images, labels = zip(*val)
     return convergence.Problem(
         name="jpegs",
@@ -65,10 +63,7 @@ def test_accuracies_over_five_seeds_are_equal(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     try:
         finals = [
-            [
-                convergence.train(one, "dpflow private", seed, options).accuracies[-1]
-                for one in problems.values()
-            ]
+            [convergence.train(one, "dpflow private", seed, options).accuracies[-1] for one in problems.values()]
             for seed in range(SEEDS)
         ]
     finally:

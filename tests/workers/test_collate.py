@@ -69,9 +69,7 @@ def _as_is(value: Any) -> Any:
 @pytest.fixture
 def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena]:
     """Installs a new arena wherever it is called."""
-    monkeypatch.setenv(
-        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
-    )  # torch makes it when meta tensors are stacked
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch makes it when meta tensors are stacked
 
     def install() -> Arena:
         arena = Arena(budget_bytes=1 << 26)
@@ -89,9 +87,7 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         dense = value.detach().as_subclass(torch.Tensor)
         meta = dense.is_meta or dense.is_quantized
-        content = (
-            None if meta else torch.empty(0, dtype=torch.uint8).set_(dense.contiguous().untyped_storage())
-        )
+        content = None if meta else torch.empty(0, dtype=torch.uint8).set_(dense.contiguous().untyped_storage())
         head = (type(value).__name__, str(value.dtype), tuple(value.shape), value.stride(), value.device.type)
         return (*head, value.requires_grad, None if content is None else content.tolist()[: value.nbytes])
     if isinstance(value, dict):
@@ -130,9 +126,7 @@ BATCHES: dict[str, Callable[[], Any]] = {
     "negative": lambda: [tensor.conj().imag for tensor in tensors(BIG, dtype=torch.complex64)],
     "permuted": lambda: [tensor.permute(2, 0, 1) for tensor in tensors(64, 64, 3)],
     "permuted, small": lambda: [tensor.permute(2, 0, 1) for tensor in tensors(4, 4, 3)],
-    "channels last": lambda: [
-        tensor.to(memory_format=torch.channels_last) for tensor in tensors(2, 3, 64, 64)
-    ],
+    "channels last": lambda: [tensor.to(memory_format=torch.channels_last) for tensor in tensors(2, 3, 64, 64)],
     "stepped": lambda: [tensor[::3] for tensor in tensors(3 * BIG)],
     "expanded": lambda: [tensor.expand(BIG, 4) for tensor in tensors(1, 4)],
     "same twice": lambda: tensors(BIG, count=1) * 2,

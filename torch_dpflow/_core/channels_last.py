@@ -26,9 +26,7 @@ def collate_channels_last(samples: list[Any]) -> Any:
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
 
 
-def _stack(
-    batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
-) -> Any:
+def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None) -> Any:
     # In our workers the registry's function stacks into shared memory.
     stack = default_collate_fn_map[torch.Tensor]
     if all(has_channels_last(one) for one in batch):

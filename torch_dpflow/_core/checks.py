@@ -86,9 +86,7 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: st
 def check_name(name: str, value: str) -> None:
     """Raise OptionError if a name has a line break or another control character."""
     if CONTROL.search(value):
-        raise OptionError(
-            f"{name}={value!r} has a line break or another control character; give it another name"
-        )
+        raise OptionError(f"{name}={value!r} has a line break or another control character; give it another name")
 
 
 def check_path(name: str, value: str) -> None:
@@ -179,9 +177,7 @@ def parse_duration(name: str, value: float | str, *, maximum: float | None = Non
 
 def format_duration(seconds: float) -> str:
     """Format a time with its unit, for people."""
-    unit = next(
-        (unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s"
-    )
+    unit = next((unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s")
     return f"{seconds / _TIME_UNITS[unit]:g} {unit}"
 
 

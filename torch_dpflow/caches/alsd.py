@@ -108,9 +108,7 @@ class LookaheadPolicy(RankedPolicy):
         """Start an epoch of a job; None: without a lookahead."""
         speed = None if lookahead is None else lookahead.speed
         progress.pace = self._pace(progress) if speed is None else 1 / speed
-        self._timetable.begin(
-            progress, lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0)
-        )
+        self._timetable.begin(progress, lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0))
         if lookahead is None:
             progress.epoch = None
             progress.turns = self._known_keys is not None
@@ -131,9 +129,7 @@ class LookaheadPolicy(RankedPolicy):
         before = self._ranking.values(progress)
         touched = self._timetable.revise(progress, lookahead)
         self._ranking.update(progress)
-        growth = [
-            after - value for after, value in zip(self._ranking.values(progress), before) if after > value
-        ]
+        growth = [after - value for after, value in zip(self._ranking.values(progress), before) if after > value]
         if growth:
             self._residents.raise_bounds(max(growth))
         speed, order = lookahead.speed, lookahead.following
@@ -215,7 +211,5 @@ class UseDistance(LookaheadPolicy):
 
     name = "use-distance"
 
-    def __init__(
-        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
-    ) -> None:
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(_CertainMean(), max_items=max_items, max_bytes=max_bytes, keys=keys)

@@ -115,9 +115,7 @@ class ALSDCache(Dataset[Any]):
         if policy not in sorted(POLICIES):
             raise OptionError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
         if transform is not None and not callable(transform):
-            raise OptionTypeError(
-                f"transform={transform!r} is not callable; give a function of one sample, or None"
-            )
+            raise OptionTypeError(f"transform={transform!r} is not callable; give a function of one sample, or None")
         check_type("copy", copy, int, "True or False")  # text would count as True
         self.dataset = dataset
         self.capacity = capacity

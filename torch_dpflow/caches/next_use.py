@@ -130,9 +130,7 @@ class EarliestUse(NextUseRanking):
     def renew(self, key: int) -> float:
         width = self.timetable.width
         moment = _INFINITY
-        for cell, (pace, base) in zip(
-            self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._moments
-        ):
+        for cell, (pace, base) in zip(self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._moments):
             if cell >= 0:
                 time = base + cell * pace
                 if time < moment:
@@ -194,9 +192,7 @@ class WeightedMean(NextUseRanking):
     def renew(self, key: int) -> float:
         width = self.timetable.width
         total = 0.0
-        for cell, weight in zip(
-            self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._weight_of
-        ):
+        for cell, weight in zip(self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._weight_of):
             if cell > 0:
                 total += cell * weight
         self._anchor_of[key] = total

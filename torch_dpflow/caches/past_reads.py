@@ -17,9 +17,7 @@ from torch_dpflow.lookahead import Lookahead
 class KeyedPolicy(Policy):
     """A policy over a dict of sizes; a subclass keeps the order. Each of its methods is O(1)."""
 
-    def __init__(
-        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
-    ) -> None:
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         self._sizes: dict[int, int] = {}
         self._jobs: dict[Job, float] = {}
@@ -148,9 +146,7 @@ class LRU(KeyedPolicy):
 
     name = "lru"
 
-    def __init__(
-        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
-    ) -> None:
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         # One mapping holds sizes and order of use.
         self._order: OrderedDict[int, int] = OrderedDict()
@@ -196,9 +192,7 @@ class LFU(KeyedPolicy):
 
     name = "lfu"
 
-    def __init__(
-        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
-    ) -> None:
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         #: The start of the ring, without keys; its `higher` is the lowest count in use.
         self._start = _Frequency(0)

@@ -85,9 +85,7 @@ class Policy(ABC):
     #: its name in `POLICIES`
     name: ClassVar[str]
 
-    def __init__(
-        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
-    ) -> None:
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         if keys is not None:
             check_int("keys", keys, minimum=0, maximum=MAX_KEY + 1)
         if max_items is None and max_bytes is None:

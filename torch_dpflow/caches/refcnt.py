@@ -60,9 +60,7 @@ class RefCnt(RankedPolicy):
 
     name = "refcnt"
 
-    def __init__(
-        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
-    ) -> None:
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None) -> None:
         self._claims: dict[Job, _Claim] = {}
         self._needs = _Counts()
         super().__init__(self._needs, max_items=max_items, max_bytes=max_bytes, keys=keys)

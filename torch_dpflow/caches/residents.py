@@ -100,9 +100,7 @@ class Residents:
     def move(self, key: int, distance: float, load: int) -> None:
         """Set the distance of a resident key; `load` is its load number."""
         coarse = self._coarse
-        if distance > coarse.floor_distance or (
-            distance == coarse.floor_distance and load < coarse.floor_load
-        ):
+        if distance > coarse.floor_distance or (distance == coarse.floor_distance and load < coarse.floor_load):
             if len(self._front):
                 self._to_heap()
             heappush(self._heap, (-distance, load, key))
@@ -139,9 +137,7 @@ class Residents:
                 heappop(heap)
                 continue
             distance = distance_of(key)
-            if distance < coarse.floor_distance or (
-                distance == coarse.floor_distance and load >= coarse.floor_load
-            ):
+            if distance < coarse.floor_distance or (distance == coarse.floor_distance and load >= coarse.floor_load):
                 self._strays.append(key)
                 heappop(heap)
             elif distance < -bound:
@@ -208,9 +204,7 @@ class Residents:
             self._front, ranks = self._front[high], ranks[high]
         return ranks
 
-    def _take_highest(
-        self, ranks: Ranks, amount: int, sizes: npt.NDArray[np.int64] | None
-    ) -> npt.NDArray[np.int64]:
+    def _take_highest(self, ranks: Ranks, amount: int, sizes: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
         wanted = amount if sizes is None else self._guess(amount, sizes)
         cut = max(0, len(ranks) - wanted)
         order = ranks.argpartition(cut) if cut > 0 else np.arange(len(ranks))

@@ -201,9 +201,7 @@ class SampleStore:
     def _copy(self, sample: Any) -> Any:
         return duplicate(sample) if self._copies else sample
 
-    def _load(
-        self, keys: list[int], running: list[RunningLoad], load: Callable[[], Sequence[Any]]
-    ) -> Sequence[Any]:
+    def _load(self, keys: list[int], running: list[RunningLoad], load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Load samples for this thread and for all that wait for them."""
         try:
             loaded = load()

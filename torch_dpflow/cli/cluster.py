@@ -102,9 +102,7 @@ def _show_updates(coordinator: RpcClient, interval: float, count: int | None, *,
 
 
 def _pem_option(name: str, text: str) -> Callable[[Command], Command]:
-    return click.option(
-        f"--{name}", metavar="FILE", type=click.Path(path_type=Path), multiple=True, help=text
-    )
+    return click.option(f"--{name}", metavar="FILE", type=click.Path(path_type=Path), multiple=True, help=text)
 
 
 @click.command()
@@ -189,9 +187,7 @@ def show(name: str, address: str, as_json: bool) -> None:
         flows, processes = ask_views(coordinator)
     found = [one for one in flows if name in (one.spec.name, one.spec.instance)]
     if not found:
-        raise UsageError(
-            f"flow {name!r} is not registered; registered are {sorted({one.spec.name for one in flows})}"
-        )
+        raise UsageError(f"flow {name!r} is not registered; registered are {sorted({one.spec.name for one in flows})}")
     if as_json:
         click.echo(to_json(found))
         return
@@ -219,9 +215,7 @@ def scale(name: str, shards: int | None, workers: int | None, address: str, as_j
     if shards is None and workers is None:
         raise click.UsageError("give --shards, --workers or both")
     with connect(address) as coordinator:
-        scaled: FlowView = ask(
-            coordinator, "scale", FlowView, Scale(name, shards, workers), doubt=_doubt(name)
-        )
+        scaled: FlowView = ask(coordinator, "scale", FlowView, Scale(name, shards, workers), doubt=_doubt(name))
         flows, processes = ask_views(coordinator)
     if as_json:
         click.echo(to_json(scaled))

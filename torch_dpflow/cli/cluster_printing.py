@@ -21,9 +21,7 @@ _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached"
 
 def print_flows(flows: Sequence[FlowView]) -> None:
     """Print one row for each flow, with its share of the cluster."""
-    table = _table(
-        "flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory", "limited by"
-    )
+    table = _table("flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory", "limited by")
     for flow in flows:
         spec, part = flow.spec, flow.part
         has = (part.shards, part.workers, part.memory_bytes) if part else (0, 0, 0)
@@ -59,18 +57,14 @@ def print_sharing(figures: ClusterFigures) -> None:
             why = f" Little is shared: {row.sharing}." if row.sharing else ""
             since = " since its shards were last started" if row.flow in restarted else ""
             stdout_console(highlight=False).print(
-                escape(
-                    f"{row.flow}: jobs received {served} samples{since}, for which {decodes} were loaded.{why}"
-                )
+                escape(f"{row.flow}: jobs received {served} samples{since}, for which {decodes} were loaded.{why}")
             )
 
 
 def print_nodes(nodes: Sequence[NodeView]) -> None:
     """Print one row for each joined node; nothing without any."""
     if nodes:
-        table = _table(
-            "nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers"
-        )
+        table = _table("nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers")
         for node in nodes:
             counts = _counts(node.processors, node.shards, node.workers)
             state = "ready" if node.standing == "here" else node.standing
@@ -81,9 +75,7 @@ def print_nodes(nodes: Sequence[NodeView]) -> None:
 def print_processes(processes: Sequence[ProcessView]) -> None:
     """Print one row for each process, with its node if there are joined nodes."""
     is_joined = any(view.node for view in processes)
-    table = _table(
-        "processes", "process", "role", *(["node"] if is_joined else []), "pid", "restarts", "address"
-    )
+    table = _table("processes", "process", "role", *(["node"] if is_joined else []), "pid", "restarts", "address")
     for view in processes:
         pid = str(view.pid) if view.pid else "starting"
         place = [view.node or "-"] if is_joined else []
@@ -181,9 +173,7 @@ def _life_now(flow: FlowView) -> str:
 def _drawn_life(flow: FlowView) -> str:
     """Return the life cycle of thesis figure 4-7, with the current state marked."""
     created, ready, accessed, idle, deleted = (
-        f"[bold]»{state_words(state.value)}«[/bold]"
-        if state.value == flow.state
-        else state_words(state.value)
+        f"[bold]»{state_words(state.value)}«[/bold]" if state.value == flow.state else state_words(state.value)
         for state in FlowState
     )
     timeout = f"{flow.spec.idle_s:g} s without a job"

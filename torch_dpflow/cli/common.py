@@ -48,9 +48,7 @@ preload_option = click.option(
 )
 
 
-def name_value_pairs(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, str]:
+def name_value_pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
     """Return NAME=VALUE arguments as a mapping."""
     found: dict[str, str] = {}
     for text in texts:
@@ -63,20 +61,14 @@ def name_value_pairs(
     return found
 
 
-def storage_options_of(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, str]:
+def storage_options_of(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
     """Return NAME=VALUE options of a storage."""
     if not all("=" in text[1:] for text in texts):
-        raise click.BadParameter(
-            "what was given is not of the form NAME=VALUE"
-        )  # not shown, as it may be a secret
+        raise click.BadParameter("what was given is not of the form NAME=VALUE")  # not shown, as it may be a secret
     options = name_value_pairs(context, parameter, texts)
     taken = options.keys() & {"url", "read_options"}
     if taken:
-        raise click.BadParameter(
-            f"{sorted(taken)} is no option of a storage; the store's address goes to --store"
-        )
+        raise click.BadParameter(f"{sorted(taken)} is no option of a storage; the store's address goes to --store")
     return options
 
 
@@ -115,12 +107,8 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
     try:
         size = None if text is None else parse_capacity(text).bytes
     except UsageError:
-        raise click.BadParameter(
-            f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB"
-        ) from None
-    return (
-        None if size is None else check_int(str(parameter.opts[0]), size, minimum=MIN_MEMORY, maximum=2**53)
-    )
+        raise click.BadParameter(f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB") from None
+    return None if size is None else check_int(str(parameter.opts[0]), size, minimum=MIN_MEMORY, maximum=2**53)
 
 
 def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:

@@ -43,9 +43,7 @@ def version_ref(context: click.Context, parameter: click.Parameter, text: str) -
         )
     target = DatasetRef.parse(text)
     if target.version is None or target.variant is not None:
-        raise OptionError(
-            f"{text!r} should name a version, such as {target.id}:v1; variants go before sources"
-        )
+        raise OptionError(f"{text!r} should name a version, such as {target.id}:v1; variants go before sources")
     return target
 
 
@@ -62,9 +60,7 @@ def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
 _import_options = with_options(
     click.argument("kind", metavar=f"[{'|'.join(sorted(IMPORTERS))}]", callback=_kind),
     click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref),
-    click.argument(
-        "sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=name_value_pairs
-    ),
+    click.argument("sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=name_value_pairs),
     click.option(
         "-s",
         "--setting",
@@ -262,9 +258,7 @@ def _run(
 
 def _only_variant(version: Dataset) -> str:
     if len(version.variants) != 1:
-        raise DatasetNotFoundError(
-            f"{version.id}:{version.version} has variants {sorted(version.variants)}; name one"
-        )
+        raise DatasetNotFoundError(f"{version.id}:{version.version} has variants {sorted(version.variants)}; name one")
     return next(iter(version.variants))
 
 
@@ -317,9 +311,7 @@ def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: 
         versions = [name for name in versions if name == target.version]
     if not versions and not drafts:
         raise store.not_found(target)
-    published, unfinished = (
-        [str(DatasetRef(target.id, name)) for name in part] for part in (versions, drafts)
-    )
+    published, unfinished = ([str(DatasetRef(target.id, name)) for name in part] for part in (versions, drafts))
     names = [*published, *(f"the unfinished import {name}" for name in unfinished)]
     _check_meant(yes, f"{', '.join(names)} from {store.url}")
     delete(store, target.id, target.version)
@@ -334,9 +326,7 @@ def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: 
 @click.argument("target", metavar="[NAMESPACE/NAME]", required=False, callback=_dataset_only)
 @_confirmed
 @store_options
-def prune_(
-    url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool, as_json: bool
-) -> None:
+def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool, as_json: bool) -> None:
     """Remove unfinished imports, and imported files that no published version refers to; of all datasets by default.
 
     An import that runs meanwhile will not be published.
@@ -349,9 +339,7 @@ def prune_(
     for name in ids:
         removed = prune(store, name)
         click.echo(
-            to_json({"dataset": name, "files_removed": removed})
-            if as_json
-            else f"{name}: {removed} files removed"
+            to_json({"dataset": name, "files_removed": removed}) if as_json else f"{name}: {removed} files removed"
         )
 
 
@@ -386,11 +374,7 @@ def copy_(
     with copy_progress() as progress:
         copied = copy(store, target.id, target.version, other, progress=progress, compared=compared)
     if as_json:
-        click.echo(
-            to_json(
-                {"copied": f"{copied.id}:{copied.version}", "to": other.url, "compared": asdict(compared)}
-            )
-        )
+        click.echo(to_json({"copied": f"{copied.id}:{copied.version}", "to": other.url, "compared": asdict(compared)}))
         return
     for line in copied_lines(copied, other.url, compared):
         click.echo(line)

@@ -91,9 +91,7 @@ _group_options = with_options(
     ),
     click.option("--spot", is_flag=True, help="Cheaper groups that the platform may end at any time."),
     click.option("--region", default="cn-hangzhou", show_default=True),
-    click.option(
-        "--endpoint", default="", help="http(s)://HOST of the control plane; by default that of the region."
-    ),
+    click.option("--endpoint", default="", help="http(s)://HOST of the control plane; by default that of the region."),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing."),
     click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
     click.option("--list", "lists", is_flag=True, help="List the groups of the cluster."),

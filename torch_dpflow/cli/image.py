@@ -71,9 +71,7 @@ def image(out: str, without: tuple[str, ...], force: bool) -> None:
             f"not included, as installed from a directory: {', '.join(others)}; if samples need them, have the "
             "Dockerfile copy and install them"
         )
-    click.echo(
-        f"docker build -t REGISTRY/dpflow:{__version__} {out} && docker push REGISTRY/dpflow:{__version__}"
-    )
+    click.echo(f"docker build -t REGISTRY/dpflow:{__version__} {out} && docker push REGISTRY/dpflow:{__version__}")
 
 
 def find(without: set[str]) -> Found:
@@ -92,9 +90,7 @@ def find(without: set[str]) -> Found:
             found.pinned.append(f"{name}{source}")
     if any(name.startswith(("nvidia-", "cuda-")) for name in found.left_out):
         # The default torch of the index is the one for those devices.
-        found.pinned = [
-            re.sub(r"^(torch(?:vision|audio)?==[\d.]+)$", r"\1+cpu", line) for line in found.pinned
-        ]
+        found.pinned = [re.sub(r"^(torch(?:vision|audio)?==[\d.]+)$", r"\1+cpu", line) for line in found.pinned]
     if unknown := without - names:
         raise OptionError(f"--without {min(unknown)!r}: it is not installed here")
     for some in (found.pinned, found.local, found.left_out):
@@ -129,9 +125,7 @@ def _without_device(version: str) -> str:
 def _write(out: Path, found: Found, *, copies_itself: bool, force: bool) -> None:
     there = [name for name in _FILES if (out / name).exists()]
     if there and not force:
-        raise OptionError(
-            f"{out} has {', '.join(there)} already; give another directory as --out, or --force"
-        )
+        raise OptionError(f"{out} has {', '.join(there)} already; give another directory as --out, or --force")
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "torch_dpflow", ignore_errors=True)
     if copies_itself:

@@ -104,9 +104,7 @@ class LazyGroup(click.Group):
                 raise
             # Otherwise the interpreter would try to write the rest again at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            raise click.ClickException(
-                f"{error.strerror}: free space, or write the output elsewhere"
-            ) from error
+            raise click.ClickException(f"{error.strerror}: free space, or write the output elsewhere") from error
 
 
 @contextmanager

@@ -31,12 +31,8 @@ _options = with_options(
     click.option("--name", default="dpflow", show_default=True, help="Name of the cluster and its objects."),
     click.option("--namespace", help="Existing namespace; by default that of the settings, or default."),
     click.option("--image", help="Image of the coordinator and its workers, as by `dpflow image`."),
-    click.option(
-        "--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."
-    ),
-    click.option(
-        "--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need, within these bounds."
-    ),
+    click.option("--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."),
+    click.option("--autoscale", metavar="MIN:MAX", help="Have as many workers as jobs need, within these bounds."),
     click.option(
         "--memory",
         metavar="SIZE",
@@ -49,9 +45,7 @@ _options = with_options(
     click.option("--state", default="", help="Store of flows: redis://HOST:PORT/NUMBER."),
     click.option("--state-secret", default="", help="Secret whose `url` is that address, with a password."),
     click.option("--state-size", default="", help="Store flows on a volume of this size, such as 1Gi."),
-    click.option(
-        "--storage-class", default="", help="Storage class of that volume; by default that of Kubernetes."
-    ),
+    click.option("--storage-class", default="", help="Storage class of that volume; by default that of Kubernetes."),
     click.option("--port", type=int, default=7600, show_default=True, help="Port to which jobs connect."),
     click.option(
         "--worker-ports",
@@ -112,9 +106,7 @@ def kubernetes(
     limits = scaled_limits(ClusterLimits(workers=workers), autoscale)
     scale = limits.autoscale
     if limits.workers is None:
-        raise OptionError(
-            "give the maximum number of workers: --autoscale MIN:MAX, such as 0:16, or --workers MAX"
-        )
+        raise OptionError("give the maximum number of workers: --autoscale MIN:MAX, such as 0:16, or --workers MAX")
     settings.check_workers(limits.workers)
     scaling = ("--workers", str(limits.workers))
     if scale is not None:

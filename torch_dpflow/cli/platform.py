@@ -29,9 +29,7 @@ _CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 
 @click.command()
 @click.argument("platform")
-@click.option(
-    "--listen", help="Address to which the worker connects: tcp://ADDRESS:PORT, as LoaderOptions(listen=)."
-)
+@click.option("--listen", help="Address to which the worker connects: tcp://ADDRESS:PORT, as LoaderOptions(listen=).")
 @json_option
 def check(platform: str, listen: str | None, as_json: bool) -> None:
     """Check PLATFORM, such as "ray", with one worker: reachability, versions, capacity, round trip, bandwidth.
@@ -94,9 +92,7 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool, a
     if cluster is not None and everything:
         raise OptionError("--cluster and --all exclude each other: give one of them")
     if cluster is not None and not _CLUSTER.fullmatch(cluster):
-        raise OptionError(
-            f"--cluster {cluster!r:.80}: give 8 hexadecimal digits, as `dpflow workers {platform}` shows"
-        )
+        raise OptionError(f"--cluster {cluster!r:.80}: give 8 hexadecimal digits, as `dpflow workers {platform}` shows")
     with _launcher(platform) as launcher:
         found = _remote_workers(launcher, cluster)
         if dry_run or (cluster is None and not everything):

@@ -146,9 +146,7 @@ def serve(
     memory_bytes = parse_bytes("--memory", memory)
     place = None if listen is None else find_address(listen, connection, trust_network=trust_network)
     leader = None if join is None else find_address(join, connection, trust_network=trust_network)
-    server = DataServer(
-        memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=place, join=leader
-    )
+    server = DataServer(memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=place, join=leader)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -287,12 +285,8 @@ def show(target: str, as_json: bool, address: PoolAddress) -> None:
     click.echo(f"{on_one_line(info.ref)}\nid: {dataset_id(info)}\nlies in: {on_one_line(info.url)}")
     click.echo(f"samples: {info.records:,}")
     click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
-    click.echo(
-        f"could not be read: {info.failed:,}" + (f", as {on_one_line(info.error)}" if info.error else "")
-    )
-    click.echo(
-        f"readers: {info.readers}\nstays: {'until unloaded' if info.is_explicit else 'while it is read'}"
-    )
+    click.echo(f"could not be read: {info.failed:,}" + (f", as {on_one_line(info.error)}" if info.error else ""))
+    click.echo(f"readers: {info.readers}\nstays: {'until unloaded' if info.is_explicit else 'while it is read'}")
 
 
 @pool.command()
@@ -316,9 +310,7 @@ def _find_cached(connection: PoolConnection, target: str) -> CachedDataset:
     cached = connection.contents().datasets
     file = _array_file(target)
     ref = target if file is None else array_ref(*file)
-    found = [
-        one for one in cached if target == dataset_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")
-    ]
+    found = [one for one in cached if target == dataset_id(one) or ref == one.ref or one.ref.startswith(f"{ref}:")]
     if len(found) == 1:
         return found[0]
     if not cached:
@@ -327,9 +319,7 @@ def _find_cached(connection: PoolConnection, target: str) -> CachedDataset:
     raise OptionError(f"{target!r} names {len(found)} of the cached datasets; give one of: {has}")
 
 
-def _open_target(
-    target: str, url: str | None, storage_options: dict[str, Any]
-) -> StoredDataset | ArraySource:
+def _open_target(target: str, url: str | None, storage_options: dict[str, Any]) -> StoredDataset | ArraySource:
     file = _array_file(target)
     if file is not None:
         if "path" in storage_options:

@@ -69,9 +69,7 @@ def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
         yield live.update
 
 
-def read_rates(
-    before: CachedDatasetList, now: CachedDatasetList, seconds: float
-) -> dict[bytes, tuple[float, float]]:
+def read_rates(before: CachedDatasetList, now: CachedDatasetList, seconds: float) -> dict[bytes, tuple[float, float]]:
     """Return samples a second that readers of each dataset read from memory and from storage, between two lists."""
     earlier = {one.identity: one for one in before.datasets}
     return {
@@ -81,9 +79,7 @@ def read_rates(
     }
 
 
-def datasets_table(
-    listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None
-) -> Table:
+def datasets_table(listed: CachedDatasetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
     """Return a table with one line for each dataset, and the free memory; with `rates`, how fast each is read."""
     free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
     table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)

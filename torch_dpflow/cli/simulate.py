@@ -41,9 +41,7 @@ def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> f
 
 
 @click.command()
-@click.option(
-    "--autoscale", is_flag=True, help="Simulate a flow whose number of workers follows the demand of jobs."
-)
+@click.option("--autoscale", is_flag=True, help="Simulate a flow whose number of workers follows the demand of jobs.")
 @_number(
     "--samples-per-second",
     "Samples that one job reads a second if it never waits.",
@@ -52,9 +50,7 @@ def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> f
 )
 @_number("--sample-seconds", "Time in which a worker loads one sample.", least=0.0, most=3600.0)
 @click.option("--jobs", type=click.IntRange(1, 1024), default=1, show_default=True, help="Number of jobs.")
-@click.option(
-    "--apart", default="1m", show_default=True, callback=_seconds, help="Time between the starts of jobs."
-)
+@click.option("--apart", default="1m", show_default=True, callback=_seconds, help="Time between the starts of jobs.")
 @click.option(
     "--cold-start",
     default="3s",
@@ -131,9 +127,7 @@ def _run(model: FlowModel, duration_s: float, seed: int) -> ScalingOutcome:
     return ScalingRun(model, lambda counts, now: law.step(counts, now).workers, seed).run(duration_s)
 
 
-def _facts(
-    model: FlowModel, outcomes: list[ScalingOutcome], duration_s: float, price: float | None
-) -> dict[str, Any]:
+def _facts(model: FlowModel, outcomes: list[ScalingOutcome], duration_s: float, price: float | None) -> dict[str, Any]:
     def median(name: str) -> float:
         return float(statistics.median(getattr(one, name) for one in outcomes))
 

@@ -29,9 +29,7 @@ _MAX_TAIL = 2000
 
 
 _up_options = with_options(
-    click.option(
-        "--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."
-    ),
+    click.option("--workers", type=click.IntRange(1, 4096), help="Maximum number of workers of all flows together."),
     click.option(
         "--autoscale",
         metavar="MIN:MAX",
@@ -55,9 +53,7 @@ _up_options = with_options(
     click.option("--connection-file", help="Path of the file by which jobs find the cluster."),
     click.option("--keys", help="File of `dpflow keygen`, for --listen. Without it, new keys are generated."),
     click.option("--metrics", metavar="HOST:PORT", help="Address of metrics for Prometheus, over HTTP."),
-    click.option(
-        "--metrics-public", is_flag=True, help="Allow other hosts to read --metrics, without a key."
-    ),
+    click.option("--metrics-public", is_flag=True, help="Allow other hosts to read --metrics, without a key."),
     click.option("--web", metavar="HOST:PORT", help="Address of the live page, for a browser."),
     click.option(
         "--web-token-file",

@@ -39,9 +39,7 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     except RecursionError as error:  # they cannot be printed either
         raise SourceError(f"the annotations of {name} cannot be kept: {TOO_DEEP}") from error
     except (TypeError, ValueError, OverflowError) as error:
-        raise SourceError(
-            f"the annotations of {name} cannot be written as JSON: {error}: {meta!r:.500}"
-        ) from error
+        raise SourceError(f"the annotations of {name} cannot be written as JSON: {error}: {meta!r:.500}") from error
     if not encoded.startswith(b"{"):
         raise SourceError(f"the annotations of {name} are no mapping: {meta!r:.500}")
     if wrong is not None:
@@ -91,9 +89,7 @@ def _plain(value: Any) -> Any:
         return _DECODER.decode(value)
     if isinstance(value, np.generic | np.ndarray) and _has_times(value.dtype):
         if value.dtype.names is not None or isinstance(value, np.ma.MaskedArray):
-            raise TypeError(
-                "times in fields or behind a mask are no JSON values; give an array of times alone"
-            )
+            raise TypeError("times in fields or behind a mask are no JSON values; give an array of times alone")
         return _times(np.asarray(value))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
         plain = value.tolist()

@@ -85,9 +85,7 @@ class Describer:
             memory anyway.
     """
 
-    def __init__(
-        self, importer: Importer, *, dataset_url: str, data: str, checksum: ChecksumAlgorithm | None
-    ) -> None:
+    def __init__(self, importer: Importer, *, dataset_url: str, data: str, checksum: ChecksumAlgorithm | None) -> None:
         self._options = importer.options
         self._dataset_url = dataset_url
         self._root = data_url(dataset_url, data, "")
@@ -158,9 +156,7 @@ class Describer:
         assert item.data is not None
         pack, offset = packs.add(item.data)
         url = f"{self._dataset_url}/{packs.folder}/{pack}"
-        return self._sample(
-            item, url, offset=offset, length=len(item.data), checksum=self.checksum(item.data)
-        )
+        return self._sample(item, url, offset=offset, length=len(item.data), checksum=self.checksum(item.data))
 
     def _sample(self, item: Item, url: str, **fields: Any) -> SampleMeta:
         path = url.removeprefix(self._root)
@@ -174,8 +170,7 @@ class Describer:
         """Add checksums and lengths to the samples without checksums."""
         unknown = [position for position, sample in enumerate(samples) if sample.checksum is None]
         places = [
-            (data_url(self._dataset_url, self._root, samples[position].path), samples[position])
-            for position in unknown
+            (data_url(self._dataset_url, self._root, samples[position].path), samples[position]) for position in unknown
         ]
         with Objects(self._options) as objects:
             for position, (url, sample), content in zip(unknown, places, objects.contents(places)):

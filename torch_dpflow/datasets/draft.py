@@ -109,9 +109,7 @@ class Draft:
                 f"importer={importer!r:.80} has no {missing}; give an importer, such as IterableImporter([...])"
             )
         if not callable(progress):
-            raise OptionTypeError(
-                f"progress={progress!r:.80} is not callable; give a function of a number of samples"
-            )
+            raise OptionTypeError(f"progress={progress!r:.80} is not callable; give a function of a number of samples")
         if shard_size is not None:
             shard_size = check_int("shard_size", shard_size, minimum=1, maximum=MAX_SHARD_SIZE)
         if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
@@ -193,9 +191,7 @@ class Draft:
         """Remove the record of an import that has written nothing else: there is nothing to continue."""
         folder, packs = f"{self._folder}/{variant}", f"data/{self._version}/{variant}"
         # Packs may be those of another import, which has published this version meanwhile.
-        if [child.name for child in self._files.children(folder)] == [RECORD] and not packs_of(
-            self._files, packs
-        ):
+        if [child.name for child in self._files.children(folder)] == [RECORD] and not packs_of(self._files, packs):
             self._files.remove(folder)
             self._files.remove_empty(self._folder)
             remove_empty(self._store, self._ref.id)

@@ -102,9 +102,7 @@ class Files:
         self.read_options = read_options or ReadOptions()
         self._reader = ObjectReader(self.options, options=self.read_options)
         if not address or address.endswith("://"):
-            raise OptionError(
-                f"{address!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
-            )
+            raise OptionError(f"{address!r} names no directory; give a path, or a URL such as s3://bucket/datasets")
         self._opened = PerProcess(self._open)
         #: the directory's URL, absolute, without a slash at the end
         self.url: str = address
@@ -239,9 +237,7 @@ class Files:
             raise self._without_path(path)
         try:
             longest = _LISTING_DEADLINES * self.read_options.deadline_s
-            entries = self._retried(
-                path, lambda: call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True))
-            )
+            entries = self._retried(path, lambda: call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True)))
         except FileNotFoundError:
             return []
         found = []
@@ -419,9 +415,7 @@ def _opened_new(path: str) -> IO[bytes]:
             return open(path, "xb")
         except FileExistsError as error:
             if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
-                raise NotADirectoryError(
-                    f"{error.filename} is a file, where a directory should be"
-                ) from error
+                raise NotADirectoryError(f"{error.filename} is a file, where a directory should be") from error
         except FileNotFoundError as error:
             refusals = refusals + 1 if os.path.isdir(os.path.dirname(error.filename)) else 0
             if refusals >= _MAX_REFUSALS:

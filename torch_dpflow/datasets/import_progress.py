@@ -120,9 +120,7 @@ class ImportProgress:
 
     def finish(self, variant: Variant) -> None:
         """Record that the whole variant is written."""
-        self._files.write(
-            f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant))
-        )
+        self._files.write(f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant)))
 
     def _noted(self, file: str, kind: type[_Note]) -> _Note | None:
         try:

@@ -36,9 +36,7 @@ class Objects:
     def contents(self, places: Sequence[tuple[str, SampleMeta]]) -> Iterator[bytes | DPFlowError]:
         """Yield the bytes of each sample at its URL, or its error. A few of them are in memory at a time."""
         for first in range(0, len(places), _TOGETHER):
-            yield from self._reader.read_each(
-                [_span(url, sample) for url, sample in places[first : first + _TOGETHER]]
-            )
+            yield from self._reader.read_each([_span(url, sample) for url, sample in places[first : first + _TOGETHER]])
 
     def entries(self, urls: Sequence[str]) -> Iterator[dict[str, Any] | DPFlowError]:
         """Return `entry` of each object. The requests overlap."""

@@ -42,14 +42,10 @@ def check_storage_options(options: object) -> None:
         allowed = "a dict of fsspec's options, or None"
         check_type("storage_options", options, Mapping, allowed)
         if not all(isinstance(name, str) for name in options):  # type: ignore[attr-defined]
-            raise OptionTypeError(
-                f"storage_options={options!r:.80} has keys that are no strings; give {allowed}"
-            )
+            raise OptionTypeError(f"storage_options={options!r:.80} has keys that are no strings; give {allowed}")
 
 
-def check_how_to_read(
-    storage_options: object, read_options: object, metadata_cache: object, check: object
-) -> None:
+def check_how_to_read(storage_options: object, read_options: object, metadata_cache: object, check: object) -> None:
     """Check the arguments of readers of stored datasets. Raises OptionError, OptionTypeError."""
     check_storage_options(storage_options)
     if read_options is not None:
@@ -153,9 +149,7 @@ class SampleReader:
         opened = self._opened.get()
         numbers = self._wrapped(indices)
         described = self._describe(opened, numbers)
-        wanted = [
-            (number, what.span) for number, what in zip(numbers, described) if isinstance(what, _Described)
-        ]
+        wanted = [(number, what.span) for number, what in zip(numbers, described) if isinstance(what, _Described)]
         contents = iter(self._contents(opened.data, wanted))
         return [what.sample(*next(contents)) if isinstance(what, _Described) else what for what in described]
 
@@ -222,9 +216,7 @@ class SampleReader:
         self._opened = PerProcess(self._open)
         shards = self.stored.variant.shards
         # Not on first use, so that forked children share it.
-        self._compact = CompactShards(
-            len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards))
-        )
+        self._compact = CompactShards(len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards)))
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
@@ -258,9 +250,7 @@ class _Described:
             kind = TruncatedObjectError if len(content) < self.length else ChecksumError
             return kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
         if self.checksum is not None and not is_checked and not matches(content, self.checksum):
-            return ChecksumError(
-                f"{self.span}: the bytes do not match {self.checksum}; the object was altered"
-            )
+            return ChecksumError(f"{self.span}: the bytes do not match {self.checksum}; the object was altered")
         return content, self.fields
 
 
@@ -291,9 +281,7 @@ class _OpenedVariant:
         self._metadata = ObjectReader(stored.options, options=read_options)
         is_same = storage_options is None or storage_options == stored.options
         self.data = self._metadata if is_same else ObjectReader(storage_options, options=read_options)
-        self.shards = ShardCache(
-            self._load, lambda number: shard_cost(stored.variant, number), metadata_cache
-        )
+        self.shards = ShardCache(self._load, lambda number: shard_cost(stored.variant, number), metadata_cache)
         self.skipped: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._root: str | None = None
@@ -340,9 +328,7 @@ class _OpenedVariant:
         with self._lock:
             self.skipped[type(error).__name__] += 1
         # As text, because a handler that keeps records would keep the frames of the error alive.
-        DATASETS.warning(
-            "%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error)
-        )
+        DATASETS.warning("%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error))
 
     def close(self) -> None:
         self.data.close()

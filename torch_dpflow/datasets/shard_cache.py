@@ -169,9 +169,7 @@ class CompactShards:
         if self._lengths[number] or self.taken >= self._capacity:
             return
         blocks = [samples[first : first + _BLOCK] for first in range(0, len(samples), _BLOCK)]
-        packed = msgspec.msgpack.encode(
-            [zlib.compress(msgspec.json.encode(block), _LEVEL) for block in blocks]
-        )
+        packed = msgspec.msgpack.encode([zlib.compress(msgspec.json.encode(block), _LEVEL) for block in blocks])
         if not self._lock.acquire(block=False):
             return
         try:

@@ -91,11 +91,7 @@ class DatasetRef:
             raise OptionError(f"variant={self.variant!r} of {self.id!r} needs a version beside it")
         found = _REFERENCE.fullmatch(str(self))
         if found is None or found.group("id", "version", "variant") != parts:
-            given = (
-                repr(str(self))
-                if found is None
-                else ", ".join(repr(part) for part in parts if part is not None)
-            )
+            given = repr(str(self)) if found is None else ", ".join(repr(part) for part in parts if part is not None)
             raise OptionError(
                 f"{given} is no name of a dataset; give namespace/name, namespace/name:version or "
                 "namespace/name:version:variant, of letters, digits, '_' and '-' (versions and variants also "
@@ -106,14 +102,10 @@ class DatasetRef:
     def parse(cls, text: str) -> DatasetRef:
         """Undo `str()`. Raises OptionError, or OptionTypeError if `text` is not a string."""
         if not isinstance(text, str):
-            raise OptionTypeError(
-                f"a dataset is named by a string such as 'core/x:v1:train', not by {text!r}"
-            )
+            raise OptionTypeError(f"a dataset is named by a string such as 'core/x:v1:train', not by {text!r}")
         identity, *labels = text.split(":")
         if len(labels) > 2:
-            raise OptionError(
-                f"{text!r} has {len(labels) + 1} parts; give at most namespace/name:version:variant"
-            )
+            raise OptionError(f"{text!r} has {len(labels) + 1} parts; give at most namespace/name:version:variant")
         return cls(identity, *labels)
 
     def __str__(self) -> str:
@@ -282,18 +274,14 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
             return next(iter(self.variants.values()))
         if name is None or name not in self.variants:
             wanted = "no variant is named" if name is None else f"there is no variant {name!r}"
-            raise DatasetNotFoundError(
-                f"{wanted} of {self.id}:{self.version}; it has {sorted(self.variants)}"
-            )
+            raise DatasetNotFoundError(f"{wanted} of {self.id}:{self.version}; it has {sorted(self.variants)}")
         return self.variants[name]
 
     def shard_path(self, variant: str, number: int) -> str:
         """Return the path of a shard, relative to the dataset's directory."""
         return shard_path(self.variants[variant].shards[number].version, variant, number)
 
-    def decode_shard(
-        self, variant: str, number: int, data: bytes, *, url: str | None = None
-    ) -> DatasetShardMeta:
+    def decode_shard(self, variant: str, number: int, data: bytes, *, url: str | None = None) -> DatasetShardMeta:
         """Decode a shard and check it against this version; `url` names it in errors.
 
         Raises:

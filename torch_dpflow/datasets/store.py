@@ -110,9 +110,7 @@ class DatasetStore:
         """Return the published versions of a dataset, v2 before v10."""
         files = self.files.children(f"{DatasetRef(dataset_id).id}/versions")
         names = [
-            file.name.removesuffix(".json")
-            for file in files
-            if file.name.endswith(".json") and not file.is_directory
+            file.name.removesuffix(".json") for file in files if file.name.endswith(".json") and not file.is_directory
         ]
         return sorted(names, key=version_order)
 
@@ -137,9 +135,7 @@ class DatasetStore:
         name = join_url(self.url, path)
         dataset = decode_dataset(data, name)
         if (dataset.id, dataset.version) != (ref.id, ref.version):
-            raise DamagedStoreError(
-                f"{name} describes {dataset.id}:{dataset.version}; it was put in a wrong place"
-            )
+            raise DamagedStoreError(f"{name} describes {dataset.id}:{dataset.version}; it was put in a wrong place")
         return dataset
 
     def open(self, ref: DatasetRef | str) -> StoredDataset:
@@ -224,9 +220,7 @@ class StoredDataset:
         try:
             data = self.files.read(path)
         except FileNotFoundError as error:
-            raise DamagedStoreError(
-                f"{join_url(self.url, path)} is missing; restore it from a copy"
-            ) from error
+            raise DamagedStoreError(f"{join_url(self.url, path)} is missing; restore it from a copy") from error
         return self.dataset.decode_shard(self.variant_name, number, data, url=join_url(self.url, path))
 
     def sample(self, index: int) -> SampleMeta:

@@ -124,9 +124,7 @@ def _check(
         except DatasetError as error:
             yield Problem(number, 1, _text_of(error))
     if objects is not None:
-        yield from _check_bytes(
-            objects, [place for place in numbered if place[2].checksum is not None], compared
-        )
+        yield from _check_bytes(objects, [place for place in numbered if place[2].checksum is not None], compared)
         yield from _check_sizes(objects, [place for place in numbered if place[2].checksum is None], compared)
 
 
@@ -151,9 +149,7 @@ def _check_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Comp
             continue
         size, revision = entry.get("size"), revision_of(entry)
         if sample.revision is not None and revision is not None and revision != sample.revision:
-            yield Problem(
-                number, 1, f"{url} was written again after its import: {revision}, not {sample.revision}"
-            )
+            yield Problem(number, 1, f"{url} was written again after its import: {revision}, not {sample.revision}")
         elif size is None or sample.length is None:
             compared.presence += 1
         elif sample.offset is None and size != sample.length:

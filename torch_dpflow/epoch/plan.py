@@ -229,9 +229,7 @@ def _without_order(opening: Sequence[OpeningStep]) -> list[OpeningStep]:
     return [step for step in opening if step != "order"]
 
 
-def open_order(
-    opening: Sequence[OpeningStep], index_sampler: Any, generator: torch.Generator | None
-) -> Iterator[Any]:
+def open_order(opening: Sequence[OpeningStep], index_sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
     """Begin an epoch's order by these steps, each of which may draw random numbers; the last order counts."""
     batches: Iterator[Any] = iter(())
     for step in opening:
@@ -254,9 +252,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
         restore_rng(state.plan_rng)
     if generator is not None and state.plan_generator is not None:
         restore_generator(generator, state.plan_generator)
-    restore_sampler_generators(
-        state.plan_sampler_generators, sampler_generators(index_sampler, sampler, generator)
-    )
+    restore_sampler_generators(state.plan_sampler_generators, sampler_generators(index_sampler, sampler, generator))
     if state.sampler is not None:
         open_order(_without_order(state.opening), index_sampler, generator)
         return _resume_sampler(state, index_sampler, sampler)
@@ -301,9 +297,7 @@ def generator_state(generator: torch.Generator | None) -> str | None:
     return None if generator is None else encode_generator(generator)
 
 
-def sampler_generators(
-    index_sampler: Any, sampler: Any, generator: torch.Generator | None
-) -> list[torch.Generator]:
+def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:
     """Return the generators of stateless samplers, in the order of their nesting, without the loader's `generator`."""
     if stateful_part(index_sampler, sampler) is not None:
         return []
@@ -313,9 +307,7 @@ def sampler_generators(
         # Its `__dict__`, because other access may run code of the sampler's.
         held = working(part, "__dict__", {})
         for value in held.values():
-            if isinstance(value, torch.Generator) and not any(
-                value is other for other in [generator, *found]
-            ):
+            if isinstance(value, torch.Generator) and not any(value is other for other in [generator, *found]):
                 found.append(value)
         inner = held.get("sampler")
         if inner is not None and not any(inner is other for other in samplers):

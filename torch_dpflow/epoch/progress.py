@@ -46,9 +46,7 @@ class LoaderShape:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.kind: Literal["map", "iterable"] = (
-            "iterable" if loader._dataset_kind == DatasetKind.Iterable else "map"
-        )
+        self.kind: Literal["map", "iterable"] = "iterable" if loader._dataset_kind == DatasetKind.Iterable else "map"
         self._dataset = loader.dataset
         self._batch_size = loader.batch_size
         self._index_sampler = loader._index_sampler

@@ -99,10 +99,7 @@ def restore_rng(state: RngState) -> None:
 
 def fingerprints(state: RngState) -> dict[str, str]:
     """Return a digest of each generator's state, by its name."""
-    return {
-        name: hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
-        for name, value in state.items()
-    }
+    return {name: hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest() for name, value in state.items()}
 
 
 def unchanged_generators(state: RngState, began: dict[str, str]) -> set[str]:

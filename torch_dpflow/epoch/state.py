@@ -123,9 +123,7 @@ class LoaderState:
                 "resume with the release that wrote it, or begin the epoch anew"
             )
         if unknown := set(state) - known:
-            raise StateError(
-                f"the state has unknown keys {sorted(unknown)}; it is damaged or of another release"
-            )
+            raise StateError(f"the state has unknown keys {sorted(unknown)}; it is damaged or of another release")
         if missing := known - set(state):
             raise StateError(f"the state lacks {sorted(missing)}; it is damaged or of another release")
         try:
@@ -146,9 +144,7 @@ class LoaderState:
                 raise StateError(f"the state's {name} is {getattr(self, name)}; it must be below 2**63")
         has_origin = self.plan_rng is not None and self.base_seed is not None and self.opening
         if not (self.fresh or self.shared is not None or has_origin):
-            raise StateError(
-                "the state is damaged: it is in mid-epoch but lacks what its plan was drawn from"
-            )
+            raise StateError("the state is damaged: it is in mid-epoch but lacks what its plan was drawn from")
         _check_own("sampler", self.sampler, {"sampler", "iterator"})
         for kept in (self.dataset, *(stream.dataset for stream in self.streams)):
             _check_own("dataset", kept, {"dataset", "iterator", "ended"})
@@ -158,6 +154,4 @@ class LoaderState:
 
 def _check_own(kind: str, kept: Any, keys: set[str]) -> None:
     if kept is not None and not (isinstance(kept, dict) and set(kept) == keys):
-        raise StateError(
-            f"the state is damaged: the own state of the {kind} is {kept!r:.80}, not of {sorted(keys)}"
-        )
+        raise StateError(f"the state is damaged: the own state of the {kind} is {kept!r:.80}, not of {sorted(keys)}")

@@ -110,9 +110,7 @@ class DataLoadFlow:
             )
         in_pool = isinstance(name, str) and name.startswith(POOL)
         if in_pool and samples is not None:
-            raise OptionError(
-                f"{name!r} with samples: the pool holds stored datasets; leave out one of the two"
-            )
+            raise OptionError(f"{name!r} with samples: the pool holds stored datasets; leave out one of the two")
         ref = _named(name.removeprefix(POOL) if in_pool else name, version=version, variant=variant)
         self._source = FlowSource(ref, samples, in_pool)
         return self
@@ -143,15 +141,11 @@ class DataLoadFlow:
         self._stages.append(Stage(name, function, transform, cache))
         return self
 
-    def map_data(
-        self, name: str, function: Callable[[Any], Any], *, cache: CacheControl = "never"
-    ) -> DataLoadFlow:
+    def map_data(self, name: str, function: Callable[[Any], Any], *, cache: CacheControl = "never") -> DataLoadFlow:
         """Add a stage for the data of `(data, target)` samples. See `map`."""
         return self.map(name, function, transform=DataTransform(), cache=cache)
 
-    def map_target(
-        self, name: str, function: Callable[[Any], Any], *, cache: CacheControl = "never"
-    ) -> DataLoadFlow:
+    def map_target(self, name: str, function: Callable[[Any], Any], *, cache: CacheControl = "never") -> DataLoadFlow:
         """Add a stage for the target of `(data, target)` samples. See `map`."""
         return self.map(name, function, transform=TargetTransform(), cache=cache)
 
@@ -165,9 +159,7 @@ class DataLoadFlow:
     def source(self) -> FlowSource:
         """The source of the samples. Raises UsageError if `dataset()` was not called."""
         if self._source is None:
-            raise UsageError(
-                f"{self.name}:{self.version} has no dataset; call .dataset(name, version, variant)"
-            )
+            raise UsageError(f"{self.name}:{self.version} has no dataset; call .dataset(name, version, variant)")
         return self._source
 
     @property

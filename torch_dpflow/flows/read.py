@@ -337,9 +337,7 @@ def _counts(lengths: list[int | float], total: int) -> list[int]:
     if all(isinstance(length, int) for length in lengths) and sum(lengths) == total:
         return [int(length) for length in lengths]
     if not math.isclose(sum(lengths), 1.0):
-        raise OptionError(
-            f"lengths={list(lengths)} add up to {sum(lengths)}; give counts of {total} or shares of 1"
-        )
+        raise OptionError(f"lengths={list(lengths)} add up to {sum(lengths)}; give counts of {total} or shares of 1")
     counts = [math.floor(length * total) for length in lengths]
     for part in range(total - sum(counts)):
         counts[part % len(counts)] += 1

@@ -59,9 +59,7 @@ class LocalDataLoadFlowReader:
             parse_capacity(cache, "cache")
         check_how_to_read(storage_options, read_options, metadata_cache, check)
         if store is not None:
-            check_type(
-                "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"
-            )
+            check_type("store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None")
         self._pool = None if pool is None else find_address(pool)
         self._cache = cache
         self._seed = None if seed is None else check_int("seed", seed, minimum=MIN_INT64, maximum=MAX_INT64)

@@ -57,12 +57,9 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
         raise UsageError(f"{flow!r} cannot be saved: {error}") from error
     except Exception as error:
         raise UsageError(
-            f"{flow!r} cannot be saved: {type(error).__name__}: {error}; its stages and its dataset "
-            "must pickle"
+            f"{flow!r} cannot be saved: {type(error).__name__}: {error}; its stages and its dataset must pickle"
         ) from error
-    record = FlowRecord(
-        format=2, name=flow.name, version=flow.version, shown=str(flow), python=_python(), sha256=""
-    )
+    record = FlowRecord(format=2, name=flow.name, version=flow.version, shown=str(flow), python=_python(), sha256="")
     sealed = replace(record, sha256=_digest(record, code))
     files, name = _place(url, storage_options)
     files.write(name, msgspec.json.encode(sealed) + b"\n" + code)
@@ -102,9 +99,7 @@ def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple
     record = _record(line, printed)
     # Encoding it again must give the same line, so that unknown fields are refused.
     if msgspec.json.encode(record) != line or _digest(record, code) != record.sha256:
-        raise DamagedStoreError(
-            f"{printed} does not match its SHA-256; it was damaged: restore it from a copy"
-        )
+        raise DamagedStoreError(f"{printed} does not match its SHA-256; it was damaged: restore it from a copy")
     return record, code
 
 
@@ -129,9 +124,7 @@ def _record(line: bytes, url: str) -> FlowRecord:
         check_json(line)
         found = msgspec.json.decode(line, type=_Format).format
         if found > _FORMAT:
-            raise NewerFormatError(
-                f"{url} has format {found}; this release reads up to {_FORMAT}: update torch_dpflow"
-            )
+            raise NewerFormatError(f"{url} has format {found}; this release reads up to {_FORMAT}: update torch_dpflow")
         return msgspec.json.decode(line, type=FlowRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedStoreError(f"{url} is no file of a flow: {error}") from error

@@ -86,9 +86,7 @@ class Stage:
                 "DataTransform()"
             )
         if self.cache not in get_args(CacheControl):
-            raise OptionError(
-                f"stage {self.name!r}: cache={self.cache!r} is not one of {get_args(CacheControl)}"
-            )
+            raise OptionError(f"stage {self.name!r}: cache={self.cache!r} is not one of {get_args(CacheControl)}")
 
     def apply(self, sample: Any) -> Any:
         """Return the next sample. Raises StageError, whose cause is the function's error."""
@@ -96,9 +94,7 @@ class Stage:
             argument = self.transform.process_arg(sample)
             return self.transform.process_ret(sample, self.function(argument))
         except Exception as error:
-            raise StageError(
-                f"stage {self.name!r} failed: {type(error).__name__}: {error}", self.name
-            ) from error
+            raise StageError(f"stage {self.name!r} failed: {type(error).__name__}: {error}", self.name) from error
 
     def __str__(self) -> str:
         return f"Map({self.name})"
@@ -138,9 +134,7 @@ class ImagePilDecode:
 
     def __init__(self, mode: str | None = "RGB", *, decoder: JpegDecoder = "pillow") -> None:
         if decoder not in get_args(JpegDecoder) or (decoder != "pillow" and mode != "RGB"):
-            raise OptionError(
-                f"decoder={decoder!r} with mode={mode!r}: give 'pillow', or 'simplejpeg' with mode 'RGB'"
-            )
+            raise OptionError(f"decoder={decoder!r} with mode={mode!r}: give 'pillow', or 'simplejpeg' with mode 'RGB'")
         try:
             from PIL import Image
         except ModuleNotFoundError as error:

@@ -108,13 +108,7 @@ def explain(seen: Observed) -> Explanation:
     verdict = _if_too_little(seen) or _by_waits(seen)
     if verdict is None:
         is_elsewhere = seen.platform and seen.num_workers
-        verdict = (
-            _of_flow(seen)
-            if seen.flow
-            else _of_remote_workers(seen)
-            if is_elsewhere
-            else _of_local_workers(seen)
-        )
+        verdict = _of_flow(seen) if seen.flow else _of_remote_workers(seen) if is_elsewhere else _of_local_workers(seen)
     limited_by, meaning, change = verdict
     return Explanation(limited_by, measured, meaning, change)
 
@@ -136,9 +130,7 @@ def _by_waits(seen: Observed) -> _Verdict | None:
         stays = bool(seen.persistent or seen.flow or not seen.num_workers)
         if stays and seen.longest_start_s >= ONE_START_SHARE * seen.turns_s > 0:
             rest = _time(max(0.0, seen.turns_s - seen.longest_start_s))
-            meaning = (
-                f"Limit: one epoch's start, {_time(seen.longest_start_s)}; the others took {rest} in all."
-            )
+            meaning = f"Limit: one epoch's start, {_time(seen.longest_start_s)}; the others took {rest} in all."
             return "start", meaning, "Change: nothing if the run is long; it waited for workers once."
         each = _time(seen.turns_s / seen.stats.epochs)
         meaning = f"Limit: the start and end of epochs, {each} each; what lies between takes less."
@@ -151,9 +143,7 @@ def _by_waits(seen: Observed) -> _Verdict | None:
         )
     if seen.wait_s <= MAX_WAIT_SHARE * seen.steady_s:
         share = seen.wait_s / seen.steady_s if seen.steady_s else 0.0
-        meaning = (
-            f"Limit: the training itself; it waited {share:.1%} of the time between first and last batches."
-        )
+        meaning = f"Limit: the training itself; it waited {share:.1%} of the time between first and last batches."
         return "job", meaning, "Change: nothing; loading keeps up."
     return None
 

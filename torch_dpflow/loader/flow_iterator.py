@@ -51,9 +51,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         try:
             order = routed_order(loader)
-            self._batches = (
-                self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
-            )
+            self._batches = self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
         except StateError:
             self._runtime.epoch = epoch
             raise

@@ -93,9 +93,7 @@ def routed_order(loader: Any) -> RoutedOrder | None:
     if process_rank()[1] > getattr(sampler, "num_replicas", 1):
         return None
     if kind is RandomSampler:
-        is_plain = (
-            not sampler.replacement and sampler.num_samples == size and sampler.generator is loader.generator
-        )
+        is_plain = not sampler.replacement and sampler.num_samples == size and sampler.generator is loader.generator
         return RoutedOrder(sampler) if is_plain and sampler.data_source is loader.dataset else None
     if kind is DistributedSampler:
         if not sampler.shuffle or len(sampler.dataset) != size:
@@ -109,11 +107,7 @@ def routed_order(loader: Any) -> RoutedOrder | None:
         except (OptionError, TypeError):
             return None
     elif kind is DynaGCSSampler:
-        if (
-            not sampler.shuffle
-            or sampler.group is not None
-            or (sampler.indices is None and sampler.size != size)
-        ):
+        if not sampler.shuffle or sampler.group is not None or (sampler.indices is None and sampler.size != size):
             return None
         advances = not sampler.is_distributed
         order = RoutedOrder(
@@ -166,9 +160,7 @@ def _replica_of(sampler: Any) -> Replica | None:
     return Replica(rank=sampler.rank, num_replicas=sampler.num_replicas, drop_last=sampler.drop_last)
 
 
-def job_of(
-    loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
-) -> SharedJob:
+def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None) -> SharedJob:
     """Return an unused job of the loader, opened if there is none; it is closed with the loader.
 
     So iterations may run concurrently, as torch's may. Those of one rank belong to one job, so ranks need not begin

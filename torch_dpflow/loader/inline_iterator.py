@@ -151,9 +151,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
         if not stream.delivered and stream.dataset is None:
             return Stream(self._dataset, torchs, state=None, skip=0, batch_size=batch_size)
         with preserved_rng():
-            return Stream(
-                self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size
-            )
+            return Stream(self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size)
 
     def _dataset_state(self) -> Callable[[], Any] | None:
         """Return a function that returns the dataset's own state; None if it has none."""

@@ -48,9 +48,7 @@ class LoaderView:
         return getattr(self._loader, name)
 
 
-def begin(
-    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
-) -> EpochProgress:
+def begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
     """Begin an iteration from the loader's pending state, or anew if there is none.
 
     Args:
@@ -72,9 +70,7 @@ def begin(
         raise
 
 
-def _begin(
-    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
-) -> EpochProgress:
+def _begin(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
     runtime = loader._runtime
     state = runtime.take_pending()
     if state is not None and state.fresh:
@@ -115,9 +111,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
         return_dataset(loader.dataset, state.dataset)
 
 
-def _anew(
-    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
-) -> EpochProgress:
+def _anew(iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]) -> EpochProgress:
     generators = GeneratorStates.capture(loader)
     start(loader)
     return _progress(loader, opening, generators, iterator._sampler_iter, iterator._base_seed)
@@ -136,9 +130,7 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
     """Have a data pipe shuffle by this seed instead of the one that torch drew."""
     if seed is not None and isinstance(iterator._dataset, IterDataPipe):
         iterator._shared_seed = seed
-        iterator._dataset = graph_settings.apply_random_seed(
-            iterator._dataset, torch.Generator().manual_seed(seed)
-        )
+        iterator._dataset = graph_settings.apply_random_seed(iterator._dataset, torch.Generator().manual_seed(seed))
 
 
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:

@@ -212,9 +212,7 @@ class DPFlowDataLoader(DataLoader[T]):
         state = LoaderState.from_dict(state_dict)
         self._check_fits(state)
         self._runtime.pending = state
-        self._iterator = (
-            None  # persistent workers have read ahead, and begin epochs in another way than new ones
-        )
+        self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
 
     def stats(self) -> LoaderStats:
         """Return the counters of this loader, over all its iterations; of a shared flow at most a second old."""
@@ -304,9 +302,7 @@ class DPFlowDataLoader(DataLoader[T]):
                 "with, or begin an epoch anew"
             )
         if state.kind != kind:
-            raise StateError(
-                f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}"
-            )
+            raise StateError(f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}")
         if None not in (state.length, length) and state.length != length:
             raise StateError(
                 f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "

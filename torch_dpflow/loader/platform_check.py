@@ -78,18 +78,14 @@ def _try_worker(spec: PlatformSpec, options: LoaderOptions) -> Iterator[Finding]
     begun = time.perf_counter()
     samples = iter(loader)
     there = next(samples)
-    yield Finding(
-        True, f"a worker on {there['host']} has sent a sample after {time.perf_counter() - begun:.1f} s"
-    )
+    yield Finding(True, f"a worker on {there['host']} has sent a sample after {time.perf_counter() - begun:.1f} s")
     differing = warnings_of(there["versions"], versions_here())
     yield Finding(
         not differing,
         "; ".join(differing) or "it has the same versions of Python, torch and what decodes samples",
     )
     times_s = [_timed(samples) for _ in range(SMALL)]
-    yield Finding(
-        True, f"a small sample takes {1000 * sorted(times_s)[SMALL // 2]:.1f} ms from request to arrival"
-    )
+    yield Finding(True, f"a small sample takes {1000 * sorted(times_s)[SMALL // 2]:.1f} ms from request to arrival")
     next(samples)
     took_s = sum(_timed(samples) for _ in range(LARGE))
     yield Finding(True, f"one worker sends {LARGE * LARGE_BYTES / took_s / 1e6:.0f} MB/s")

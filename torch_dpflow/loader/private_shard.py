@@ -166,9 +166,7 @@ class PrivateShard:
             poison_limit=poison_limit,
             task_timeout_s=task_timeout_s,
         )
-        self._shard = Shard(
-            self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
-        )
+        self._shard = Shard(self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s)
         self._receive = self._receiver()
         #: The interval at which time limits are checked, seconds, and when next; None: there are none.
         self._tick_s = TICK_S if self.ticks else None
@@ -364,9 +362,7 @@ class PrivateShard:
     def shares_memory(self, handshake: WorkerHandshake) -> bool:
         reader = self._readers[handshake.worker] = ArenaReader(handshake.pid)
         shares = handshake.probe is not None and reader.probe(handshake.probe)
-        self._running[handshake.worker] = (
-            RunningTaskReader.open(reader, handshake.running) if shares else None
-        )
+        self._running[handshake.worker] = RunningTaskReader.open(reader, handshake.running) if shares else None
         return shares
 
     def epoch_for(self, worker: int) -> bytes:

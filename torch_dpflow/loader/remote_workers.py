@@ -85,9 +85,7 @@ class RemoteShard(PrivateShard):
     ticks = True
     max_window = BATCH_WORKERS.most_window
 
-    def __init__(
-        self, processes: RemoteWorkers | MixedWorkers, *, limit: LoaderLimit, **arguments: Any
-    ) -> None:
+    def __init__(self, processes: RemoteWorkers | MixedWorkers, *, limit: LoaderLimit, **arguments: Any) -> None:
         self._remote, self._limit = processes, limit
         processes.shell = self
         super().__init__(processes, **arguments)

@@ -101,9 +101,7 @@ class _WatchedLoaders:
         self._pipe: IO[bytes] = self._process.stdin
         self._closing = False
         self._send(place)
-        self._thread = PeriodicCall(
-            self._report, INTERVAL_S, "dpflow-watch", what="the report to the live page"
-        )
+        self._thread = PeriodicCall(self._report, INTERVAL_S, "dpflow-watch", what="the report to the live page")
         self._thread.wake()
         self._thread.start()
         self._owner = os.getpid()

@@ -229,9 +229,7 @@ class WorkerIterator(BaseDataLoaderIter):
     def _next_data(self) -> Any:
         progress = self._progress
         if self._shard is None and not progress.finished:
-            raise WorkerError(
-                "the workers of this iteration were shut down after an error; begin another one"
-            )
+            raise WorkerError("the workers of this iteration were shut down after an error; begin another one")
         with self._runtime.meter.waiting():
             if self._planner.drawn is not None:
                 self._plan_one()
@@ -327,19 +325,13 @@ class WorkerIterator(BaseDataLoaderIter):
     def _await_event(self) -> None:
         """Wait for an event, and handle it."""
         assert self._shard is not None
-        if self._has_idle_worker and self._limit.may_grow(
-            len(self._in_flight) + 1, self._largest, self._max_in_flight
-        ):
+        if self._has_idle_worker and self._limit.may_grow(len(self._in_flight) + 1, self._largest, self._max_in_flight):
             # A worker is idle because the due batch is late: load more batches meanwhile.
             self._plan_one()
         event = self._shard.wait(self._timeout or None)
         if event is None:
             waiting = self._in_flight.first_waiting()
-            late = (
-                ""
-                if waiting is None or waiting.index is None
-                else f"; it waits for {described(waiting.index)}"
-            )
+            late = "" if waiting is None or waiting.index is None else f"; it waits for {described(waiting.index)}"
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
         self._handle(event)
 
@@ -387,9 +379,7 @@ class WorkerIterator(BaseDataLoaderIter):
         """Add the shard's counts since the last time to the meter."""
         assert self._shard is not None
         before, self._counted = self._counted, self._shard.totals()
-        self._runtime.meter.count(
-            self._counted.duplicates - before.duplicates, self._counted.steals - before.steals
-        )
+        self._runtime.meter.count(self._counted.duplicates - before.duplicates, self._counted.steals - before.steals)
 
     def _epoch_spec(self) -> EpochSpec:
         return EpochSpec(

@@ -73,9 +73,7 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
 
 def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
     """Return workers of this host, by the loader's multiprocessing context."""
-    return WorkerProcesses(
-        local_platform(loader.multiprocessing_context or torch.multiprocessing), spec, workers
-    )
+    return WorkerProcesses(local_platform(loader.multiprocessing_context or torch.multiprocessing), spec, workers)
 
 
 class WorkerProcesses:
@@ -95,9 +93,7 @@ class WorkerProcesses:
 
     def __init__(self, platform: Platform, spec: LoadSpec, workers: int) -> None:
         require_same_host(platform, "a loader")
-        descriptors.require(
-            workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers"
-        )
+        descriptors.require(workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"a loader with {workers} workers")
         self._platform = platform
         self._load_spec = DeferredPickle(spec)
         #: For the socket and exit reports.

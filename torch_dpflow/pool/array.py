@@ -127,9 +127,7 @@ class PooledArray(Dataset[Rows]):
         return out
 
     def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:
-        given = np.asarray(
-            indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices]
-        )
+        given = np.asarray(indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices])
         is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"  # integers beyond 64 bits
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu" and not is_large):
             raise TypeError(f"indices are {given.dtype} of shape {given.shape}; give whole numbers in a row")

@@ -84,9 +84,7 @@ def array_identity(source: ArraySource) -> bytes:
 def array_layout(source: ArraySource) -> ArrayLayout:
     """Return the layout of its rows. Raises OptionError or OptionTypeError if it cannot be cached."""
     if not source.shape:
-        raise OptionError(
-            f"{source.ref} is a single number (0-d), and has no records; give it a first dimension"
-        )
+        raise OptionError(f"{source.ref} is a single number (0-d), and has no records; give it a first dimension")
     return ArrayLayout(array_identity(source), source.shape[0], source.dtype, source.shape[1:])
 
 
@@ -173,9 +171,7 @@ def _stamp(url: str, options: dict[str, Any]) -> tuple[int, str]:
     if isinstance(entry, DPFlowError):
         raise entry
     size = entry.get("size")
-    tag = next(
-        (entry[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if entry.get(key)), None
-    )
+    tag = next((entry[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if entry.get(key)), None)
     if size is None or tag is None:
         raise StorageError(
             f"{without_login(url)}: the storage reports no ETag and no modification time; copy it to one that does"

@@ -90,9 +90,7 @@ class DataClient:
             PeerLostError: there is no server, or it has died.
         """
         if fit not in ("all", "part") or on_error not in ("raise", "skip"):
-            raise OptionError(
-                f'fit={fit!r}, on_error={on_error!r}: give "all" or "part", and "raise" or "skip"'
-            )
+            raise OptionError(f'fit={fit!r}, on_error={on_error!r}: give "all" or "part", and "raise" or "skip"')
         check_part(rank, world)
         if transform is not None:
             if isinstance(stored, ArraySource) or (fit, on_error) != ("all", "raise"):
@@ -100,9 +98,7 @@ class DataClient:
                     "transform= is for datasets of a store, cached as a whole, without fit= and on_error="
                 )
             reader = SampleReader(stored, storage_options=self._storage_options)
-            return push_decoded(
-                self._address, stored, transform, reader, rank=rank, world=world, progress=progress
-            )
+            return push_decoded(self._address, stored, transform, reader, rank=rank, world=world, progress=progress)
         if world != 1:
             raise OptionError(
                 f"rank={rank}, world={world} without transform=: servers read a dataset as it is from storage among "

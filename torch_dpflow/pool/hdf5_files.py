@@ -49,9 +49,7 @@ class HDF5Dataset:
             self._check_links(path, h5py.ExternalLink)
             self._data: Any = self._file.get(path) if path else None
             if not isinstance(self._data, h5py.Dataset):
-                raise OptionError(
-                    f"{self._name} is no dataset; give path=, one of {self._names(h5py.Dataset)}"
-                )
+                raise OptionError(f"{self._name} is no dataset; give path=, one of {self._names(h5py.Dataset)}")
             if self._data.shape is None or self._data.attrs.get("MATLAB_empty"):
                 raise OptionError(f"{self._name} is empty; give a dataset with records")
             self._check_stored(h5py, self._data, frozenset())
@@ -98,11 +96,7 @@ class HDF5Dataset:
             if one.file_name != ".":
                 raise self._elsewhere(one.file_name)
             source = self._file.get(one.dset_name)
-            if (
-                not isinstance(source, h5py.Dataset)
-                or source.name in above
-                or not _has_all(h5py, one, source)
-            ):
+            if not isinstance(source, h5py.Dataset) or source.name in above or not _has_all(h5py, one, source):
                 raise OptionError(
                     f"{self._name} is a virtual dataset, and its source {one.dset_name!r} is missing or too small; "
                     "write the file anew"

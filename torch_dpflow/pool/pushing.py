@@ -101,9 +101,7 @@ def push(
     request = PreloadDataset(source=source, identity=array_identity(source), is_explicit=True, whole=True)
     with ExitStack() as opened:
         connection = opened.enter_context(PoolConnection(address))
-        leader = connection.servers()[
-            0
-        ]  # pushed arrays lie at the leader, whichever server this process uses
+        leader = connection.servers()[0]  # pushed arrays lie at the leader, whichever server this process uses
         if leader.is_near:
             connection = opened.enter_context(PoolConnection(leader.directory))
         while not (info := connection.get(request, CachedDataset)).is_placed:
@@ -156,9 +154,7 @@ def _bytes_of(array: _Array) -> memoryview:
 def _check_name(name: str) -> None:
     ref = DatasetRef.parse(name)
     if ref.version is None or ref.variant is not None:
-        raise OptionError(
-            f"{name!r} names no version of an array; give NAMESPACE/NAME:VERSION, as in lab/rows:v1"
-        )
+        raise OptionError(f"{name!r} names no version of an array; give NAMESPACE/NAME:VERSION, as in lab/rows:v1")
 
 
 #: Decodes a sample's bytes to an array.

@@ -85,10 +85,7 @@ class DatasetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     def split(self) -> list[DatasetPart]:
         """Split any number of stripes into parts that may be sent."""
         firsts = range(0, max(1, len(self.stripes)), MAX_STRIPES)
-        return [
-            msgspec.structs.replace(self, stripes=self.stripes[first : first + MAX_STRIPES])
-            for first in firsts
-        ]
+        return [msgspec.structs.replace(self, stripes=self.stripes[first : first + MAX_STRIPES]) for first in firsts]
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):

@@ -73,9 +73,7 @@ def identity_of(stored: StoredDataset | ArraySource) -> bytes:
     _check_kind(stored)
     if isinstance(stored, ArraySource):
         return array_identity(stored)
-    return identity(
-        "files", {"url": stored.url, "digest": stored.dataset.digest, "variant": stored.variant_name}
-    )
+    return identity("files", {"url": stored.url, "digest": stored.dataset.digest, "variant": stored.variant_name})
 
 
 def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
@@ -172,9 +170,7 @@ class RecordPaths:
 
         Raises ObjectMissingError if there is none, OptionError if several lie there.
         """
-        first, last = (
-            np.searchsorted(self._digests, np.uint64(_digest(path)), side) for side in ("left", "right")
-        )
+        first, last = (np.searchsorted(self._digests, np.uint64(_digest(path)), side) for side in ("left", "right"))
         if last - first > 1:
             raise OptionError(
                 f"{last - first} records of {self._stored.ref} lie at {path!r}; read them by number, the first is "

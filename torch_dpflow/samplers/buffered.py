@@ -83,11 +83,7 @@ class Cells:
         if len(self.masks) > _FEW_CELLS:
             return self._search(jobs, short_of)
         if short_of:
-            return [
-                cell
-                for cell, mask in enumerate(self.masks)
-                if mask & jobs == jobs and mask & short_of != short_of
-            ]
+            return [cell for cell, mask in enumerate(self.masks) if mask & jobs == jobs and mask & short_of != short_of]
         return [cell for cell, mask in enumerate(self.masks) if mask & jobs == jobs]
 
     def samples_in(self, cells: Iterable[int]) -> int:
@@ -195,9 +191,7 @@ def free_bit(taken: Iterable[int], limit: int = MAX_JOBS) -> int:
     for job in range(limit):
         if job not in used:
             return job
-    raise OptionError(
-        f"{limit} jobs are in the group, which is the limit of this strategy; use another group"
-    )
+    raise OptionError(f"{limit} jobs are in the group, which is the limit of this strategy; use another group")
 
 
 class BufferedGroup(SamplingGroup):

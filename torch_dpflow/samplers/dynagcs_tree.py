@@ -68,8 +68,7 @@ class IntersectionTree:
             levels.setdefault(node.bit_count(), []).append(node)
         limit = len(levels.get(1, ()))
         self.nodes = {
-            count: sorted(level, key=self.contribution, reverse=True)[:limit]
-            for count, level in levels.items()
+            count: sorted(level, key=self.contribution, reverse=True)[:limit] for count, level in levels.items()
         }
 
 

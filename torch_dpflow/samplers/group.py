@@ -137,9 +137,7 @@ class SamplingGroup(ABC):
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         self.size = check_int("size", size, minimum=1, maximum=MAX_SIZE)
-        self.capacity = (
-            max(1, self.size // 10) if capacity is None else check_int("capacity", capacity, minimum=1)
-        )
+        self.capacity = max(1, self.size // 10) if capacity is None else check_int("capacity", capacity, minimum=1)
         self.seed = check_int("seed", seed, minimum=0, maximum=MAX_SEED)
         self._members: dict[str, Member] = {}
 
@@ -327,14 +325,11 @@ class SamplingGroup(ABC):
         except (KeyError, TypeError):
             known = ", ".join(map(repr, self._members)) or "none"
             raise UsageError(
-                f"job {job!r} is no member of this group (members: {known}); it never joined, or it left: "
-                "join() first"
+                f"job {job!r} is no member of this group (members: {known}); it never joined, or it left: join() first"
             ) from None
 
     def _check_done(self, member: Member, done: Indices) -> IndexArray:
         read = check_indices(done, self.size, name="done", allow_empty=True)
         if member.indices is not None and not (known := np.isin(read, member.indices)).all():
-            raise OptionError(
-                f"done has {int(read[~known][0])}, which is not in the set of job {member.name!r}"
-            )
+            raise OptionError(f"done has {int(read[~known][0])}, which is not in the set of job {member.name!r}")
         return read

@@ -61,14 +61,11 @@ def _whole_numbers(indices: Indices, name: str) -> IndexArray:
         indices = indices.numpy(force=True)
     elif not isinstance(indices, np.ndarray):
         if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
-            raise OptionTypeError(
-                f"{name}={indices!r} is of type {type(indices).__name__}; give sample numbers"
-            )
+            raise OptionTypeError(f"{name}={indices!r} is of type {type(indices).__name__}; give sample numbers")
         indices = np.asarray(list(indices) or np.empty(0, np.int64))
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise OptionTypeError(
-            f"{name}: one dimension of whole numbers is required, got dtype {indices.dtype} and shape "
-            f"{indices.shape}"
+            f"{name}: one dimension of whole numbers is required, got dtype {indices.dtype} and shape {indices.shape}"
         )
     return indices.astype(np.int64)
 

@@ -71,9 +71,7 @@ def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
         return 0
     takers = 1
     # Of equal sizes the next always follows; no random number there saves most of them for jobs in step.
-    while takers < len(left) and (
-        left[takers] == left[takers - 1] or rng.random() * left[takers] < left[takers - 1]
-    ):
+    while takers < len(left) and (left[takers] == left[takers - 1] or rng.random() * left[takers] < left[takers - 1]):
         takers += 1
     return takers
 

@@ -220,14 +220,10 @@ class SharedPass(Pass):
             return Lookahead(epoch=self.epoch, length=self._length, position=self.position)
         ahead = self._group.lookahead(self._job)
         pending = np.concatenate(self._record)[self.position - self._recorded_from :]
-        return replace(
-            ahead, position=ahead.position - len(pending), certain=np.concatenate([pending, ahead.certain])
-        )
+        return replace(ahead, position=ahead.position - len(pending), certain=np.concatenate([pending, ahead.certain]))
 
 
-def _checked(
-    state: dict[str, Any] | None, size: int, rank: int
-) -> tuple[int, IndexArray, IndexArray, IndexArray]:
+def _checked(state: dict[str, Any] | None, size: int, rank: int) -> tuple[int, IndexArray, IndexArray, IndexArray]:
     """Check a shared pass's state: number of samples drawn, those samples, the first ones, those to be yielded."""
     if state is None:
         return 0, _NOTHING, _NOTHING, _NOTHING

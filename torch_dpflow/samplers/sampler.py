@@ -240,9 +240,7 @@ class DynaGCSSampler(Sampler[int]):
         if latest is None:
             position, shared = self._resume or (0, None)
             if consumed is not None and consumed != position:
-                raise OptionError(
-                    f"consumed={consumed}, but the sampler is at {position} and has yielded nothing"
-                )
+                raise OptionError(f"consumed={consumed}, but the sampler is at {position} and has yielded nothing")
             return position, shared
         if consumed is None:
             return latest.position, latest.shared_state(latest.position)
@@ -347,9 +345,7 @@ def own_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int, bool
 
 def check_group(group: SamplingGroup, strategy: str, length: int | None) -> None:
     if not isinstance(group, SamplingGroup):
-        raise OptionTypeError(
-            f"group={group!r} is of type {type(group).__name__}; make one with sampling_group()"
-        )
+        raise OptionTypeError(f"group={group!r} is of type {type(group).__name__}; make one with sampling_group()")
     if group.strategy != strategy:
         raise OptionError(
             f"the group's strategy is {group.strategy!r}, the sampler's {strategy!r}; "

@@ -172,9 +172,7 @@ class SharedEpoch:
         current: CompactArray = backlog[(self.need[backlog] == _LISTED) & directory.resident(backlog)]
         return current
 
-    def _latest(
-        self, quota: IndexArray, directory: Directory, partition: Partition
-    ) -> tuple[int, CompactArray]:
+    def _latest(self, quota: IndexArray, directory: Directory, partition: Partition) -> tuple[int, CompactArray]:
         """Return enough of the latest residents to choose from, in load order, and their start in the backlog."""
         span = _CHOICE * int(quota.sum())
         start, found = self._backlog_length, 0
@@ -237,9 +235,7 @@ class SharedEpoch:
         before = np.concatenate([[0], np.cumsum(needed)])
         starts = np.concatenate([[0], self._ends[:-1]])
         assert np.array_equal(before[self._ends] - before[starts], self._unread)
-        assert np.array_equal(before[self._next_leads], before[starts]), (
-            "a sample that is needed was passed over"
-        )
+        assert np.array_equal(before[self._next_leads], before[starts]), "a sample that is needed was passed over"
         if self._sequence is not None:
             assert np.array_equal(self.quota(len(self._sequence)), self._unread)
         listed = self._backlog[: self._backlog_length]

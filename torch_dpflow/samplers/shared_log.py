@@ -88,9 +88,7 @@ class SharedLogGroup(SamplingGroup):
         to_load = np.concatenate([np.zeros(len(followed), np.bool_), loaded])
         return self._arranged(epoch, picks, to_load, evicted)
 
-    def _arranged(
-        self, epoch: SharedEpoch, picks: CompactArray, to_load: BoolArray, evicted: CompactArray
-    ) -> Draw:
+    def _arranged(self, epoch: SharedEpoch, picks: CompactArray, to_load: BoolArray, evicted: CompactArray) -> Draw:
         slots = epoch.arrange(self._partition.of(picks), len(picks))
         if slots is None:
             return Draw(picks.astype(np.int64), to_load, evicted.astype(np.int64))
@@ -133,8 +131,7 @@ class SharedLogGroup(SamplingGroup):
         # same samples of partly overlapping sets side by side. Equal sets are harmless, and a job with a random name
         # must repeat its order beside an earlier one that was read and is not closed yet.
         alone = all(
-            other is member or (not member.named and member.reads_as(other))
-            for other in self._members.values()
+            other is member or (not member.named and member.reads_as(other)) for other in self._members.values()
         )
         order = member.order(epoch) if alone else member.own_order(epoch)
         if not len(done):

@@ -92,9 +92,7 @@ class LauncherContract:
             server.settimeout(TIMEOUT_S)
             yield server
 
-    def test_a_start_is_reported_and_the_worker_calls(
-        self, platform: RemotePlatform, listener: socket.socket
-    ) -> None:
+    def test_a_start_is_reported_and_the_worker_calls(self, platform: RemotePlatform, listener: socket.socket) -> None:
         launch_spec = launch_spec_to(listener)
         platform.start(name_of(0), launch_spec)
         (outcome,) = outcomes(platform)
@@ -103,13 +101,9 @@ class LauncherContract:
         with caller(listener) as (_, received):
             assert received == launch_spec
 
-    def test_the_longest_launch_spec_arrives_whole(
-        self, platform: RemotePlatform, listener: socket.socket
-    ) -> None:
+    def test_the_longest_launch_spec_arrives_whole(self, platform: RemotePlatform, listener: socket.socket) -> None:
         launch_spec = launch_spec_to(listener)
-        launch_spec = launch_spec_to(
-            listener, padding="x" * (platform.limits.max_launch_spec_bytes - len(launch_spec))
-        )
+        launch_spec = launch_spec_to(listener, padding="x" * (platform.limits.max_launch_spec_bytes - len(launch_spec)))
         assert len(launch_spec) == platform.limits.max_launch_spec_bytes
         platform.start(name_of(0), launch_spec)
         with caller(listener) as (_, received):
@@ -117,9 +111,7 @@ class LauncherContract:
         with pytest.raises(OptionError, match="bytes"):
             platform.start(name_of(1), launch_spec + b" ")
 
-    def test_a_start_may_be_repeated_under_its_name(
-        self, launcher: Launcher, listener: socket.socket
-    ) -> None:
+    def test_a_start_may_be_repeated_under_its_name(self, launcher: Launcher, listener: socket.socket) -> None:
         if not launcher.limits.can_list:
             pytest.skip("the platform cannot tell")
         for _ in range(2):
@@ -166,9 +158,7 @@ class LauncherContract:
         platform.suspect(name_of(0))
         assert not wakes(platform, 0.0)
 
-    def test_the_end_of_a_stopped_worker_is_reported(
-        self, platform: RemotePlatform, listener: socket.socket
-    ) -> None:
+    def test_the_end_of_a_stopped_worker_is_reported(self, platform: RemotePlatform, listener: socket.socket) -> None:
         platform.start(name_of(0), launch_spec_to(listener))
         with caller(listener) as (connection, _):
             platform.stop(name_of(0), "it was in the way")

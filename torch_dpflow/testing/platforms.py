@@ -74,9 +74,7 @@ class PlatformContract:
     def launch(
         self, platform: Platform, target: Any, *arguments: Any, name: str = "one", report_file: str = ""
     ) -> Handle:
-        spec = ProcessSpec(
-            name=name, incarnation=3, target=target, arguments=arguments, report_file=report_file
-        )
+        spec = ProcessSpec(name=name, incarnation=3, target=target, arguments=arguments, report_file=report_file)
         return platform.launch(spec)
 
     def ended(self, platform: Platform) -> list[Handle]:
@@ -162,9 +160,7 @@ class PlatformContract:
         assert "SIGTERM" in str(end)
         assert "its exit report:\nalas" in str(end)
 
-    def test_closing_ends_processes_that_ignore_sigterm_too(
-        self, platform: Platform, listener: socket.socket
-    ) -> None:
+    def test_closing_ends_processes_that_ignore_sigterm_too(self, platform: Platform, listener: socket.socket) -> None:
         deaf = self.launch(platform, ignore, int(signal.SIGTERM), listener.getsockname(), name="deaf")
         assert received(listener) == b"ready"
         idle = self.launch(platform, sleep, TIMEOUT_S, name="idle")
@@ -185,9 +181,7 @@ class PlatformContract:
         assert set(os.listdir("/proc/self/fd")) <= before
 
     def test_no_process_outlives_its_starter(self, listener: socket.socket) -> None:
-        starter = self.starter.Process(
-            target=start_and_stay, args=(self.new_platform, listener.getsockname())
-        )
+        starter = self.starter.Process(target=start_and_stay, args=(self.new_platform, listener.getsockname()))
         starter.start()
         connection, _ = listener.accept()
         with connection:
@@ -205,9 +199,7 @@ class PlatformContract:
         with closing(ArenaReader(handshake.pid)) as reader:
             assert reader.probe(handshake.probe) is platform.limits.shares_memory
 
-    def test_connections_are_accepted_where_it_says_so(
-        self, platform: Platform, listener: socket.socket
-    ) -> None:
+    def test_connections_are_accepted_where_it_says_so(self, platform: Platform, listener: socket.socket) -> None:
         self.launch(platform, answer, listener.getsockname())
         port = int(received(listener))
         answered = b""

@@ -194,9 +194,7 @@ class PolicyHistory(RuleBasedStateMachine):
         self.max_items, self.max_bytes = items, size
         self.script = np.random.default_rng(seed).integers(0, _KEYS, size=600)
         self.place = 0
-        self.policy: Policy = self.make_policy(
-            stream=self.script, keys=_KEYS, max_items=items, max_bytes=size
-        )
+        self.policy: Policy = self.make_policy(stream=self.script, keys=_KEYS, max_items=items, max_bytes=size)
         self.resident: dict[int, int] = {}
         self.jobs: dict[str, None] = {}
         self.hits = self.misses = 0

@@ -193,9 +193,7 @@ class GroupHistory(RuleBasedStateMachine):
         batch_size=st.integers(1, 9),
         independence=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
     )
-    def join(
-        self, job: str, members: frozenset[int] | None, seed: int, batch_size: int, independence: float
-    ) -> None:
+    def join(self, job: str, members: frozenset[int] | None, seed: int, batch_size: int, independence: float) -> None:
         if job in self.sets:
             with pytest.raises(UsageError):
                 self.group.join(job)

@@ -19,9 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 try:
     import pytest
 except ImportError as error:
-    raise ImportError(
-        "torch_dpflow.testing.storages needs pytest: pip install 'torch_dpflow[testing]'"
-    ) from error
+    raise ImportError("torch_dpflow.testing.storages needs pytest: pip install 'torch_dpflow[testing]'") from error
 
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, TruncatedObjectError
@@ -46,9 +44,7 @@ class StorageContract:
     """The contract of `torch_dpflow.datasets.storage.base.Storage`, as tests."""
 
     @pytest.mark.parametrize("name", AWKWARD_NAMES)
-    def test_gives_the_bytes_of_an_object_whatever_its_name(
-        self, storage: Storage, put: Put, name: str
-    ) -> None:
+    def test_gives_the_bytes_of_an_object_whatever_its_name(self, storage: Storage, put: Put, name: str) -> None:
         assert storage.fetch(ByteRange(put(name, _DATA)), _soon()) == _DATA
 
     @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 10), (5, 9), (9000, None), (10239, 10240)])

@@ -87,9 +87,7 @@ class TransportContract:
         return listener, connection
 
     @pytest.mark.parametrize("size", [0, 1, 8_192, 8_193, 131_072, 3_000_000])
-    def test_message_of_any_size_crosses_unchanged(
-        self, pair: tuple[Listener, Connection], size: int
-    ) -> None:
+    def test_message_of_any_size_crosses_unchanged(self, pair: tuple[Listener, Connection], size: int) -> None:
         listener, connection = pair
         content = os.urandom(size)
         frames: list[Frame] = [b"header", content, bytearray(content), memoryview(content)]
@@ -107,9 +105,7 @@ class TransportContract:
         assert bytes(next_message(listener)[1][0]) == bytes(range(240))
 
     @pytest.mark.parametrize("size", [10, 200_000])
-    def test_received_frames_are_writable_and_not_shared(
-        self, pair: tuple[Listener, Connection], size: int
-    ) -> None:
+    def test_received_frames_are_writable_and_not_shared(self, pair: tuple[Listener, Connection], size: int) -> None:
         listener, connection = pair
         sent = bytearray(size)
         connection.send([sent])

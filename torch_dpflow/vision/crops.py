@@ -264,9 +264,7 @@ def _check_size(size: Size) -> None:
     check_type("size", size, (int, tuple), "a side in pixels, or (height, width)")
     sides = _pair(size)
     if len(sides) != 2:
-        raise OptionError(
-            f"size={size!r} has {len(sides)} numbers; give a side in pixels, or (height, width)"
-        )
+        raise OptionError(f"size={size!r} has {len(sides)} numbers; give a side in pixels, or (height, width)")
     for side in sides:
         check_int("size", side, minimum=1)
 

@@ -109,9 +109,7 @@ def load_image(source: Source) -> Any:
     return Image.fromarray(open_image(source).pixels())
 
 
-def resized_part(
-    pixels: Pixels, edges: tuple[float, float, float, float], size: tuple[int, int], mode: str
-) -> Pixels:
+def resized_part(pixels: Pixels, edges: tuple[float, float, float, float], size: tuple[int, int], mode: str) -> Pixels:
     """Resize the part between `edges` (left, top, right, bottom) to an image of size (height, width)."""
     return np.array(Image.fromarray(pixels).resize(size[::-1], Image.Resampling[mode.upper()], edges))
 

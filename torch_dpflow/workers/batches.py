@@ -148,9 +148,7 @@ class BatchSource:
                 return LoadedBatch(END, None, stream)
             return LoadedBatch(FAILURE, failure(self._worker), self._stream_state())
         except Exception:
-            return LoadedBatch(
-                FAILURE, failure(self._worker, dataset=self._dataset, index=index), self._stream_state()
-            )
+            return LoadedBatch(FAILURE, failure(self._worker, dataset=self._dataset, index=index), self._stream_state())
         return LoadedBatch(BATCH, value, self._stream_state())
 
     def _begin_stream(self, stream: StreamState | None) -> None:
@@ -285,9 +283,7 @@ def _can_be_raised(kind: Any) -> bool:
 
 def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
     """Wrap the error of a batch that was loaded but cannot be pickled, as `failure`."""
-    return ExceptionWrapper(
-        (type(error), error, error.__traceback__), f"in DataLoader worker process {worker}"
-    )
+    return ExceptionWrapper((type(error), error, error.__traceback__), f"in DataLoader worker process {worker}")
 
 
 def _length_hint(dataset: Any, index: Any) -> str:

@@ -37,6 +37,4 @@ _server: Any = forkserver
 _server.reduction = SimpleNamespace(**{**vars(reduction), "recvfds": receive})
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.pthread_sigmask(
-    signal.SIG_UNBLOCK, {signal.SIGINT}
-)  # which `ForkServerPlatform` has blocked for its start
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which `ForkServerPlatform` has blocked for its start

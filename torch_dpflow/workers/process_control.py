@@ -102,9 +102,7 @@ def use_sched_batch() -> bool:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, int(SLICE_S * 1e9), 0, 0)
-    failed: int = ctypes.CDLL(None).syscall(
-        number, 0, ctypes.create_string_buffer(attributes, len(attributes)), 0
-    )
+    failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(attributes, len(attributes)), 0)
     return not failed
 
 

@@ -40,15 +40,11 @@ class ScriptSettings:
     @classmethod
     def capture(cls) -> ScriptSettings:
         """Return the settings of this process, in this thread."""
-        found = [
-            (module, name, usual, vars(sys.modules.get(module, cls))) for module, name, usual in _ATTRIBUTES
-        ]
+        found = [(module, name, usual, vars(sys.modules.get(module, cls))) for module, name, usual in _ATTRIBUTES]
         return cls(
             default_dtype=torch.get_default_dtype(),
             numpy_errors=dict(np.geterr()),
-            attributes=tuple(
-                (m, name, has[name]) for m, name, usual, has in found if has.get(name, usual) != usual
-            ),
+            attributes=tuple((m, name, has[name]) for m, name, usual, has in found if has.get(name, usual) != usual),
             deterministic=(
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),

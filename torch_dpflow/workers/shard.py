@@ -195,9 +195,7 @@ class Shard:
             match header:
                 case Exchange():
                     results = frames[1:]
-                    self._exchange(
-                        peer, header, results if header.sizes is None else _unpacked(results, header.sizes)
-                    )
+                    self._exchange(peer, header, results if header.sizes is None else _unpacked(results, header.sizes))
                 case WorkerHandshake():
                     self._on_handshake(peer, header)
                 case WorkerReady():
@@ -228,9 +226,7 @@ class Shard:
         reason = self._requester.refusal(handshake)
         if handshake.worker != _worker_of(peer) or reason:
             who = f"worker {handshake.worker}, incarnation {handshake.incarnation}"
-            raise MessageError(
-                f"{who}, is none of this shard: {reason or 'its connection has another number'}"
-            )
+            raise MessageError(f"{who}, is none of this shard: {reason or 'its connection has another number'}")
         # First: it may replace a worker whose end was not noticed, which the requester then reports as lost.
         shared = self._requester.shares_memory(handshake)
         if self._peers.get(handshake.worker) != peer:  # else it repeats its handshake

@@ -40,9 +40,7 @@ class Reader:
 class World:
     """Owns a cache and does what it says, one random step at a time."""
 
-    def __init__(
-        self, cache: SampleCache, readers: list[Reader], sizes: list[int], chance: random.Random
-    ) -> None:
+    def __init__(self, cache: SampleCache, readers: list[Reader], sizes: list[int], chance: random.Random) -> None:
         self.cache, self.readers, self.sizes, self.chance = cache, readers, sizes, chance
         self.loads: dict[int, Load] = {}
         self.requests: dict[int, Reader] = {}

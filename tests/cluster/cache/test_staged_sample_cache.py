@@ -26,9 +26,7 @@ class Value:
     is_sample: bool = True
 
 
-def make_cache(
-    *, capacity: int = 1 << 20, concurrency: int = 8, policy: str | None = "lru"
-) -> StagedSampleCache:
+def make_cache(*, capacity: int = 1 << 20, concurrency: int = 8, policy: str | None = "lru") -> StagedSampleCache:
     make = None if policy is None else lambda budget: make_policy(policy, max_bytes=budget)
     cache = StagedSampleCache(capacity_bytes=capacity, concurrency=concurrency, policy=make)
     for job in ("a", "b"):
@@ -132,9 +130,7 @@ class Readers(RuleBasedStateMachine):
 
     JOBS = ("a", "b", "c")
 
-    @initialize(
-        capacity=st.integers(5, 200), concurrency=st.integers(1, 6), policy=st.sampled_from([None, "lru"])
-    )
+    @initialize(capacity=st.integers(5, 200), concurrency=st.integers(1, 6), policy=st.sampled_from([None, "lru"]))
     def begin(self, capacity: int, concurrency: int, policy: str | None) -> None:
         self.cache = make_cache(capacity=capacity, concurrency=concurrency, policy=policy)
         self.cache.join("c")

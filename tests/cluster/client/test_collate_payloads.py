@@ -108,9 +108,7 @@ def test_images_whose_pixels_stay_where_they_are(in_a_row: bool, beside: int | N
         samples = [(one, beside + place) for place, one in enumerate(samples)]
     payloads = payloads_of(samples, in_a_row=in_a_row, keep_layout=True)
     assert collate_payloads(payloads) is None, "the default collate makes planes"
-    assert torch.equal(
-        *(one if beside is None else one[0] for one in (opened(samples), default_collate(samples)))
-    )
+    assert torch.equal(*(one if beside is None else one[0] for one in (opened(samples), default_collate(samples))))
     made, expected = collate_payloads(payloads, keep_layout=True), collate_channels_last(samples)
     if beside is not None:
         assert torch.equal(made[1], expected[1])

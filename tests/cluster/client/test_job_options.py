@@ -52,9 +52,7 @@ def seed_none(worker: int) -> None:
 
 
 def spec_with(worker_init_fn: Callable[[int], Any] | None, options: JobOptions) -> FlowSpec:
-    flow = FlowDefinition(
-        name="images", dataset=Numbers(10), version=3, workers=1, worker_init_fn=worker_init_fn
-    )
+    flow = FlowDefinition(name="images", dataset=Numbers(10), version=3, workers=1, worker_init_fn=worker_init_fn)
     source = split_stages(flow.dataset, options)
     packed = SampleAssignment(dataset=source.dataset, worker_init_fn=worker_init_fn).pack()
     content = content_of(source.dataset, worker_init_fn, options, ScriptSettings())
@@ -79,9 +77,7 @@ def test_a_fingerprint_of_the_users_stands_for_all_that_is_loaded() -> None:
 
 
 @pytest.mark.parametrize(("address", "hints"), [("tcp://127.0.0.1:1", True), ("ipc:///nowhere", False)])
-def test_where_no_cluster_answers_the_flow_is_named_and_keys_are_thought_of(
-    address: str, hints: bool
-) -> None:
+def test_where_no_cluster_answers_the_flow_is_named_and_keys_are_thought_of(address: str, hints: bool) -> None:
     spec = spec_with(None, JobOptions())
     with pytest.raises(DeadlineError, match="flow 'images': no cluster answers at") as raised:
         register(find_cluster(address), spec, b"", reconnect_timeout_s=0.1)

@@ -45,17 +45,13 @@ def open_(service: FailingService) -> Iterator[Callable[..., SharedJob]]:
         def open_(ready: int = 1) -> SharedJob:
             cluster = Cluster(address=service.address, transport=TransportOptions())
             job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
-            return jobs.enter_context(
-                SharedJob(cluster, job, list, JobOptions(ready=ready, reconnect_timeout_s=60))
-            )
+            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=ready, reconnect_timeout_s=60)))
 
         yield open_
 
 
 @pytest.mark.parametrize("method", ["access", "join", "start", "draw", "fetch"])
-def test_a_fault_that_passes_is_not_seen(
-    service: FailingService, open_: Callable[[], SharedJob], method: str
-) -> None:
+def test_a_fault_that_passes_is_not_seen(service: FailingService, open_: Callable[[], SharedJob], method: str) -> None:
     service.faults[method] = 2
     assert list(open_().traverse(0)) == [[0, 1], [2, 3], [4, 5]]
     assert service.calls[method] >= 3
@@ -124,9 +120,7 @@ def test_a_job_pauses_while_its_router_names_a_shard_that_is_none_of_its_flow(
         StaleRoutingError("a shard of 'other:v1', not of 'f:v1'"),
     )
     with closing(open_().traverse(0)) as batches:
-        eventually(
-            lambda: service.calls["heartbeat"] >= HEARTBEATS and service.calls["fetch"], what="its heartbeats"
-        )
+        eventually(lambda: service.calls["heartbeat"] >= HEARTBEATS and service.calls["fetch"], what="its heartbeats")
         assert service.calls["fetch"] < MOST_FETCHES
     with pytest.raises(UsageError, match="was abandoned"):
         next(batches)

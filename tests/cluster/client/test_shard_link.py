@@ -66,9 +66,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
     opened: list[ShardLinks] = []
 
     def open_(count: int) -> ShardLinks:
-        routes = [
-            Route(SHARE * n, SHARE * (n + 1), f"shard-{n}", f"ipc://{tmp_path}/{n}") for n in range(count)
-        ]
+        routes = [Route(SHARE * n, SHARE * (n + 1), f"shard-{n}", f"ipc://{tmp_path}/{n}") for n in range(count)]
         router: Any = SimpleNamespace(
             cluster=Cluster(address=f"ipc://{tmp_path}/0", transport=TransportOptions()),
             routes=RouteMap(RoutingTable(1, routes)),
@@ -140,8 +138,7 @@ class ChangingRouter(SimpleNamespace):
     def routes(self) -> RouteMap:
         self.generation += 1
         routes = [
-            Route(SHARE * n, SHARE * (n + 1), f"shard-{n}", self.addresses[(n + self.generation) % 2])
-            for n in range(2)
+            Route(SHARE * n, SHARE * (n + 1), f"shard-{n}", self.addresses[(n + self.generation) % 2]) for n in range(2)
         ]
         return RouteMap(RoutingTable(self.generation, routes))
 

@@ -98,9 +98,7 @@ class Flow:
         self.worker_s += self.working
         self.busy_s += self.working * (min(1.0, needed / most) if most else 0.0)
         if self.link < math.inf and self.working:
-            self.away_s += (
-                self.working * (min(1.0, needed / most) if most else 0.0) - needed * share / self.rate
-            )
+            self.away_s += self.working * (min(1.0, needed / most) if most else 0.0) - needed * share / self.rate
         if wanted:
             self.reading_s += 1.0
             self.stall_s += 1.0 - share if self.by_loading else 0.5
@@ -111,9 +109,7 @@ class Flow:
             self.second()
 
 
-def flow(
-    demand: float = 0.0, *, least: int = 0, most: int = MOST, first: int = 2, hold_s: float = 60.0
-) -> Flow:
+def flow(demand: float = 0.0, *, least: int = 0, most: int = MOST, first: int = 2, hold_s: float = 60.0) -> Flow:
     return Flow(Autoscaler(Bounds(least=least, most=most, hold_s=hold_s), first), demand=demand)
 
 
@@ -302,9 +298,7 @@ def test_a_service_that_counts_anew_is_no_reason_for_anything() -> None:
     one = flow(300.0)
     one.run(60)
     before = one.latest.workers
-    one.taken = one.due = one.loads = one.busy_s = one.worker_s = one.stall_s = one.late_s = one.reading_s = (
-        0.0
-    )
+    one.taken = one.due = one.loads = one.busy_s = one.worker_s = one.stall_s = one.late_s = one.reading_s = 0.0
     one.run(30)
     assert set(one.targets[-30:]) == {before}
 

@@ -31,10 +31,7 @@ def test_alone_the_ranks_read_what_distributed_sampler_deals(
     length: int, replicas: int, drop_last: bool, epoch: int, random: object
 ) -> None:
     order = make(length, replicas, drop_last=drop_last, seed=5)
-    given = [
-        DistributedSampler(range(length), replicas, rank, seed=5, drop_last=drop_last)
-        for rank in range(replicas)
-    ]
+    given = [DistributedSampler(range(length), replicas, rank, seed=5, drop_last=drop_last) for rank in range(replicas)]
     for rank, sampler in enumerate(given):
         sampler.set_epoch(epoch)
         order.start(rank, [Held(epoch)])

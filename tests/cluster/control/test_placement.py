@@ -25,10 +25,7 @@ def shard(number: int, **status: Any) -> ProcessView:
 
 
 def workers(number: int, count: int) -> list[ProcessView]:
-    return [
-        ProcessView(f"f:v1/shard-{number:03}/worker-{place}", "worker", 1, 9, "", {})
-        for place in range(count)
-    ]
+    return [ProcessView(f"f:v1/shard-{number:03}/worker-{place}", "worker", 1, 9, "", {}) for place in range(count)]
 
 
 def ids(launches: list[Launch], role: str) -> list[str]:
@@ -90,9 +87,7 @@ def test_shards_with_a_platform_get_their_numbers_of_workers_and_the_node_starts
 
 
 def test_shards_of_other_flows_and_versions_are_no_affair_of_this_one() -> None:
-    others = [
-        ProcessView(f"{flow}/shard-004", "shard", 1, 9, "", {}) for flow in ("f:v2", "g:v1", "f:v1/x:v1")
-    ]
+    others = [ProcessView(f"{flow}/shard-004", "shard", 1, 9, "", {}) for flow in ("f:v2", "g:v1", "f:v1/x:v1")]
     assert ids(launches_of(spec(), Part(1, 1, 1000), others), "shard") == ["shard-000"]
 
 
@@ -112,9 +107,7 @@ def test_there_are_never_more_workers_than_the_flow_has(shards: int, more: int, 
     extra=st.integers(0, 9),
     nodes=st.lists(st.sampled_from("abcde"), min_size=1, unique=True).map(sorted),
 )
-def test_shards_are_spread_over_nodes_and_workers_are_beside_them(
-    shards: int, extra: int, nodes: list[str]
-) -> None:
+def test_shards_are_spread_over_nodes_and_workers_are_beside_them(shards: int, extra: int, nodes: list[str]) -> None:
     launches = launches_of(spec(), Part(shards, shards + extra, 1000), [], nodes=nodes)
     places = {launch.id: launch.node for launch in launches}
     assert places["f:v1/router"] == ""

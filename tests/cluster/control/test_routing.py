@@ -129,9 +129,7 @@ def test_every_key_has_one_owner_and_jobs_find_it(size: int, shards: int, data: 
         max_size=30,
     ),
 )
-def test_whoever_comes_and_goes_every_table_is_whole_and_newer(
-    size: int, steps: list[tuple[str, Any]]
-) -> None:
+def test_whoever_comes_and_goes_every_table_is_whole_and_newer(size: int, steps: list[tuple[str, Any]]) -> None:
     table, now, expected = Routing(size=size, expected="a", lease_s=5.0), 0.0, {"a"}
     tables = {0: RoutingTable(0, [])}
     for what, value in steps:
@@ -153,9 +151,7 @@ def test_whoever_comes_and_goes_every_table_is_whole_and_newer(
             assert RouteMap(table.table).places_of(range(size)).max() < len(table.table.routes)
 
 
-@pytest.mark.parametrize(
-    "routes", [[], [Route(0, 3, "a", "a"), Route(4, 9, "b", "b")], [Route(1, 3, "a", "a")]]
-)
+@pytest.mark.parametrize("routes", [[], [Route(0, 3, "a", "a"), Route(4, 9, "b", "b")], [Route(1, 3, "a", "a")]])
 def test_a_table_with_gaps_is_refused(routes: list[Route]) -> None:
     with pytest.raises(OptionError, match="without routes, or with gaps"):
         RouteMap(RoutingTable(1, routes))

@@ -224,9 +224,7 @@ def test_nobody_is_killed_where_all_are_late() -> None:
     for now in range(82, 160):
         if now % 9 == 0:
             for spawn in others:
-                assert supervisor.on_heartbeat(
-                    spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now)
-                )
+                assert supervisor.on_heartbeat(spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now))
         if (told := supervisor.tick(float(now))) != []:
             assert told == [Kill(frozen.launch.id, frozen.incarnation)]
             killed.append(now - 81.0)
@@ -269,9 +267,6 @@ def test_paces_and_leases_hold_whatever_happens(data: st.DataObject) -> None:
                 supervisor.on_started(one.launch.id, one.incarnation, 1, now)
         assert len(running) <= most
         assert (
-            sum(
-                "worker" in id and not up and now - began < START_PACE_S
-                for id, (_, began, _, up) in running.items()
-            )
+            sum("worker" in id and not up and now - began < START_PACE_S for id, (_, began, _, up) in running.items())
             <= starting
         )

@@ -89,9 +89,7 @@ class OwnersMachine(RuleBasedStateMachine):
             return
         asked = self.seen[shard]
         self.seen[shard], outcomes = self.kept.news(shard, asked)
-        assert self.kept.news(shard, asked) == (self.seen[shard], outcomes), (
-            "an answer that was lost comes again"
-        )
+        assert self.kept.news(shard, asked) == (self.seen[shard], outcomes), "an answer that was lost comes again"
         for outcome in outcomes:
             self.hear(shard, outcome)
 

@@ -22,9 +22,7 @@ def test_a_task_without_input_is_its_numbers(key: int, draw: int) -> None:
     assert (task.key, task.draw, task.input) == (key, draw, None)
 
 
-@pytest.mark.parametrize(
-    "value", [None, "text", b"x" * 100_000, [torch.arange(5), torch.ones(3, 40_000)]], ids=type
-)
+@pytest.mark.parametrize("value", [None, "text", b"x" * 100_000, [torch.arange(5), torch.ones(3, 40_000)]], ids=type)
 def test_an_input_travels_with_its_task_and_is_the_workers_own(value: Any) -> None:
     table, frames = encode(value)
     task = unpack_task(memoryview(pack_task(7, 9, (table, frames))))

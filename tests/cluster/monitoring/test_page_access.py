@@ -25,9 +25,7 @@ from torch_dpflow.errors import OptionError
 TOKEN = "correct horse battery"
 
 
-def asked(
-    guard: PageAuthenticator, *, client: str = "c", host: str = "x", login: str = "", method: str = "GET"
-) -> int:
+def asked(guard: PageAuthenticator, *, client: str = "c", host: str = "x", login: str = "", method: str = "GET") -> int:
     refusal = guard.refuse(method, client, host, login, 0.0)
     return 200 if refusal is None else refusal.status
 

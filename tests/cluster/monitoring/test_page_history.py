@@ -157,9 +157,7 @@ def events(page: PageHistory, seen: Observation, at: float) -> list[tuple[str, s
 def test_the_log_says_who_was_restarted_and_why_and_sums_up_crowds() -> None:
     page = PageHistory("cluster", "here")
     assert events(page, Observation(processes=[worker(0), worker(1)]), 0.0) == [], "it was so before"
-    seen = Observation(
-        processes=[worker(0, restarts=1, ended="pid 5 was ended by SIGKILL"), worker(1, state="down")]
-    )
+    seen = Observation(processes=[worker(0, restarts=1, ended="pid 5 was ended by SIGKILL"), worker(1, state="down")])
     assert events(page, seen, 1.0) == [
         ("restart", "f:v1/shard-000/worker-0", "was restarted: pid 5 was ended by SIGKILL"),
         ("end", "f:v1/shard-000/worker-1", "ended, and will be started again"),
@@ -209,9 +207,7 @@ def test_processes_and_members_are_shown_with_their_states() -> None:
 counts = st.integers(0, 50)
 observations = st.builds(
     Observation,
-    flows=st.lists(
-        st.builds(flow, wants=counts, hits=counts, decodes=counts, served=counts), min_size=0, max_size=1
-    ),
+    flows=st.lists(st.builds(flow, wants=counts, hits=counts, decodes=counts, served=counts), min_size=0, max_size=1),
     jobs=st.dictionaries(st.sampled_from("abc"), st.tuples(counts, counts, counts), max_size=3).map(
         lambda given: [job(name, stall_s=a, reading_s=b, samples=c) for name, (a, b, c) in given.items()]
     ),

@@ -37,9 +37,7 @@ class Served:
         self.page = PageServer(listener, place.authenticator, PageHistory("cluster", "here"))
         self.page.start()
 
-    def ask(
-        self, path: str, method: str = "GET", **headers: str
-    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
@@ -99,9 +97,7 @@ def test_no_script_style_or_address_is_in_the_page_itself() -> None:
     page = (folder / "index.html").read_text()
     assert re.findall(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=", page) == []
     texts = [
-        path.read_text()
-        for path in folder.iterdir()
-        if path.name in ("index.html", "page.css", "page.js", "charts.js")
+        path.read_text() for path in folder.iterdir() if path.name in ("index.html", "page.css", "page.js", "charts.js")
     ]
     assert len(texts) == 4
     for text in texts:

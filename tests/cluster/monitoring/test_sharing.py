@@ -11,9 +11,7 @@ from torch_dpflow.cluster.monitoring.cluster_figures import sharing_of
 
 @pytest.mark.parametrize(("served", "decodes"), [(0, 0), (99, 99), (4000, 3000), (4000, 1000)])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_nothing_is_said_before_it_is_known_and_where_much_is_shared(
-    served: int, decodes: int, keeps: bool
-) -> None:
+def test_nothing_is_said_before_it_is_known_and_where_much_is_shared(served: int, decodes: int, keeps: bool) -> None:
     assert sharing_of(served, decodes, size=1000, keeps=keeps) == (served, decodes, "", "")
 
 

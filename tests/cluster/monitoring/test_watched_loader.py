@@ -79,9 +79,7 @@ def test_a_loader_is_shown_with_its_workers_until_the_training_ends(tmp_path: Pa
                 lines.append(training.stdout.readline())
             assert lines[-1] == "reading\n", lines
             assert any(f"'{others}': Address already in use" in line for line in lines), lines
-            told = await_state(
-                address, "a loader that reads", lambda told: told["jobs"] and told["jobs"][0]["batches"]
-            )
+            told = await_state(address, "a loader that reads", lambda told: told["jobs"] and told["jobs"][0]["batches"])
             assert (told["kind"], told["title"]) == ("loader", f"train.py, rank 5, pid {training.pid}")
             (job,) = told["jobs"]
             assert job["job"] == "Slow 1"

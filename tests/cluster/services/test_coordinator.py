@@ -78,9 +78,7 @@ def scale_up(folder: Path) -> None:
     server = RpcServer(listen(f"ipc://{folder}/coordinator"))
     state = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner")
     place = WorkerPlatform(name="processes", listen_at="tcp://127.0.0.1:7610-7611", max_workers=8)
-    coordinator = Coordinator(
-        server, state, Contents(folder / "contents"), ClusterLimits(), worker_platform=place
-    )
+    coordinator = Coordinator(server, state, Contents(folder / "contents"), ClusterLimits(), worker_platform=place)
     threading.Thread(target=server.serve, daemon=True).start()
     told = r"shards=3: each takes a port .*--worker-listen tcp://127.0.0.1:7610-7611` has 2; give no more"
     with RpcClient(server.address) as client:

@@ -52,9 +52,7 @@ class Keeping:
                 stream.close()
 
     def attach(self, shard: str = "f:v1/shard-000", incarnation: int = 1) -> ProvisionedPlatform:
-        return self._stack.enter_context(
-            closing(ProvisionedPlatform(service_of(self.folder, shard, incarnation)))
-        )
+        return self._stack.enter_context(closing(ProvisionedPlatform(service_of(self.folder, shard, incarnation))))
 
     def name(self, number: int, group: str = "0123456789") -> str:
         return f"{prefix_of(self.cluster, group)}{number}-{number + 1}"

@@ -100,9 +100,7 @@ def test_a_new_process_finds_what_another_had_put_before_it_was_killed(
     assert opened().get("flow/a") == b"kept"
 
 
-def test_keys_and_values_have_limits(
-    opened: Callable[[], StateStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_values_have_limits(opened: Callable[[], StateStore], monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened()
     for key in ("", "x" * (MAX_KEY + 1)):
         with pytest.raises(OptionError, match="1 to 512 are allowed"):

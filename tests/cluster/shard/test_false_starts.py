@@ -88,9 +88,7 @@ class Limited:
     rest = resume = lambda self: None
 
 
-@pytest.mark.parametrize(
-    ("limited_by", "expected"), [("platform", LostWorkersError), ("quota", AwaitedWorkersError)]
-)
+@pytest.mark.parametrize(("limited_by", "expected"), [("platform", LostWorkersError), ("quota", AwaitedWorkersError)])
 def test_workers_that_are_all_gone_are_lost_unless_they_have_to_wait_for_room(
     tmp_path: Path, limited_by: str, expected: type[Exception]
 ) -> None:

@@ -16,9 +16,7 @@ FLOW, SIZE = "flow:v1", 24
 NOTHING = np.empty(0, np.int64)
 
 
-def answer_of(
-    known: KnownEpoch, first: int, end: int, version: int = 1
-) -> tuple[JobLookahead, LookaheadParts]:
+def answer_of(known: KnownEpoch, first: int, end: int, version: int = 1) -> tuple[JobLookahead, LookaheadParts]:
     answer, arrays = known.cut(first, end, SIZE)
     answer.version = version
     parts = LookaheadParts.of([memoryview(array.tobytes()) for array in arrays], SIZE)
@@ -38,9 +36,7 @@ def of_order(order: Sequence[int], *, done: int = 0, drawn: int = 0, epoch: int 
     return KnownEpoch(ahead, whole[done:drawn], np.sort(whole[:done]))
 
 
-@given(
-    st.permutations(range(SIZE)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, SIZE), st.data()
-)
+@given(st.permutations(range(SIZE)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, SIZE), st.data())
 def test_a_known_order_starts_at_what_was_requested_here(
     order: list[int], first: int, end: int, drawn: int, data: st.DataObject
 ) -> None:

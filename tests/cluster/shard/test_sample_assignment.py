@@ -58,18 +58,14 @@ class Outer:
 def found(packed: bytes) -> bool:
     """Whether a sample of what the unpacked stage makes can be pickled by its name, and its class is that there."""
     sample = unpack(io.BytesIO(packed)).apply(None)
-    return type(sample).__qualname__ == "Outer.Inner" and type(pickle.loads(pickle.dumps(sample))) is type(
-        sample
-    )
+    return type(sample).__qualname__ == "Outer.Inner" and type(pickle.loads(pickle.dumps(sample))) is type(sample)
 
 
 def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do() -> None:
     packed = io.BytesIO(b"cnowhere_at_all\nDataset\n.")
 
     def load() -> tuple[int, str]:
-        kind, wrapped = SampleSource(packed, 0, 1).load(
-            memoryview(pack_task(0, 0, text_payload(SAMPLE, "").payload))
-        )
+        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, text_payload(SAMPLE, "").payload)))
         return kind, wrapped.exc_msg
 
     kind, text = in_fork(load)
@@ -117,9 +113,7 @@ UNPICKLABLE: dict[str, tuple[TwoStageDataset, Any, str]] = {
 
 
 @pytest.mark.parametrize(("dataset", "init", "message"), UNPICKLABLE.values(), ids=UNPICKLABLE)
-def test_what_cannot_travel_to_the_workers_is_named(
-    dataset: TwoStageDataset, init: Any, message: str
-) -> None:
+def test_what_cannot_travel_to_the_workers_is_named(dataset: TwoStageDataset, init: Any, message: str) -> None:
     with pytest.raises(NotPicklableError, match=message) as caught:
         SampleAssignment(dataset=dataset, worker_init_fn=init).pack()
     assert caught.value.__cause__ is not None

@@ -66,9 +66,7 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
     assert workers.shard.figures()["workers"] == 0
 
 
-def test_a_worker_that_does_not_belong_is_told_so_and_ends(
-    workers: Workers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_does_not_belong_is_told_so_and_ends(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
     def answer(hello: WorkerHandshake, own: bytes = b"hello") -> Any:
         identity = f"{hello.worker}/{hello.incarnation}/token".encode()
         with closing(connect(workers.listener.address, identity=identity)) as connection:
@@ -90,9 +88,7 @@ def test_a_worker_that_does_not_belong_is_told_so_and_ends(
     assert isinstance(older, WorkerRefused)
     assert f"version {PROTOCOL_VERSION + 1}" in older.reason
     *known, _ = msgspec.msgpack.decode(encode(hello(1)))
-    longer = answer(
-        hello(1), msgspec.msgpack.encode([*known, PROTOCOL_VERSION + 1, {"of": "a later release"}])
-    )
+    longer = answer(hello(1), msgspec.msgpack.encode([*known, PROTOCOL_VERSION + 1, {"of": "a later release"}]))
     assert isinstance(longer, WorkerRefused)
     assert f"version {PROTOCOL_VERSION + 1}" in longer.reason
     assert f"torch_dpflow {__version__}" in longer.reason
@@ -153,9 +149,7 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
     if subprocess.run(["unshare", "-fp", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no namespace for processes can be made here")
     packed = tmp_path / "packed"
-    packed.write_bytes(
-        SampleAssignment(dataset=TwoStageDataset(Hanging(9, sleeps=1)), worker_init_fn=None).pack()
-    )
+    packed.write_bytes(SampleAssignment(dataset=TwoStageDataset(Hanging(9, sleeps=1)), worker_init_fn=None).pack())
 
     def start(incarnation: int) -> subprocess.Popen[str]:
         command = (workers.listener.address, str(incarnation), str(packed), "60")

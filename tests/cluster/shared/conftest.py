@@ -34,9 +34,7 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCl
     scope="module",
     params=["fc", *(pytest.param(platform, marks=pytest.mark.slow) for platform in ("lambda", "kubernetes"))],
 )
-def functions(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FunctionCluster]:
+def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionCluster]:
     """A cluster for the tests of one file, whose workers are invocations of a function, or pods."""
     from tests.cluster.shared.function_cluster import function_cluster
 

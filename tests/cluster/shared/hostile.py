@@ -34,8 +34,7 @@ from torch_dpflow.ipc.transport import Connection, TransportOptions, connect
 
 _pack = msgspec.msgpack.Encoder().encode
 CORPUS = [
-    path.read_bytes()
-    for path in sorted((Path(__file__).parents[2] / "ipc" / "messages" / "corpus").glob("*.bin"))
+    path.read_bytes() for path in sorted((Path(__file__).parents[2] / "ipc" / "messages" / "corpus").glob("*.bin"))
 ]
 #: In place of any field of any message.
 VALUES: list[Any] = [
@@ -110,9 +109,7 @@ class Fuzzer:
             header = [chance.choice(TAGS), *(self._value() for _ in range(chance.randrange(8)))]
             return [_pack(header), *self._frames(chance.randrange(3))]
         if kind < 0.55:
-            offer = PayloadOffer(
-                chance.choice([1, os.getpid(), 2**40]), False, msgspec.Raw(_pack(self._value()))
-            )
+            offer = PayloadOffer(chance.choice([1, os.getpid(), 2**40]), False, msgspec.Raw(_pack(self._value())))
             return [encode(Handshake(chance.choice([0, PROTOCOL_VERSION, PROTOCOL_VERSION, 2**40]), offer))]
         return self._call(role)
 
@@ -180,9 +177,7 @@ class Fiend:
     """A connection that says whatever it is given, under an identity like that of a client or of a worker."""
 
     def __init__(self, address: str, options: TransportOptions, chance: random.Random) -> None:
-        identity = chance.choice(
-            [None, b"0/1", b"%d/%d/%x" % (chance.randrange(9), 1, 2**64 - 1), b"\xff" * 255]
-        )
+        identity = chance.choice([None, b"0/1", b"%d/%d/%x" % (chance.randrange(9), 1, 2**64 - 1), b"\xff" * 255])
         self._connection: Connection = connect(address, identity=identity, options=options)
         if chance.random() < 0.7:
             self.say([[encode(Handshake(PROTOCOL_VERSION, PayloadOffer(os.getpid())))]])

@@ -37,17 +37,13 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(root, [*arguments], env={"COLUMNS": "200"})
 
 
-def test_status_top_and_flow_tell_of_a_job(
-    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
-) -> None:
+def test_status_top_and_flow_tell_of_a_job(cluster: TestCluster, join: Callable[..., SharedJob], flow: str) -> None:
     job = join(flow, Numbers(40), batch_size=10)
     assert sum(len(labels) for _, labels in job.traverse(0)) == 40
     wait(lambda: cluster.flows()[f"{flow}:v1"].jobs == 1, what="the job's name at the coordinator")
     cluster.process(f"{flow}:v1/shard-000/worker")
     told = json.loads(run("status", "--address", cluster.address, "--json").output)
-    assert [(one["spec"]["name"], one["state"]) for one in told["flows"] if one["jobs"]] == [
-        (flow, "accessed")
-    ]
+    assert [(one["spec"]["name"], one["state"]) for one in told["flows"] if one["jobs"]] == [(flow, "accessed")]
     assert {one["role"] for one in told["processes"]} == {"coordinator", "router", "shard", "worker"}
     assert flow in run("status", "--address", cluster.address).output
 

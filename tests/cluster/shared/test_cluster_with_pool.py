@@ -17,9 +17,7 @@ from torch_dpflow.errors import PeerLostError
 from torch_dpflow.pool import DataClient
 
 
-def test_a_server_of_the_pool_runs_beside_the_services(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_the_pool_runs_beside_the_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPFLOW_POOL", str(tmp_path / "p"))
     stored = publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(12))
     cluster = CommandedCluster.up(tmp_path, "--pool-memory", "4MiB")

@@ -56,15 +56,11 @@ def peak_bytes(pid: int) -> int:
 
 
 def peaks(cluster: TestCluster, flow: str) -> dict[str, int]:
-    found = {
-        view.role: view.pid for view in cluster.processes() if view.id.startswith(("coord", f"{flow}:v1/s"))
-    }
+    found = {view.role: view.pid for view in cluster.processes() if view.id.startswith(("coord", f"{flow}:v1/s"))}
     return {role: peak_bytes(found[role]) for role in ("coordinator", "shard")}
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "workers"), [(64 << 20, 2), pytest.param(400 << 20, 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("nbytes", "workers"), [(64 << 20, 2), pytest.param(400 << 20, 4, marks=pytest.mark.slow)])
 def test_a_dataset_that_holds_much_is_in_no_services_memory(
     cluster: TestCluster, join: Join, flow: str, nbytes: int, workers: int
 ) -> None:
@@ -87,9 +83,7 @@ def test_what_is_too_large_is_told_before_anything_is_sent(
     join: Join, flow: str, cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flow_registration, "MAX_CONTENT_BYTES", 1 << 20)
-    with pytest.raises(
-        OptionError, match=r"take 2,\d+,\d+ bytes when they are packed; 1,048,576 are allowed"
-    ):
+    with pytest.raises(OptionError, match=r"take 2,\d+,\d+ bytes when they are packed; 1,048,576 are allowed"):
         join(flow, InMemory(2 << 20))
     assert f"{flow}:v1" not in cluster.flows()
 
@@ -101,9 +95,7 @@ def registered(client: RpcClient, flow: str, content: bytes) -> str:
     return digest
 
 
-def test_pieces_come_from_several_and_through_the_death_of_the_coordinator(
-    cluster: TestCluster, flow: str
-) -> None:
+def test_pieces_come_from_several_and_through_the_death_of_the_coordinator(cluster: TestCluster, flow: str) -> None:
     content = os.urandom(10_000)
 
     def store(client: RpcClient, begin: int, end: int) -> int:
@@ -153,9 +145,7 @@ def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Pat
     digest = hashlib.sha256(content).hexdigest()
     files = ContentFiles(tmp_path / "contents")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (600, limits[1])
-    )  # as on a full disk, a write may be a short one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))  # as on a full disk, a write may be a short one
     try:
         with pytest.raises(StateError, match="free space there"):
             files.receive(ContentPiece(digest, 0, 1000), memoryview(content))
@@ -165,9 +155,7 @@ def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Pat
     assert files.read(ContentRequest(digest, 0)) == (1000, content)
 
 
-def test_what_cannot_be_stored_is_told_without_a_traceback(
-    cluster: TestCluster, join: Join, flow: str
-) -> None:
+def test_what_cannot_be_stored_is_told_without_a_traceback(cluster: TestCluster, join: Join, flow: str) -> None:
     folder = Path(find_cluster(cluster.address).address.removeprefix("ipc://")).parent / "state.contents"
     wait(folder.exists, what="the coordinator's directory")
     away = folder.rename(folder.with_name("away"))
@@ -202,9 +190,7 @@ def test_a_host_fetches_a_content_once_and_gives_up_where_none_comes(
         with open_content(place, digest, lambda: waited.append(1), coordinator="coordinator") as file:
             fetched.append(file.read())
 
-    server.register(
-        "changes", lambda call: Result(Running(1, [coordinator])), body_type=int, remembered=False
-    )
+    server.register("changes", lambda call: Result(Running(1, [coordinator])), body_type=int, remembered=False)
     server.register("content", give, body_type=ContentRequest, remembered=False)
     serving = threading.Thread(target=server.serve)
     serving.start()

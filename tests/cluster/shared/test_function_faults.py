@@ -66,9 +66,7 @@ def test_throttled_starts_and_lost_answers_start_each_member_once(
 ) -> None:
     double = functions.double
     if double.platform == "fc":
-        double.server.fault(
-            "InvokeFunction", Fault(429, "Throttling.User", retry_after_ms=200), Fault(lose=True)
-        )
+        double.server.fault("InvokeFunction", Fault(429, "Throttling.User", retry_after_ms=200), Fault(lose=True))
     else:
         double.server.faults += ["throttle", "lose"]
     job.until(lambda: len(working(functions.cluster, flow)) >= 2, "two members")
@@ -76,9 +74,7 @@ def test_throttled_starts_and_lost_answers_start_each_member_once(
     job.finish()
 
 
-def test_an_invocation_that_comes_twice_works_once(
-    functions: FunctionCluster, job: Endless, flow: str
-) -> None:
+def test_an_invocation_that_comes_twice_works_once(functions: FunctionCluster, job: Endless, flow: str) -> None:
     double = functions.double
     if double.platform != "lambda":
         pytest.skip("the platform refuses a second one under a name")
@@ -163,16 +159,12 @@ def test_clocks_ten_minutes_off_change_nothing(
         (tmp_path / name / "sitecustomize.py").write_text(CLOCK.format(offset=seconds))
     with function_double("fc", env={"PYTHONPATH": f"{tmp_path / 'theirs'}{os.pathsep}{ROOT}"}) as double:
         cluster = up(double, tmp_path_factory, {"PYTHONPATH": str(tmp_path / "ours")})
-        with open_job(
-            flow, ByAnotherClock(offset), address=cluster.address, batch_size=8, workers=2
-        ) as opened:
+        with open_job(flow, ByAnotherClock(offset), address=cluster.address, batch_size=8, workers=2) as opened:
             job = Endless(opened)
             job.until(lambda: len(working(cluster, flow)) >= 2, "two members")
             assert not double.failed()
             killed = cluster.kill(f"{flow}:v1/shard")
-            job.until(
-                lambda: killed not in [view.pid for view in cluster.processes("shard")], "its successor"
-            )
+            job.until(lambda: killed not in [view.pid for view in cluster.processes("shard")], "its successor")
             double.kill_all()
             job.until(lambda: working(cluster, flow), "members")
             job.finish()

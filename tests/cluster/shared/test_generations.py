@@ -77,9 +77,7 @@ def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Jo
             ("heartbeat", JobHeartbeat(JobId("training", 1, "other:v1"))),
             ("leave", JobId("training", 1 << 60, "other:v1")),
         ):
-            with pytest.raises(
-                RemoteCallError, match=f"the router of flow '{flow}:v1', and not of"
-            ) as caught:
+            with pytest.raises(RemoteCallError, match=f"the router of flow '{flow}:v1', and not of") as caught:
                 client.call(method, body)
             assert caught.value.kind == ErrorKind.MISDIRECTED
 

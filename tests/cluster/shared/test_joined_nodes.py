@@ -143,9 +143,7 @@ def test_a_node_that_is_ended_as_it_joins_tells_its_cluster(cluster: TestCluster
 
 
 @pytest.mark.slow
-def test_nodes_and_their_shards_outlive_a_coordinator(
-    cluster: TestCluster, flow: str, tmp_path: Path
-) -> None:
+def test_nodes_and_their_shards_outlive_a_coordinator(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
     nodes = [StartedNode(cluster, name, tmp_path / name, folder=tmp_path) for name in "ab"]
     with (
         started(*nodes),
@@ -308,9 +306,7 @@ def test_nodes_find_a_cluster_that_is_started_anew(flow: str, tmp_path: Path) ->
     try:
         with started(node):
             await_nodes(cluster, "a")
-            job = open_job(
-                flow, SlowNumbers(600, 0.01), address=cluster.address, batch_size=4, options=OPTIONS
-            )
+            job = open_job(flow, SlowNumbers(600, 0.01), address=cluster.address, batch_size=4, options=OPTIONS)
             batches = job.traverse(0)
             seen = keys(islice(batches, 3))
             (was,) = [view.pid for view in cluster.processes(f"{flow}:v1/shard") if view.role == "shard"]

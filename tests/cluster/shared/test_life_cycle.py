@@ -40,9 +40,7 @@ def shown(cluster: TestCluster, flow: str) -> dict[str, Any]:
     return found
 
 
-def test_a_life_from_creation_to_deletion(
-    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
-) -> None:
+def test_a_life_from_creation_to_deletion(cluster: TestCluster, join: Callable[..., SharedJob], flow: str) -> None:
     job = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
     wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the job at the coordinator")
     text = run(cluster, "flow", "show", flow)
@@ -92,9 +90,7 @@ def test_commands_take_a_version_and_say_which_one_they_took(
 ) -> None:
     for version in (1, 2):
         join(flow, Numbers(20), version=version, batch_size=5, idle_s=900.0)
-    assert run(cluster, "flow", "scale", f"{flow}:v1", "--workers", "3").endswith(
-        f"unchanged versions: {flow}:v2\n"
-    )
+    assert run(cluster, "flow", "scale", f"{flow}:v1", "--workers", "3").endswith(f"unchanged versions: {flow}:v2\n")
     assert f"{flow}:v2 will have" in run(cluster, "flow", "scale", flow, "--workers", "4")
     assert [one.spec.workers for one in versions(cluster, flow)] == [3, 4]
     higher = join(flow, Numbers(20), version=3, batch_size=5, idle_s=900.0)
@@ -118,9 +114,7 @@ def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_run
         wait(lambda killed=killed: has_ended(killed), what="the coordinator's end")
         keys += [int(key) for _ in range(3) for key in next(reading)[1]]
         wait(
-            lambda: (
-                before.items() <= {view.id: view.pid for view in cluster.processes(f"{flow}:v1/")}.items()
-            ),
+            lambda: before.items() <= {view.id: view.pid for view in cluster.processes(f"{flow}:v1/")}.items(),
             what="the same processes at the next coordinator",
         )
     assert sorted(keys + [int(key) for _, labels in reading for key in labels]) == list(range(200))
@@ -172,9 +166,7 @@ def test_shards_and_flows_that_end_for_good_leave_no_sockets(
     wait(lambda: not sockets_of(cluster) & own, what="the end of the flow's services")
 
 
-def test_a_cluster_that_is_told_to_end_leaves_nothing(
-    tmp_path_factory: pytest.TempPathFactory, flow: str
-) -> None:
+def test_a_cluster_that_is_told_to_end_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, flow: str) -> None:
     folder = tmp_path_factory.mktemp("c")
     cluster = TestCluster.start(folder)
     wait(lambda: cluster.processes("coordinator"), what="the coordinator")

@@ -40,17 +40,13 @@ def job(cluster: CommandedCluster) -> Iterator[SharedJob]:
         yield opened
 
 
-def await_state(
-    cluster: CommandedCluster, what: str, condition: Callable[[dict[str, Any]], object]
-) -> dict[str, Any]:
+def await_state(cluster: CommandedCluster, what: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """What the page shows once that holds."""
     found: list[dict[str, Any]] = []
 
     def holds() -> bool:
         try:
-            with urllib.request.urlopen(
-                f"http://{cluster.facts['web']}/api/state", timeout=PATIENCE_S
-            ) as answer:
+            with urllib.request.urlopen(f"http://{cluster.facts['web']}/api/state", timeout=PATIENCE_S) as answer:
                 found.append(json.load(answer))
         except OSError:  # it does not run, or was asked too often
             return False
@@ -66,9 +62,7 @@ def stream_of(cluster: CommandedCluster) -> Any:
 
     def opened() -> bool:
         try:
-            found.append(
-                urllib.request.urlopen(f"http://{cluster.facts['web']}/api/stream", timeout=PATIENCE_S)
-            )
+            found.append(urllib.request.urlopen(f"http://{cluster.facts['web']}/api/stream", timeout=PATIENCE_S))
         except OSError:
             return False
         return True
@@ -111,10 +105,7 @@ def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job
         "all samples of the job, and both workers, on the page",
         lambda told: (
             any(row["samples"] == 2 * SAMPLES for row in told["jobs"])
-            and any(
-                row["flow"] == f"{FLOW}:v1" and row["decodes"] and row["workers"] == 2
-                for row in told["flows"]
-            )
+            and any(row["flow"] == f"{FLOW}:v1" and row["decodes"] and row["workers"] == 2 for row in told["flows"])
         ),
     )
     (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}:v1"]
@@ -158,9 +149,7 @@ def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
     cluster: CommandedCluster, job: SharedJob
 ) -> None:
     id = f"{FLOW}:v1/shard-000/worker-1"
-    told = await_state(
-        cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running"
-    )
+    told = await_state(cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running")
     before = processes(told)[id]["restarts"]
     with opened(str(find_chromium())) as browser:
         browser.prefer("light")

@@ -54,9 +54,7 @@ class Scrape:
         family = self.families[name.removesuffix("_total")]
         assert family.documentation
         return sum(
-            sample.value
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
+            sample.value for sample in family.samples if sample.name == name and labels.items() <= sample.labels.items()
         )
 
 
@@ -103,9 +101,7 @@ def test_a_scrape_says_what_happened(
     )
     assert scrape("dpflow_job_batches_total", **own) == 18
     assert 0 < scrape("dpflow_job_stall_share", **own) <= 1
-    assert scrape("dpflow_job_stall_seconds_total", **own) <= scrape(
-        "dpflow_job_reading_seconds_total", **own
-    )
+    assert scrape("dpflow_job_stall_seconds_total", **own) <= scrape("dpflow_job_reading_seconds_total", **own)
     # A sample is four numbers and its key, and what says so; on the way gaps come between them.
     assert scrape("dpflow_job_bytes_total", **own) >= 2 * SAMPLES * 16
     assert scrape("dpflow_job_bytes_total", **own) <= scrape("dpflow_shard_delivered_bytes_total", **own)
@@ -136,9 +132,7 @@ def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:
     unnamed = UnnamedJobs()
 
     def row(job: str, samples: int, flow: str = "images:v1") -> JobRow:
-        return JobRow(
-            flow=flow, job=job, stall_s=1.0, reading_s=2.0, batches=1, samples=samples, bytes=samples
-        )
+        return JobRow(flow=flow, job=job, stall_s=1.0, reading_s=2.0, batches=1, samples=samples, bytes=samples)
 
     def told(*rows: JobRow, flows: tuple[str, ...] = ("images:v1", "other:v1")) -> dict[tuple[str, str], int]:
         return {(one.flow, one.job): one.samples for one in unnamed.combine(rows, flows)}
@@ -177,19 +171,14 @@ def test_what_is_drawn_on_top_of_what_is_kept_is_no_decode(
     assert Scrape(cluster)("dpflow_shard_decodes_total", **own) == loads == SAMPLES
 
 
-def test_top_says_the_same_in_json(
-    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
-) -> None:
+def test_top_says_the_same_in_json(cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str) -> None:
     job = join(flow, Numbers(SAMPLES), batch_size=10, name="mine")
     read(job, 0)
 
     def looked() -> dict[str, Any]:
         result = CliRunner().invoke(root, ["top", "--count", "1", "--json", "--address", cluster.address])
         figures: dict[str, Any] = json.loads(result.output)
-        return {
-            kind: next((row for row in rows if row["flow"] == f"{flow}:v1"), {})
-            for kind, rows in figures.items()
-        }
+        return {kind: next((row for row in rows if row["flow"] == f"{flow}:v1"), {}) for kind, rows in figures.items()}
 
     figures: dict[str, Any] = {}
 
@@ -226,9 +215,7 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
         what="the shard's word of the worker's end",
     )
     lines = [json.loads(line) for line in cluster.log.read_text().rpartition("\n")[0].splitlines()]
-    assert all(
-        {"time", "level", "flow", "shard", "worker", "job", "process", "pid"} <= line.keys() for line in lines
-    )
+    assert all({"time", "level", "flow", "shard", "worker", "job", "process", "pid"} <= line.keys() for line in lines)
     ended = [line for line in lines if line["level"] == "warning" and line["process"] == "node"]
     assert [line["text"] for line in ended if line["flow"] == f"{flow}:v1"] == [
         f"process {worker.id} ended unexpectedly, restarting: pid {worker.pid} was ended by SIGKILL (the kernel's "

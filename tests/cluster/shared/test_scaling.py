@@ -170,9 +170,7 @@ def test_a_flow_for_which_there_is_no_worker_is_told_so(
 ) -> None:
     wait(lambda: not processes(cluster, "router"), what="the end of other flows' services")
     jobs = [join(f"many/{number}", Numbers(10), workers=1) for number in range(WORKERS)]
-    with pytest.raises(
-        UsageError, match=r"4 flows take all workers, memory or ports of the cluster.*waited 1 s"
-    ):
+    with pytest.raises(UsageError, match=r"4 flows take all workers, memory or ports of the cluster.*waited 1 s"):
         join("many/more", Numbers(10), reconnect_timeout_s=1.0)
     for job in jobs:
         assert len(list(job.traverse(0))) == 10

@@ -52,9 +52,7 @@ def begin_and_drop(loader: DPFlowDataLoader[Any]) -> Any:
 
 
 def threads_of_jobs() -> list[str]:
-    return [
-        thread.name for thread in threading.enumerate() if thread.name in ("dpflow-heartbeat", "dpflow-read")
-    ]
+    return [thread.name for thread in threading.enumerate() if thread.name in ("dpflow-heartbeat", "dpflow-read")]
 
 
 def await_leaving(cluster: TestCluster, flow: str) -> None:

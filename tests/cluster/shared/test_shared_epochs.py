@@ -66,9 +66,7 @@ def test_large_samples_cross_whole(join: Join, flow: str) -> None:
         assert torch.equal(values, labels.float()[:, None].expand(-1, 200_000))
 
 
-def test_what_is_drawn_by_chance_differs_between_epochs_and_is_the_same_in_another_run(
-    join: Join, flow: str
-) -> None:
+def test_what_is_drawn_by_chance_differs_between_epochs_and_is_the_same_in_another_run(join: Join, flow: str) -> None:
     def draws(job: SharedJob, epoch: int) -> dict[int, tuple[float, ...]]:
         batches = job.traverse(epoch)
         return {int(k): tuple(v.tolist()) for ks, vs in batches for k, v in zip(ks, vs)}
@@ -133,9 +131,7 @@ def test_an_epoch_that_is_given_up_leaves_the_next_one_whole(join: Join, flow: s
     assert sorted(keys(job.traverse(0))) == list(range(400))
 
 
-def test_an_error_of_a_sample_is_raised_in_its_place_with_the_workers_traceback(
-    join: Join, flow: str
-) -> None:
+def test_an_error_of_a_sample_is_raised_in_its_place_with_the_workers_traceback(join: Join, flow: str) -> None:
     job = join(flow, Failing(30, raises=13), batch_size=10)
     reading = job.read([list(range(10)), list(range(10, 20)), list(range(20, 30))], 0)
     assert keys([next(reading)]) == list(range(10))
@@ -154,9 +150,7 @@ def test_a_sample_that_takes_down_its_workers_fails_alone(join: Join, flow: str)
     assert keys(reading) == [14, 15]
 
 
-def test_pixels_stay_as_they_lie_for_a_job_that_wants_them_so_and_others_get_planes(
-    join: Join, flow: str
-) -> None:
+def test_pixels_stay_as_they_lie_for_a_job_that_wants_them_so_and_others_get_planes(join: Join, flow: str) -> None:
     pictures = Pictures(8)
     expected = torch.stack([pictures[key] for key in range(8)])
     wants_pixels = join(flow, pictures, batch_size=8, collate_fn=collate_channels_last)
@@ -186,9 +180,7 @@ def test_the_same_version_of_something_else_is_refused(join: Join, flow: str) ->
 
 
 def test_more_memory_than_the_host_has_is_refused(join: Join, flow: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"memory_bytes=1,125,899,906,842,624: the cluster's host has .* bytes in all"
-    ):
+    with pytest.raises(UsageError, match=r"memory_bytes=1,125,899,906,842,624: the cluster's host has .* bytes in all"):
         join(flow, Numbers(10), memory_bytes=1 << 50)
     assert sorted(keys(join(flow, Numbers(10), memory_bytes=1 << 21).traverse(0))) == list(range(10))
 

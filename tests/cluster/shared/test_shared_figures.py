@@ -18,9 +18,7 @@ from torch_dpflow.cli.main import root
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_fast_jobs_one_after_the_other_hear_what_they_share(
-    cluster: TestCluster, flow: str, keeps: bool
-) -> None:
+def test_fast_jobs_one_after_the_other_hear_what_they_share(cluster: TestCluster, flow: str, keeps: bool) -> None:
     dataset: Any = ALSDCache(Numbers(200), "64MiB") if keeps else Numbers(200)
 
     def make() -> DPFlowDataLoader[Any]:

@@ -57,9 +57,7 @@ def test_a_stranger_gets_nothing_of_any_service(
     assert reader.finish() > 0
     wait(lambda: all(counted(cluster, flow).values()), what="a count of what was malformed")
     after = services(cluster, flow)
-    assert {role: view.pid for role, view in after.items()} == {
-        role: view.pid for role, view in views.items()
-    }
+    assert {role: view.pid for role, view in after.items()} == {role: view.pid for role, view in views.items()}
     # The friend's one message, and none before it.
     assert counted(cluster, flow) == dict.fromkeys(ROLES, 1)
     assert all(view.status["strangers"] == 0 for view in after.values())

@@ -55,9 +55,7 @@ def hang(worker: int) -> None:
 
 
 @pytest.mark.parametrize("worker_init_fn", [end, hang])
-def test_workers_that_cannot_begin_are_told_of(
-    join: Join, flow: str, worker_init_fn: Callable[[int], None]
-) -> None:
+def test_workers_that_cannot_begin_are_told_of(join: Join, flow: str, worker_init_fn: Callable[[int], None]) -> None:
     job = join(flow, Numbers(8), workers=1, worker_init_fn=worker_init_fn, task_timeout_s=0.3)
     with pytest.raises(
         WorkerStartError, match=r"no worker for sample 0: \d workers ended.*while they .* ran worker_init_fn"

@@ -50,9 +50,7 @@ def test_a_shuffled_epoch_is_every_sample_once(make: Make) -> None:
     assert len(loader) == 13
 
 
-@pytest.mark.parametrize(
-    "given", [{"shuffle": False}, {"batch_sampler": [[3, 1], [2]]}, {"drop_last": True}], ids=str
-)
+@pytest.mark.parametrize("given", [{"shuffle": False}, {"batch_sampler": [[3, 1], [2]]}, {"drop_last": True}], ids=str)
 def test_any_other_order_is_torchs(make: Make, given: dict[str, Any]) -> None:
     sizes = {} if "batch_sampler" in given else {"batch_size": 4}
     theirs = DataLoader(Numbers(30), **sizes, **given)
@@ -80,9 +78,7 @@ def test_a_sampler_is_asked_when_torch_asks_it(make: Make, num_workers: int, pre
 
     def read(make: Any) -> tuple[list[int], list[list[int]]]:
         sampler = Drawing()
-        loader = make(
-            Numbers(30), batch_size=2, sampler=sampler, num_workers=num_workers, prefetch_factor=prefetch
-        )
+        loader = make(Numbers(30), batch_size=2, sampler=sampler, num_workers=num_workers, prefetch_factor=prefetch)
         drawn, seen = [], []
         for leaves_at in (3, None):
             iterator = islice(loader, leaves_at)
@@ -254,9 +250,7 @@ def test_a_dataset_that_cannot_travel_is_told(make: Make) -> None:
 @pytest.mark.parametrize(
     ("error", "arrives"), [(LookupError("no image"), LookupError), (Messaged("no image"), RuntimeError)]
 )
-def test_an_error_names_its_type_and_the_loader_goes_on(
-    make: Make, error: Exception, arrives: type[Exception]
-) -> None:
+def test_an_error_names_its_type_and_the_loader_goes_on(make: Make, error: Exception, arrives: type[Exception]) -> None:
     loader = make(Failing(12, {5: error}), batch_size=4)
     iterator = iter(loader)
     next(iterator)

@@ -62,9 +62,7 @@ def test_hit_rates_are_those_of_the_simulator(cluster: TestCluster, policy: str)
     assert case.measured(cluster.address, 0) == pytest.approx(case.simulated(0), abs=0.04)
 
 
-def test_an_order_that_the_job_s_own_sampler_draws_reaches_the_cache(
-    loader: Loader, dataset: CountedBlocks
-) -> None:
+def test_an_order_that_the_job_s_own_sampler_draws_reaches_the_cache(loader: Loader, dataset: CountedBlocks) -> None:
     def own(job: int) -> Any:
         generator = torch.Generator().manual_seed(job_seed(0, job))
         return loader(SubsetRandomSampler(range(SAMPLES), generator=generator), policy="use-distance")
@@ -111,23 +109,17 @@ def test_a_job_is_one_job_to_the_cache_however_many_ranks_it_has(
     loaded: list[int] = []
     for ranks in (1, 2, 4):
         before = loads(dataset) if loaded else 0
-        samplers = [
-            DynaGCSSampler(range(SAMPLES), seed=3, num_replicas=ranks, rank=rank) for rank in range(ranks)
-        ]
+        samplers = [DynaGCSSampler(range(SAMPLES), seed=3, num_replicas=ranks, rank=rank) for rank in range(ranks)]
         suffix = f"-{ranks}"
         # Of the same global batch: samples in flight take of the same memory.
-        loaders = [
-            loader(one, memory=room, suffix=suffix, name=flow + suffix, batch=4 // ranks) for one in samplers
-        ]
+        loaders = [loader(one, memory=room, suffix=suffix, name=flow + suffix, batch=4 // ranks) for one in samplers]
         read_in_turns(loaders, epochs=3)
         loaded.append(loads(dataset) - before)
     assert loaded[0] < 2.9 * SAMPLES
     assert max(loaded[1:]) <= 1.03 * loaded[0]
 
 
-def test_two_jobs_of_halves_share_the_memory_as_two_flows_would(
-    loader: Loader, dataset: CountedBlocks
-) -> None:
+def test_two_jobs_of_halves_share_the_memory_as_two_flows_would(loader: Loader, dataset: CountedBlocks) -> None:
     room = SAMPLES * 24 // 100 * HELD_BYTES
     loaded: list[int] = []
     for is_shared in (False, True):

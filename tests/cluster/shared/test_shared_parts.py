@@ -33,9 +33,7 @@ def dataset(tmp_path: Path) -> Numbers:
 @pytest.fixture
 def loader(cluster: TestCluster, flow: str) -> Callable[..., DPFlowDataLoader[Any]]:
     def loader(part: Any, **given: Any) -> DPFlowDataLoader[Any]:
-        options = JobOptions(
-            idle_s=3.0, reconnect_timeout_s=60.0, memory_bytes=MEMORY, **given.pop("options", {})
-        )
+        options = JobOptions(idle_s=3.0, reconnect_timeout_s=60.0, memory_bytes=MEMORY, **given.pop("options", {}))
         defaults: dict[str, Any] = {
             "batch_size": 4,
             "num_workers": 2,
@@ -97,9 +95,7 @@ def test_a_part_that_has_a_sample_twice_is_a_dataset_of_its_own(
         keys(loader(dataset))
 
 
-def test_an_epoch_of_a_part_is_resumed(
-    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers
-) -> None:
+def test_an_epoch_of_a_part_is_resumed(loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers) -> None:
     fold = list(range(10, 40))
     first = loader(Subset(dataset, fold), shuffle=True)
     batches = iter(first)

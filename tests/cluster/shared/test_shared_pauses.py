@@ -57,9 +57,7 @@ def test_an_iterator_that_is_dropped_leaves_room(open_loader: Any, order: dict[s
 
 
 @ORDERS
-def test_a_loader_that_is_dropped_in_mid_epoch_leaves_no_thread(
-    open_loader: Any, order: dict[str, Any]
-) -> None:
+def test_a_loader_that_is_dropped_in_mid_epoch_leaves_no_thread(open_loader: Any, order: dict[str, Any]) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     begin(open_loader(**order))
     wait(

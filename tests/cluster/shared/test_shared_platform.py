@@ -80,9 +80,7 @@ def member_pids(cluster: CommandedCluster, flow: str = "") -> list[int]:
     """Of all members that the cluster's shards have asked for, and whatever has been left of them."""
     names = {view["name"] for shard, views in members(cluster).items() if flow in shard for view in views}
     clusters = {WorkerName.parse(name).cluster for name in names}
-    return [
-        pid for name, pid in found_members() if name in names or WorkerName.parse(name).cluster in clusters
-    ]
+    return [pid for name, pid in found_members() if name in names or WorkerName.parse(name).cluster in clusters]
 
 
 def found_members() -> list[tuple[str, int]]:
@@ -157,9 +155,7 @@ def scale(cluster: CommandedCluster, flow: str, workers: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_fleet_grows_and_shrinks_while_its_job_reads(
-    cluster: CommandedCluster, join: Join, flow: str
-) -> None:
+def test_a_fleet_grows_and_shrinks_while_its_job_reads(cluster: CommandedCluster, join: Join, flow: str) -> None:
     job = join(flow, Numbers(2000), batch_size=8, workers=1)
     batches = job.traverse(0)
     read = keys([next(batches)])
@@ -213,9 +209,7 @@ def test_members_that_end_at_their_start_are_told_of_and_not_started_for_ever(
     cluster: CommandedCluster, join: Join, flow: str
 ) -> None:
     job = join(flow, Numbers(12), batch_size=4, workers=1, worker_init_fn=leave_at_once)
-    with pytest.raises(
-        WorkerStartError, match=r"workers ended.* before they could load anything.*exited with code 3"
-    ):
+    with pytest.raises(WorkerStartError, match=r"workers ended.* before they could load anything.*exited with code 3"):
         next(job.traverse(0))
     wait(lambda: not [name for name, _ in found_members() if name in names_of(cluster, flow)])
     before = names_of(cluster, flow)
@@ -225,9 +219,7 @@ def test_members_that_end_at_their_start_are_told_of_and_not_started_for_ever(
 
 
 @pytest.mark.slow
-def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(
-    tmp_path: Path, flow: str
-) -> None:
+def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(tmp_path: Path, flow: str) -> None:
     port = free_port()
     at = f"tcp://127.0.0.1:{port}-{port}"
     cluster = CommandedCluster.up(tmp_path, "--platform", "processes", "--worker-listen", at)
@@ -235,9 +227,7 @@ def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(
         socket.create_server(("127.0.0.1", port)) as taken,
         closing(open_job(flow, Numbers(8), address=cluster.address, batch_size=4)) as job,
     ):
-        told = (
-            rf"(?s)no worker for sample .* for {flow}:v1/shard-000: no port of {at} is free .*fewer shards by"
-        )
+        told = rf"(?s)no worker for sample .* for {flow}:v1/shard-000: no port of {at} is free .*fewer shards by"
         for epoch in range(2):
             with pytest.raises(WorkerStartError, match=told):
                 next(job.traverse(epoch))

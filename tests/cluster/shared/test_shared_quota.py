@@ -64,9 +64,7 @@ def test_two_flows_share_one_maximum(cluster: CommandedCluster, join: Join, flow
         assert sorted(read[job] + keys(reading[job])) == list(range(size))
 
 
-def test_all_members_are_killed_and_each_sample_comes_once(
-    cluster: CommandedCluster, join: Join, flow: str
-) -> None:
+def test_all_members_are_killed_and_each_sample_comes_once(cluster: CommandedCluster, join: Join, flow: str) -> None:
     batches = join(flow, SlowNumbers(160, 0.02), batch_size=8, workers=WORKERS).traverse(0)
     read = keys([next(batches)])
     wait(lambda: len(working(cluster, flow)) >= 1, what="a member")
@@ -75,9 +73,7 @@ def test_all_members_are_killed_and_each_sample_comes_once(
     assert sorted(read + keys(batches)) == list(range(160))
 
 
-def test_the_provisioner_is_killed_while_members_start(
-    cluster: CommandedCluster, join: Join, flow: str
-) -> None:
+def test_the_provisioner_is_killed_while_members_start(cluster: CommandedCluster, join: Join, flow: str) -> None:
     batches = join(flow, SlowNumbers(80, 0.01), batch_size=8, workers=1).traverse(0)
     wait(lambda: any(flow in shard and views for shard, views in members(cluster).items()), what="a start")
     cluster.kill("provisioner")
@@ -88,9 +84,7 @@ def test_no_service_but_the_provisioner_has_the_platforms_settings(
     cluster: CommandedCluster, join: Join, flow: str
 ) -> None:
     next(join(flow, SlowNumbers(80, 0.01), batch_size=8, workers=1).traverse(0))
-    views = [
-        view for view in cluster.processes() if not view.id.startswith("test/") or flow in view.id
-    ]  # others end
+    views = [view for view in cluster.processes() if not view.id.startswith("test/") or flow in view.id]  # others end
     found = {view.id: holds(view.pid, SECRET.encode()) for view in views}
     assert found.pop("provisioner")
     assert len(found) >= 3

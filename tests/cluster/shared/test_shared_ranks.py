@@ -125,9 +125,7 @@ if rank == 0:
 """
 
 
-def test_a_rank_peeks_at_batches_and_keeps_its_iterator(
-    cluster: TestCluster, flow: str, tmp_path: Path
-) -> None:
+def test_a_rank_peeks_at_batches_and_keeps_its_iterator(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
     given = {"meet": str(tmp_path / "meet"), "size": 64, "flow": flow, "address": cluster.address}
     with interpreter(PEEKING, json.dumps(given)) as ranks:
         out, err = ranks.communicate(timeout=250)
@@ -177,9 +175,7 @@ def test_ranks_agree_on_names_whoever_is_first_and_whatever_an_earlier_attempt_l
     assert not {*seen[0]} & {*seen[1]}
 
 
-def test_peers_that_fix_the_order_read_the_same_batches(
-    cluster: TestCluster, flow: str, tmp_path: Path
-) -> None:
+def test_peers_that_fix_the_order_read_the_same_batches(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
     """As tensor-parallel peers do: torch.distributed has more processes than the sampler has replicas."""
     given = {"meet": str(tmp_path / "meet"), "size": 40, "flow": flow, "address": cluster.address}
     with interpreter(PEERS, json.dumps(given)) as peers:
@@ -305,9 +301,7 @@ def test_ranks_that_describe_their_job_differently_are_refused(ranks: Any, join:
 
 def test_a_name_is_one_jobs_until_that_leaves(join: Join, flow: str) -> None:
     first = join(flow, Numbers(20), name="trial")
-    with pytest.raises(
-        UsageError, match=r"job 'trial' is being read by another process; give this one a name"
-    ):
+    with pytest.raises(UsageError, match=r"job 'trial' is being read by another process; give this one a name"):
         join(flow, Numbers(20), name="trial")
     first.close()
     assert sorted(keys(join(flow, Numbers(20), name="trial").traverse(0))) == list(range(20))
@@ -387,9 +381,7 @@ def test_iterations_of_a_sampler_without_ranks_are_epochs(cluster: TestCluster, 
     assert [keys(loader) for _ in range(3)] == [list(expected) for _ in range(3)]
 
 
-def test_ranks_of_one_name_whose_order_the_sampler_keeps_read_side_by_side(
-    cluster: TestCluster, flow: str
-) -> None:
+def test_ranks_of_one_name_whose_order_the_sampler_keeps_read_side_by_side(cluster: TestCluster, flow: str) -> None:
     dataset = Numbers(40)
     samplers = [DistributedSampler(dataset, 2, rank, shuffle=False) for rank in range(2)]
     loaders = [

@@ -121,16 +121,12 @@ class Scaled(Numbers):
         return super().__getitem__(index)[0], self.factor * index
 
 
-def test_a_dataset_that_changes_between_epochs_is_refused_or_read_as_another_version(
-    make: Any, flow: str
-) -> None:
+def test_a_dataset_that_changes_between_epochs_is_refused_or_read_as_another_version(make: Any, flow: str) -> None:
     dataset = Scaled(40)
     loader = make(dataset=dataset)
     assert keys(loader) == ALL
     dataset.factor = 2
-    with pytest.raises(
-        UsageError, match=r"changed since the loader was iterated .* read it as flow=\"test/\d+:v2\""
-    ):
+    with pytest.raises(UsageError, match=r"changed since the loader was iterated .* read it as flow=\"test/\d+:v2\""):
         iter(loader)
     loader.flow = f"{flow}:v2"
     assert keys(loader) == [2 * key for key in ALL]

@@ -44,9 +44,7 @@ def test_credentials_that_are_valid_no_more_are_told_to_jobs_in_the_log_and_by_t
         owner = double.server.credentials
     monkeypatch.setattr(owner, name, "another")
     job = join(flow, Numbers(64), batch_size=8, workers=2)
-    with pytest.raises(
-        WorkerStartError, match=f"no worker can be had of platform '{double.platform}'.*{said}"
-    ):
+    with pytest.raises(WorkerStartError, match=f"no worker can be had of platform '{double.platform}'.*{said}"):
         list(job.traverse(0))
     assert not double.live()
     assert any("no more workers: " in line and said in line for line in cluster.log.read_text().splitlines())

@@ -104,9 +104,7 @@ def test_what_is_not_stored_is_not_acknowledged(cluster: TestCluster, redis: Red
         wait(lambda: has(redis, flow), what="the flow in the store")
     redis.stop()
     try:
-        scaled = CliRunner().invoke(
-            root, ["flow", "scale", flow, "--shards", "2", "--address", cluster.address]
-        )
+        scaled = CliRunner().invoke(root, ["flow", "scale", flow, "--shards", "2", "--address", cluster.address])
     finally:
         redis.start()
     assert scaled.exit_code == 1, scaled.output
@@ -175,9 +173,7 @@ except StateError as error:
     assert not (tmp_path / "connection").exists()
 
 
-def test_a_second_cluster_does_not_share_the_store(
-    cluster: TestCluster, redis: RedisServer, tmp_path: Path
-) -> None:
+def test_a_second_cluster_does_not_share_the_store(cluster: TestCluster, redis: RedisServer, tmp_path: Path) -> None:
     arguments = ["up", "--state", redis.url, "--connection-file", str(tmp_path / "connection")]
     refused = CliRunner().invoke(root, arguments, env={"COLUMNS": "300"})
     assert refused.exit_code == 1

@@ -98,9 +98,7 @@ class _Session(socketserver.StreamRequestHandler):
             for name, data in files.items()
             if dirname(name) == folder
         ]
-        below = {
-            name[len(folder.rstrip("/")) + 1 :] for name in files if name.startswith(folder.rstrip("/") + "/")
-        }
+        below = {name[len(folder.rstrip("/")) + 1 :] for name in files if name.startswith(folder.rstrip("/") + "/")}
         made = {basename(name) for name in self.server.owner.folders - {"/"} if dirname(name) == folder}
         made |= {rest.split("/")[0] for rest in below if "/" in rest}
         lines += [f"type=dir; {name}\r\n" for name in made]

@@ -80,9 +80,7 @@ def test_users_and_passwords_become_options(url: str, clean: str | None, login: 
 
 def test_a_password_where_there_can_be_none_is_refused_and_not_told() -> None:
     for use in (lambda url: Files(url), lambda url: ObjectReader().read(url)):
-        with pytest.raises(
-            OptionError, match=r"s3://bucket/x was given with a user and a password"
-        ) as caught:
+        with pytest.raises(OptionError, match=r"s3://bucket/x was given with a user and a password") as caught:
             use("s3://key:hidden@bucket/x")
         assert "hidden" not in _everything_told(caught.value)
 
@@ -152,9 +150,7 @@ def test_data_on_ftp_is_imported_and_read_with_the_options_alone(ftp: FTPServer,
     assert SECRET.encode() not in written
     stored = store.open("core/images")
     reader = DatasetReader(stored, storage_options={"username": "me", "password": SECRET})
-    assert [data for data, _ in reader.__getitems__([*range(8)])] == [
-        bytes([n]) * 50 for n in (*range(4),) * 2
-    ]
+    assert [data for data, _ in reader.__getitems__([*range(8)])] == [bytes([n]) * 50 for n in (*range(4),) * 2]
     reader.close()
 
 
@@ -184,9 +180,7 @@ def test_two_users_of_one_web_server_and_errors_without_passwords() -> None:
 
     with WebServer(answer) as server, ObjectReader() as reader:
         host = server.url.partition("://")[2]
-        found = reader.read_many(
-            [ByteRange(f"http://{user}{host}/x") for user in ("a:hidden@", "b:hidden@", "")]
-        )
+        found = reader.read_many([ByteRange(f"http://{user}{host}/x") for user in ("a:hidden@", "b:hidden@", "")])
         assert len({*found}) == 3
         assert found[2] == b"none"
         with pytest.raises(DPFlowError) as caught:
@@ -323,9 +317,7 @@ def _pack(path: Path, names: list[str], compression: str = "") -> str:
         ("a.zip", ""),
     ],
 )
-def test_members_of_an_archive_are_found_however_they_are_spelled(
-    tmp_path: Path, name: str, compression: str
-) -> None:
+def test_members_of_an_archive_are_found_however_they_are_spelled(tmp_path: Path, name: str, compression: str) -> None:
     importer = ImageFolderImporter(_pack(tmp_path / name, _SPELLED, compression))
     found = list(importer.items())
     assert [item.path for item in found] == _PLAIN

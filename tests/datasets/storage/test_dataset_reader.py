@@ -176,9 +176,7 @@ def calls_of(work: Callable[[], object]) -> int:
     return calls
 
 
-def test_threads_that_want_the_same_shard_read_it_once(
-    images: StoredDataset, metadata_reads: list[int]
-) -> None:
+def test_threads_that_want_the_same_shard_read_it_once(images: StoredDataset, metadata_reads: list[int]) -> None:
     reader = DatasetReader(images)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda turn: reader[turn % 6][1]["number"], range(200)))

@@ -147,9 +147,7 @@ def test_wants_the_token_that_belongs_to_the_key(oss: OSSServer) -> None:
 
 
 def test_a_signature_is_good_for_minutes() -> None:
-    request = Request(
-        method="GET", bucket="b", key="k", params={}, headers={"date": "Fri, 01 Mar 2024 12:00:00 GMT"}
-    )
+    request = Request(method="GET", bucket="b", key="k", params={}, headers={"date": "Fri, 01 Mar 2024 12:00:00 GMT"})
     signed = Request(
         method="GET",
         bucket="b",

@@ -59,9 +59,7 @@ def _write_keys(home: Path, keys: Credentials) -> None:
     )
 
 
-def test_keys_of_a_file_that_was_renewed_are_taken_at_once(
-    s3: SignedS3, reader: ObjectReader, tmp_path: Path
-) -> None:
+def test_keys_of_a_file_that_was_renewed_are_taken_at_once(s3: SignedS3, reader: ObjectReader, tmp_path: Path) -> None:
     """However lately they were looked up: each time is a renewal of the file, and none is waited for."""
     for keys in (OLD, NEW, OLD):
         _write_keys(tmp_path, keys)
@@ -69,9 +67,7 @@ def test_keys_of_a_file_that_was_renewed_are_taken_at_once(
         assert reader.read_many(SPANS) == [DATA[10:20]] * 64
 
 
-def test_keys_of_the_environment_too(
-    s3: SignedS3, reader: ObjectReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_the_environment_too(s3: SignedS3, reader: ObjectReader, monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in (OLD, NEW):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", keys.key_id)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys.secret)

@@ -115,17 +115,13 @@ def test_a_bundle_of_the_environment_is_trusted(
     assert _read(server) == DATA
 
 
-def test_a_bundle_of_the_shared_configuration_is_trusted(
-    server: WebServer, certificate: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_of_the_shared_configuration_is_trusted(server: WebServer, certificate: Path, tmp_path: Path) -> None:
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws/config").write_text(f"[default]\nca_bundle = {certificate}\n")
     assert _read(server) == DATA
 
 
-def test_the_option_comes_first(
-    server: WebServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_option_comes_first(server: WebServer, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", "/no/such/file")
     assert _read(server, verify=str(certificate)) == _read(server, verify=certificate) == DATA
     assert _read(server, verify=False) == DATA
@@ -213,9 +209,7 @@ def test_buckets_are_looked_for_where_botocore_does(
     )
     try:
         try:
-            expected = client.generate_presigned_url(
-                "get_object", Params={"Bucket": bucket, "Key": "a b/c+d"}
-            )
+            expected = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "a b/c+d"})
         except botocore.exceptions.BotoCoreError:
             with pytest.raises(OptionError, match="correct the address or the region"):
                 service.request(f"s3://{bucket}/a b/c+d")
@@ -363,9 +357,7 @@ def test_tls_can_be_done_without() -> None:
         assert _read(server, use_ssl=False) == DATA
 
 
-@pytest.mark.parametrize(
-    ("service", "option"), [(S3Service, "anon"), (S3Service, "use_ssl"), (OSSService, "anon")]
-)
+@pytest.mark.parametrize(("service", "option"), [(S3Service, "anon"), (S3Service, "use_ssl"), (OSSService, "anon")])
 def test_a_word_is_no_switch(service: type[S3Service] | type[OSSService], option: str) -> None:
     with pytest.raises(OptionTypeError, match=f"{option}='no' is of type str; give True or False"):
         service({"endpoint": "http://127.0.0.1:1", option: "no"})

@@ -19,9 +19,7 @@ oss2, auth, awsrequest, credentials_of = map(
 )
 NOW = datetime(2024, 3, 1, 12, 30, 59, tzinfo=timezone.utc)
 KEYS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=40)
-CREDENTIALS = st.builds(
-    Credentials, st.just("id"), st.text("abcXYZ09/+", min_size=1), st.sampled_from([None, "tok"])
-)
+CREDENTIALS = st.builds(Credentials, st.just("id"), st.text("abcXYZ09/+", min_size=1), st.sampled_from([None, "tok"]))
 
 
 class Frozen(datetime):
@@ -73,9 +71,7 @@ def test_oss_v4(key: str, credentials: Credentials) -> None:
 
 
 def signed_by_oss2(version: str, key: str, credentials: Credentials) -> dict[str, str]:
-    provider = oss2.credentials.StaticCredentialsProvider(
-        credentials.key_id, credentials.secret, credentials.token
-    )
+    provider = oss2.credentials.StaticCredentialsProvider(credentials.key_id, credentials.secret, credentials.token)
     request = SimpleNamespace(
         method="GET", headers={}, params={}, region="cn-hangzhou", cloudbox_id=None, product="oss"
     )

@@ -47,9 +47,7 @@ def server(oss: OSSServer) -> OSSServer:
 
 
 @pytest.fixture(params=["direct", "ossfs"])
-def reader(
-    request: pytest.FixtureRequest, server: OSSServer, impatient: ReadOptions
-) -> Iterator[ObjectReader]:
+def reader(request: pytest.FixtureRequest, server: OSSServer, impatient: ReadOptions) -> Iterator[ObjectReader]:
     """Through our own client, and through the vendor's."""
     options: dict[str, Any] = server.storage_options()
     if request.param == "ossfs":
@@ -164,9 +162,7 @@ def test_an_object_above_the_limit_is_refused_before_it_is_read(server: OSSServe
         assert reader.read(URL, 0, 1000) == DATA[:1000]
 
 
-def test_one_bad_object_costs_the_others_of_a_batch_nothing(
-    server: OSSServer, impatient: ReadOptions
-) -> None:
+def test_one_bad_object_costs_the_others_of_a_batch_nothing(server: OSSServer, impatient: ReadOptions) -> None:
     for number in range(6):
         server.buckets.put(BUCKET, f"{number}", StoredObject(data=bytes([number]), content_type="x"))
     server.faults.add(Fault.HANG, key="2")

@@ -62,9 +62,7 @@ class TestLocal(StorageContract):
             storage.fetch(ByteRange(str(tmp_path)), time.monotonic() + 9)
 
     @pytest.mark.parametrize("stop", [None, 5])
-    def test_waits_for_nothing_that_is_no_file(
-        self, storage: Storage, tmp_path: Path, stop: int | None
-    ) -> None:
+    def test_waits_for_nothing_that_is_no_file(self, storage: Storage, tmp_path: Path, stop: int | None) -> None:
         os.mkfifo(tmp_path / "fifo")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / "socket"))
@@ -209,9 +207,7 @@ def test_names_the_schemes_that_nobody_knows() -> None:
     ("scheme", "package", "extra"),
     [("https", "aiohttp", "http"), ("s3", "s3fs", "s3"), ("oss", "ossfs", "oss")],
 )
-def test_names_our_extra_for_a_scheme(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, extra: str
-) -> None:
+def test_names_our_extra_for_a_scheme(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, extra: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
     monkeypatch.delitem(_registry, scheme, raising=False)
@@ -237,9 +233,7 @@ def test_wants_a_bucket_and_a_key(oss: OSSServer, url: str) -> None:
         open_storage("oss", oss.storage_options(), _PATIENT).fetch(ByteRange(url), time.monotonic() + 9)
 
 
-def test_reads_through_the_vendors_client_behind_a_proxy(
-    oss: OSSServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_through_the_vendors_client_behind_a_proxy(oss: OSSServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert type(open_storage("oss", oss.storage_options(), _PATIENT)) is FsspecStorage
 

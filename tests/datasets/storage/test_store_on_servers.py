@@ -269,9 +269,7 @@ def test_of_many_who_create_an_object_at_once_one_succeeds(address: Address) -> 
     assert len(won) == 1
 
 
-def test_who_only_reads_needs_no_client_of_the_vendors(
-    address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_only_reads_needs_no_client_of_the_vendors(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     url, options = address
     publish(DatasetStore.create(url, **options), Numbered(3))
     scheme = url.partition(":")[0]
@@ -360,9 +358,7 @@ def test_a_profile_that_does_not_exist_is_told(
         lambda: DatasetStore(url, **given),
         lambda: [*ImageFolderImporter(url, options=given).items()],
     ):
-        with pytest.raises(
-            AccessDeniedError, match=r"\(nobody\) could not be found; name one of ~/.aws/config"
-        ):
+        with pytest.raises(AccessDeniedError, match=r"\(nobody\) could not be found; name one of ~/.aws/config"):
             use()
 
 

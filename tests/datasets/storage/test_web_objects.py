@@ -105,9 +105,7 @@ class TestWeb(StorageContract):
             yield put
 
 
-def test_a_server_without_ranges_gives_the_right_bytes(
-    plain: str, tmp_path: Path, reader: ObjectReader
-) -> None:
+def test_a_server_without_ranges_gives_the_right_bytes(plain: str, tmp_path: Path, reader: ObjectReader) -> None:
     (tmp_path / "pack.bin").write_bytes(DATA)
     url = f"{plain}/pack.bin"
     spans = [ByteRange(url, start, start + 100) for start in (0, 5000, 90_001)]
@@ -151,9 +149,7 @@ def test_names_with_spaces_and_hashes_are_escaped(plain: str, tmp_path: Path, re
     "content_range",
     ["bytes 0-99/102400", "bytes 100-198/102400", "bytes 100-299/102400", "100-199", "bytes 100-99/9", ""],
 )
-def test_another_range_than_was_asked_for_is_refused(
-    web: WebServer, reader: ObjectReader, content_range: str
-) -> None:
+def test_another_range_than_was_asked_for_is_refused(web: WebServer, reader: ObjectReader, content_range: str) -> None:
     web.answer = lambda handler: reply(handler, 206, DATA[:100], content_range=content_range)
     with pytest.raises(StorageError, match="another range"):
         reader.read(f"{web.url}/x", 100, 200)
@@ -222,9 +218,7 @@ def test_a_dropped_connection_is_tried_again(web: WebServer, fault: Answer) -> N
 
 
 @pytest.mark.parametrize("fault", [_disconnect, _cut, _cut_chunks])
-def test_a_connection_that_always_drops_is_an_error(
-    web: WebServer, reader: ObjectReader, fault: Answer
-) -> None:
+def test_a_connection_that_always_drops_is_an_error(web: WebServer, reader: ObjectReader, fault: Answer) -> None:
     web.answer = fault
     with pytest.raises(StorageUnavailableError, match=r"attempt 3 of 3"):
         reader.read(f"{web.url}/x")
@@ -291,9 +285,7 @@ def test_an_object_that_a_proxy_passes_on_is_read(web: WebServer, reader: Object
 
 
 @pytest.mark.parametrize("encoding", ["", "Identity", "aws-chunked", "aws-chunked, identity", ","])
-def test_an_encoding_that_changes_nothing_is_read(
-    web: WebServer, reader: ObjectReader, encoding: str
-) -> None:
+def test_an_encoding_that_changes_nothing_is_read(web: WebServer, reader: ObjectReader, encoding: str) -> None:
     web.answer = lambda handler: reply(handler, 200, DATA, content_encoding=encoding)
     assert reader.read(f"{web.url}/x") == DATA
 
@@ -310,9 +302,7 @@ def _without_size(handler: BaseHTTPRequestHandler) -> None:
 
 
 def _with_hints(handler: BaseHTTPRequestHandler) -> None:
-    handler.wfile.write(
-        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\nContent-Length:\n 5\n\nhello"
-    )
+    handler.wfile.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\nContent-Length:\n 5\n\nhello")
 
 
 def _zipped(handler: BaseHTTPRequestHandler) -> None:
@@ -587,9 +577,7 @@ def test_redirects_that_lead_nowhere_end(web: WebServer, reader: ObjectReader, l
     ("status", "kind"),
     [(401, AccessDeniedError), (404, ObjectMissingError), (410, StorageError), (204, StorageError)],
 )
-def test_other_answers_are_errors(
-    web: WebServer, reader: ObjectReader, status: int, kind: type[StorageError]
-) -> None:
+def test_other_answers_are_errors(web: WebServer, reader: ObjectReader, status: int, kind: type[StorageError]) -> None:
     web.answer = lambda handler: reply(handler, status)
     with pytest.raises(kind, match=str(status)):
         reader.read(f"{web.url}/x")

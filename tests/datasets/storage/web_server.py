@@ -86,9 +86,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def reply(
-    handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes = b"", **headers: str | int
-) -> None:
+def reply(handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes = b"", **headers: str | int) -> None:
     """A whole answer; `content_length` and other headers may be given otherwise than they are."""
     handler.send_response(status)
     for name, value in {"content_length": len(body), **headers}.items():

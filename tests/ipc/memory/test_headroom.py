@@ -142,9 +142,7 @@ def test_a_machine_that_says_nothing_of_its_memory_has_some(
 
 @pytest.mark.usefixtures("meminfo")
 def test_a_loader_needs_no_figures_of_memory() -> None:
-    assert torch.equal(
-        torch.cat([*DPFlowDataLoader(Indices(8), batch_size=2, num_workers=1)]), torch.arange(8)
-    )
+    assert torch.equal(torch.cat([*DPFlowDataLoader(Indices(8), batch_size=2, num_workers=1)]), torch.arange(8))
 
 
 @pytest.mark.parametrize("lost", ["limit", "usage", "memory.stat"])

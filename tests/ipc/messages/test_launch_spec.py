@@ -54,9 +54,7 @@ def test_a_launch_spec_does_not_show_its_secret() -> None:
 
 def test_a_launch_spec_of_another_release_says_what_to_do() -> None:
     other = json.loads(encode_launch_spec(launch_spec())) | {"version": 2, "added": 1}
-    with pytest.raises(
-        MessageError, match="version 2; this torch_dpflow reads version 1: install the same release"
-    ):
+    with pytest.raises(MessageError, match="version 2; this torch_dpflow reads version 1: install the same release"):
         decode_launch_spec(json.dumps(other).encode())
 
 

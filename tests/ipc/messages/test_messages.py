@@ -59,9 +59,7 @@ def test_any_bytes_are_a_header_or_a_message_error(content: bytes) -> None:
 
 
 @given(st.sampled_from(VALID), st.integers(0, 200), st.binary(max_size=8))
-def test_header_with_bytes_replaced_is_a_header_or_a_message_error(
-    path: Path, position: int, patch: bytes
-) -> None:
+def test_header_with_bytes_replaced_is_a_header_or_a_message_error(path: Path, position: int, patch: bytes) -> None:
     content = bytearray(path.read_bytes())
     position %= len(content) + 1
     content[position : position + len(patch)] = patch

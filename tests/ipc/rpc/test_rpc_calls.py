@@ -133,9 +133,7 @@ def test_a_servers_own_failure_is_told_apart_and_comes_with_its_traceback(client
         ("unsendable", None, ErrorKind.INTERNAL),
     ],
 )
-def test_call_that_cannot_be_served_is_answered(
-    client: RpcClient, method: str, body: Any, kind: ErrorKind
-) -> None:
+def test_call_that_cannot_be_served_is_answered(client: RpcClient, method: str, body: Any, kind: ErrorKind) -> None:
     with pytest.raises(RemoteCallError) as caught:
         client.call(method, body)
     assert caught.value.kind is kind
@@ -209,9 +207,7 @@ def test_deadline_of_one_call_leaves_the_next_alone(
     assert client.call("echo", 1).body == 1
 
 
-def test_call_beyond_a_limit_fails_at_once(
-    address: str, start_server: StartServer, open_client: OpenClient
-) -> None:
+def test_call_beyond_a_limit_fails_at_once(address: str, start_server: StartServer, open_client: OpenClient) -> None:
     limits = TransportOptions(max_frames=4)
     client = open_client(start_server(address, prepare, transport=limits).address, transport=limits)
     with pytest.raises(MessageError, match="max_frames"):

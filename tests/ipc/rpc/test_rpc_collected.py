@@ -47,9 +47,7 @@ def test_a_call_that_fails_keeps_nothing_of_its_caller(ipc_address: str, uncolle
     assert failing()() is None
 
 
-def test_a_socket_is_collected_by_whoever_holds_the_contexts_lock(
-    ipc_address: str, uncollected: None
-) -> None:
+def test_a_socket_is_collected_by_whoever_holds_the_contexts_lock(ipc_address: str, uncollected: None) -> None:
     users = contexts.shared._users
     circle: list[object] = [connect(ipc_address)]
     circle.append(circle)

@@ -61,12 +61,8 @@ def kill(process: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_call_when_the_server_is_killed_and_restarted(
-    scheme: str, tmp_path: Path, open_client: OpenClient
-) -> None:
-    first, pipe, address = start(
-        f"ipc://{tmp_path}/rpc" if scheme == "ipc" else "tcp://127.0.0.1:0", answering=False
-    )
+def test_call_when_the_server_is_killed_and_restarted(scheme: str, tmp_path: Path, open_client: OpenClient) -> None:
+    first, pipe, address = start(f"ipc://{tmp_path}/rpc" if scheme == "ipc" else "tcp://127.0.0.1:0", answering=False)
     client = open_client(address, inquire_s=0.1)
     call = client.begin("work", "task", [b"payload" * 10_000])
     assert pipe.poll(60)

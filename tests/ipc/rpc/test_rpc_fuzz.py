@@ -96,9 +96,7 @@ def test_server_survives_the_corpus(
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    messages=st.lists(
-        st.lists(st.binary(max_size=100) | st.sampled_from(CORPUS), min_size=1, max_size=4), max_size=8
-    )
+    messages=st.lists(st.lists(st.binary(max_size=100) | st.sampled_from(CORPUS), min_size=1, max_size=4), max_size=8)
 )
 def test_server_survives_anything(
     server: RpcServer, fiend: Connection, open_client: OpenClient, messages: list[list[bytes]]
@@ -138,9 +136,7 @@ def test_payload_that_does_not_fit_its_packing_is_answered_as_an_error(
     still_serves(server, open_client)
 
 
-def test_memory_stays_flat_under_nonsense(
-    ipc_address: str, start_server: StartServer, open_client: OpenClient
-) -> None:
+def test_memory_stays_flat_under_nonsense(ipc_address: str, start_server: StartServer, open_client: OpenClient) -> None:
     server = start_server(ipc_address, prepare, max_clients=50, reply_memory_bytes=1 << 20)
     client = open_client(server.address)
     process = psutil.Process()

@@ -35,9 +35,7 @@ def sparse() -> Iterator[Callable[[int], int]]:
         os.close(fd)
 
 
-@pytest.mark.parametrize(
-    ("capacity", "nbytes"), [(1 << 47, 16), (1 << 40, 1 << 40)], ids=["mapped", "copied"]
-)
+@pytest.mark.parametrize(("capacity", "nbytes"), [(1 << 47, 16), (1 << 40, 1 << 40)], ids=["mapped", "copied"])
 def test_a_huge_sparse_probe_harms_nobody(
     ipc_address: str,
     start_server: Callable[..., RpcServer],

@@ -28,8 +28,7 @@ class Seed(NamedTuple):
 def load() -> dict[str, Seed]:
     """The committed seeds by name."""
     return {
-        path.stem: msgspec.msgpack.decode(path.read_bytes(), type=Seed)
-        for path in sorted(FOLDER.glob("*.msgpack"))
+        path.stem: msgspec.msgpack.decode(path.read_bytes(), type=Seed) for path in sorted(FOLDER.glob("*.msgpack"))
     }
 
 

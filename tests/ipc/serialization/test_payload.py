@@ -185,9 +185,7 @@ def test_sparse_tensors(carry: Carry, convert: Callable[[torch.Tensor], torch.Te
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors(
-    carry: Carry, layout: torch.layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nested_tensors(carry: Carry, layout: torch.layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch makes it for the jagged layout
     parts = [torch.randn(3, 2), torch.randn(5, 2)]
     nested = torch.nested.nested_tensor(parts, layout=layout)

@@ -247,9 +247,7 @@ def test_any_mixture_comes_back_as_it_was(obj: Any, shared: bool) -> None:
     order=st.lists(st.integers(0, 3), max_size=8),
     shared=st.booleans(),
 )
-def test_identities_come_back_as_plain_pickle_has_them(
-    some: list[bytes], order: list[int], shared: bool
-) -> None:
+def test_identities_come_back_as_plain_pickle_has_them(some: list[bytes], order: list[int], shared: bool) -> None:
     chosen = [some[position % len(some)] for position in order]
     ours = (carry_shared if shared else carry_inline)([chosen, tuple(chosen)])
     theirs = pickle.loads(pickle.dumps([chosen, tuple(chosen)], protocol=5))

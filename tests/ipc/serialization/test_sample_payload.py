@@ -44,8 +44,7 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return (
             type(left) is type(right)
-            and (left.dtype, left.shape, left.requires_grad)
-            == (right.dtype, right.shape, right.requires_grad)
+            and (left.dtype, left.shape, left.requires_grad) == (right.dtype, right.shape, right.requires_grad)
             and torch.equal(left, right)
         )
     if isinstance(left, tuple):
@@ -123,9 +122,7 @@ def test_what_is_less_common_goes_the_long_way(sample: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("beside", [(), (7, 0.5)])
-def test_an_image_stays_pixel_by_pixel_where_its_layout_is_kept(
-    shared: bool, beside: tuple[Any, ...]
-) -> None:
+def test_an_image_stays_pixel_by_pixel_where_its_layout_is_kept(shared: bool, beside: tuple[Any, ...]) -> None:
     image = (torch.arange(150 * 120 * 3) % 251).to(torch.uint8).reshape(150, 120, 3).permute(2, 0, 1)
     sample: Any = (image, *beside) if beside else image
     with shared_memory() as (arena, reader):

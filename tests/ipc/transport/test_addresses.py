@@ -12,9 +12,7 @@ from torch_dpflow.errors import OptionError, TransportError
 from torch_dpflow.ipc.transport import connect, listen
 
 
-@pytest.mark.parametrize(
-    "address", ["", "ipc", "ipc://", "udp://127.0.0.1:1", "127.0.0.1:1", "tcp:/127.0.0.1:1"]
-)
+@pytest.mark.parametrize("address", ["", "ipc", "ipc://", "udp://127.0.0.1:1", "127.0.0.1:1", "tcp:/127.0.0.1:1"])
 def test_address_of_no_transport_is_refused(address: str) -> None:
     with pytest.raises(OptionError, match=r"must be ipc://PATH or tcp://HOST:PORT"):
         listen(address)

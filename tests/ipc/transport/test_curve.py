@@ -65,9 +65,7 @@ def test_stranger_without_keys_is_not_heard(listener: Listener) -> None:
 
 def test_stranger_with_a_key_of_his_own_is_not_heard(listener: Listener) -> None:
     theirs = STRANGER.client_keys()
-    keys = ClientKeys(
-        public=theirs.public, secret=theirs.secret, server_public=CLUSTER.server_public.encode()
-    )
+    keys = ClientKeys(public=theirs.public, secret=theirs.secret, server_public=CLUSTER.server_public.encode())
     refused(listener, connect(listener.address, options=TransportOptions(keys=keys, send_timeout_s=0.05)))
 
 
@@ -188,11 +186,7 @@ def test_a_secret_that_is_mounted_for_a_group_is_read_by_those_in_it_alone(
     path.chmod(mode)
     (link := tmp_path / "link").symlink_to(path.name)  # as Kubernetes has it
     for read in (read_connection_file, read_key_file):
-        with (
-            nullcontext()
-            if is_read
-            else pytest.raises(OptionError, match=rf"mode {mode:o}, owner {owner}, group")
-        ):
+        with nullcontext() if is_read else pytest.raises(OptionError, match=rf"mode {mode:o}, owner {owner}, group"):
             assert read(link) == CLUSTER
 
 
@@ -256,9 +250,7 @@ class WorkerListener:
 
     def hears(self, identity: bytes, keys: ClientKeys) -> bool:
         """Whether a new connection with this identity is next_message."""
-        with closing(
-            connect(self.listener.address, identity=identity, options=TransportOptions(keys=keys))
-        ) as caller:
+        with closing(connect(self.listener.address, identity=identity, options=TransportOptions(keys=keys))) as caller:
             caller.send([b"hello"])
             return self.listen(TIMEOUT_S) == identity
 
@@ -318,9 +310,7 @@ def test_a_worker_is_not_heard_under_another_s_name_nor_after_it_was_dropped(
     assert worker_listener.is_deaf_to(b"1/77/a/line", keys)
     assert worker_listener.is_deaf_to(b"1/7", keys)
     assert worker_listener.hears(b"1/77/b/line", others)
-    worker = connect(
-        worker_listener.listener.address, identity=b"1/7/a/line", options=TransportOptions(keys=keys)
-    )
+    worker = connect(worker_listener.listener.address, identity=b"1/7/a/line", options=TransportOptions(keys=keys))
     try:
         worker.send([b"hello"])
         assert worker_listener.listen(TIMEOUT_S) == b"1/7/a/line"

@@ -200,9 +200,7 @@ def test_a_quota_is_a_ceiling_that_rises_by_one_a_minute() -> None:
     assert starts(machine.tick(9.0 + RAISE_S)) == []
     (one,) = starts(machine.tick(10.0 + RAISE_S))
     assert starts(machine.handle(Refused(one, QuotaError("full")), 10.0 + RAISE_S)) == []
-    assert starts(machine.handle(Ended(names[0], End(code=1)), 11.0 + RAISE_S)) == [named(0, 7)], (
-        "below it at once"
-    )
+    assert starts(machine.handle(Ended(names[0], End(code=1)), 11.0 + RAISE_S)) == [named(0, 7)], "below it at once"
 
 
 def test_once_there_is_room_again_all_that_are_missing_are_started_at_once() -> None:
@@ -358,9 +356,7 @@ def test_workers_that_died_are_replaced_in_their_places() -> None:
     machine = working(3)
     assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]
     told = machine.goodbye(named(0, 1), 6.0)
-    assert told == [CheckWorker(named(0, 1)), StartWorker(named(0, 5), 0, 5, None)], (
-        "one may be too many meanwhile"
-    )
+    assert told == [CheckWorker(named(0, 1)), StartWorker(named(0, 5), 0, 5, None)], "one may be too many meanwhile"
     machine.silent(named(2, 3), 6.0)
     assert starts(machine.tick(7.0)) == [], "two may not"
     for name in (named(1, 4), named(0, 5)):
@@ -423,9 +419,7 @@ def test_a_worker_gets_a_successor_before_its_lifetime_ends() -> None:
 
 
 @pytest.mark.parametrize(("workers", "start_s"), [(1, 8.0), (10, 3.0), (64, 3.0)])
-def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly(
-    workers: int, start_s: float
-) -> None:
+def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly(workers: int, start_s: float) -> None:
     lifetime_s = 60.0
     machine = Fleet(PREFIX, fleet_limits(lifetime_s=lifetime_s), draw=lambda: 0.5)
     machine.target(workers)

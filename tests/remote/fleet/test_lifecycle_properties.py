@@ -55,9 +55,7 @@ def check_fleet(fleet: Fleet, now: float) -> None:
     assert all(count <= 2 for count in places.values())
     busy = [one.number for one in workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)]
     assert len(busy) == len(set(busy)), "two workers work in one place"
-    assert not [
-        one for one in workers if one.state is WorkerState.ON_DECK and one.ready and one.number not in busy
-    ]
+    assert not [one for one in workers if one.state is WorkerState.ON_DECK and one.ready and one.number not in busy]
     for one in workers:
         assert one.name == f"{fleet._prefix}{one.number}-{one.incarnation}"
         assert one.incarnation <= fleet._incarnation

@@ -47,9 +47,7 @@ def refused(machine: Prompt, error: PlatformError, begin: float, until: float) -
 def test_credentials_that_are_wrong_are_looked_up_once_more_and_fail_the_fleet() -> None:
     machine = fleet()
     for name in starts(machine.target(3, 0.0)):
-        assert only(Fail, machine.handle(Refused(name, DENIED), 1.0)) == [], (
-            "all of one moment are one refusal"
-        )
+        assert only(Fail, machine.handle(Refused(name, DENIED), 1.0)) == [], "all of one moment are one refusal"
     (again,) = starts(machine.tick(1.0 + RENEW_S + 0.5))
     assert only(Fail, machine.handle(Refused(again, DENIED), 4.0)) == [Fail(str(DENIED))]
     assert starts(machine.tick(1000.0)) == []

@@ -14,9 +14,7 @@ import pytest
 from torch_dpflow.remote.launchers.ray import RayLauncher
 
 #: For all tests that start it.
-needs_ray = pytest.mark.skipif(
-    find_spec("ray") is None, reason="Ray is not installed: pip install 'torch_dpflow[ray]'"
-)
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'torch_dpflow[ray]'")
 #: A node's memory for Ray's objects: the least that it takes.
 STORE = 80 * 2**20
 
@@ -45,9 +43,7 @@ def start_node(cpus: float) -> Callable[[Any, str], str]:
     """Starts a cluster of one node, for `ray_of`."""
 
     def start(ray: Any, directory: str) -> str:
-        context = ray.init(
-            num_cpus=cpus, include_dashboard=False, object_store_memory=STORE, _temp_dir=directory
-        )
+        context = ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=STORE, _temp_dir=directory)
         return str(context.address_info["address"])
 
     return start

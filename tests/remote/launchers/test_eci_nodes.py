@@ -36,9 +36,7 @@ PLACE = ("--image", "r/i:1", "--vswitch", "vsw-1", "--security-group", "sg-1")
 def no_leaks() -> Iterator[None]:
     """Instead of the check of all tests: the vendor's client keeps its connections. Of ours nothing is left."""
     yield
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
 
 
 @pytest.fixture
@@ -94,9 +92,7 @@ def test_groups_are_made_once_and_those_that_have_ended_or_are_too_many_replaced
     assert "there are no container groups" in dpflow(server, "--remove", "--cluster", cluster)[1]
 
 
-def test_a_group_has_what_a_node_needs_and_its_keys_are_in_a_file_alone(
-    server: GroupServer, file: Path
-) -> None:
+def test_a_group_has_what_a_node_needs_and_its_keys_are_in_a_file_alone(server: GroupServer, file: Path) -> None:
     said = dpflow(server, "--join", file, *PLACE, "--nodes", 1, "--memory", "8GiB")[1]
     (asked,) = (one.asked for one in server.groups.values())
     assert (asked["RestartPolicy"], asked["Cpu"], asked["Memory"]) == ("Never", "4.0", "8.0")
@@ -132,9 +128,7 @@ def test_the_control_plane_takes_a_signature_once(
         Fault(503, "ServiceUnavailable"),
     ],
 )
-def test_calls_that_are_throttled_or_not_answered_are_made_again(
-    server: GroupServer, file: Path, fault: Fault
-) -> None:
+def test_calls_that_are_throttled_or_not_answered_are_made_again(server: GroupServer, file: Path, fault: Fault) -> None:
     actions = ("CreateContainerGroup", "DescribeContainerGroups", "DeleteContainerGroup")
     for action in actions:
         server.fault(action, fault)
@@ -145,9 +139,7 @@ def test_calls_that_are_throttled_or_not_answered_are_made_again(
     assert [server.count(action) for action in actions] == [2, 3, 2]
 
 
-def test_a_quota_is_told_with_what_was_made_and_a_further_call_goes_on(
-    server: GroupServer, file: Path
-) -> None:
+def test_a_quota_is_told_with_what_was_made_and_a_further_call_goes_on(server: GroupServer, file: Path) -> None:
     server.quota = 2
     code, said = dpflow(server, "--join", file, *PLACE, "--nodes", 3)
     assert (code, said.count("vCPU"), len(server.groups)) == (1, 2, 2)
@@ -209,9 +201,7 @@ def test_a_job_reads_through_groups_one_of_which_is_killed(own_address: str, tmp
             assert dpflow(server, *deploy)[0] == 0
             groups = [*server.groups.values()]
             await_nodes(cluster, *(one.name for one in groups))
-            with open_job(
-                "a/b", SlowNumbers(240, 0.01), address=cluster.address, batch_size=4, workers=2
-            ) as job:
+            with open_job("a/b", SlowNumbers(240, 0.01), address=cluster.address, batch_size=4, workers=2) as job:
                 batches = job.traverse(0)
                 read = numbers_of(islice(batches, 1))
                 wait(

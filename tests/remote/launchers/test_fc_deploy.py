@@ -32,9 +32,7 @@ def dpflow(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_a_function_is_made_changed_and_removed(
-    server: FunctionServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_is_made_changed_and_removed(server: FunctionServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dpflow("deploy", "fc", "--image", "r/i:1", "--dry-run")[0] == 0
     assert not server.functions
     code, said = dpflow("deploy", "fc", "--image", "r/i:1")
@@ -51,9 +49,7 @@ def test_a_function_is_made_changed_and_removed(
     assert "nothing differs" in dpflow("deploy", "fc", "--image", "r/i:1", "--dry-run")[1]
 
     monkeypatch.setenv("DPFLOW_PLATFORM_FC_MEMORY", "4GiB")
-    monkeypatch.setenv(
-        "DPFLOW_PLATFORM_FC_VPC", '{ id = "vpc-1", vswitches = ["vsw-1"], security_group = "sg-1" }'
-    )
+    monkeypatch.setenv("DPFLOW_PLATFORM_FC_VPC", '{ id = "vpc-1", vswitches = ["vsw-1"], security_group = "sg-1" }')
     assert "memorySize: 2048 -> 4096" in dpflow("deploy", "fc", "--image", "r/i:2", "--dry-run")[1]
     assert server.functions["dpflow-worker"]["memorySize"] == 2048
     assert "changed" in dpflow("deploy", "fc", "--image", "r/i:2")[1]
@@ -76,9 +72,7 @@ def test_a_function_is_made_changed_and_removed(
         ({"DPFLOW_PLATFORM_FC_REGION": ""}, "--image"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_done_is_one_line(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], says: str) -> None:
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     image = ["--image", "r/i:1"] if "ALIBABA_CLOUD_ACCESS_KEY_SECRET" in change else []

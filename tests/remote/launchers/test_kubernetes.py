@@ -63,9 +63,7 @@ def kubeconfig(server: KubeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def no_leaks(server: KubeServer, kubeconfig: Path) -> Iterator[None]:
     """Instead of the check of all tests: no pod is left, and no launch spec."""
     yield
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
     for pod in [*server.pods.values()]:
         if not pod.is_live:  # it ended before the test's `list`, which leaves it to the next look
             pod.delete(0.0)
@@ -266,9 +264,7 @@ def test_what_keeps_a_pod_from_starting_is_told(
     assert caplog.text.count("workers wait for a node of Kubernetes: 0/3 nodes are available") == 1
 
 
-def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(
-    server: KubeServer, listener: socket.socket
-) -> None:
+def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer, listener: socket.socket) -> None:
     settings = {
         "requests": {"cpu": "2", "memory": "4Gi"},
         "node_selector": {"pool": "spot"},
@@ -342,8 +338,7 @@ def test_a_check_asks_for_a_pod_and_starts_none(
         for verb in rule["verbs"]:
             (kind,) = rule["resources"]
             less = [
-                {**one, "verbs": [other for other in one["verbs"] if (one, other) != (rule, verb)]}
-                for one in RULES
+                {**one, "verbs": [other for other in one["verbs"] if (one, other) != (rule, verb)]} for one in RULES
             ]
             monkeypatch.setattr(server, "rules", less)
             with pytest.raises(DeniedError, match=f'cannot {verb} resource "{kind}"'):
@@ -400,9 +395,7 @@ def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(listener
         ({"user": 0}, OptionError, "user=0"),
     ],
 )
-def test_settings_are_checked_when_they_are_made(
-    settings: dict[str, Any], error: type[Exception], told: str
-) -> None:
+def test_settings_are_checked_when_they_are_made(settings: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told) as raised:
         Kubernetes(**settings)
     assert SECRET not in str(raised.value)

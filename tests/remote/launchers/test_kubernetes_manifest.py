@@ -147,9 +147,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_workers_have_the_settings_of_whoever_prints(
-    no_settings: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_have_the_settings_of_whoever_prints(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_settings.write_text(TOML)
     mine = resolve("kubernetes")
     objects = printed()
@@ -170,9 +168,7 @@ def test_workers_have_the_settings_of_whoever_prints(
 _scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=5)
 
 
-@given(
-    st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5)
-)
+@given(st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5))
 def test_a_value_is_written_as_it_is_read(value: Any) -> None:
     tomllib = pytest.importorskip("tomllib")
     assert tomllib.loads(f"key = {toml_of(value)}")["key"] == value
@@ -249,10 +245,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def may_isolate() -> bool:
-    return (
-        os.geteuid() == 0
-        and not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
-    )
+    return os.geteuid() == 0 and not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
 
 
 @pytest.mark.slow
@@ -277,9 +270,7 @@ def test_a_job_reads_through_the_head_that_is_printed_also_when_that_is_killed(
         if isolates:
             status = Path(f"/proc/{head.process.pid}/status").read_text()
             assert re.search(r"Uid:\t1000\t.*Groups:\t1000 .*CapEff:\t0{16}", status, re.DOTALL), status
-        with closing(
-            open_job("a/b", SlowNumbers(96, 0.01), address=str(connection), batch_size=8, workers=2)
-        ) as job:
+        with closing(open_job("a/b", SlowNumbers(96, 0.01), address=str(connection), batch_size=8, workers=2)) as job:
             batches = job.traverse(0)
             read = keys([next(batches)])
             assert len(server.pods) > 1, "its workers"

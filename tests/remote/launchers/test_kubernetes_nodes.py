@@ -120,9 +120,7 @@ def test_nodes_that_cannot_be(arguments: list[str], told: str) -> None:
 
 @pytest.mark.parametrize("memory", ["16777216Ki", "16000000k", "16G", "17179869184"])
 def test_amounts_as_kubernetes_writes_them(memory: str) -> None:
-    done = CliRunner().invoke(
-        root, ["manifest", "kubernetes", *NEEDED, "--nodes", "1", "--node-memory", memory]
-    )
+    done = CliRunner().invoke(root, ["manifest", "kubernetes", *NEEDED, "--nodes", "1", "--node-memory", memory])
     assert done.exit_code == 0, done.output
     assert memory in done.output
 
@@ -159,9 +157,7 @@ def test_a_job_reads_through_nodes_that_are_killed_and_removed(own_address: str,
             return sorted(name for name in [*server.pods] if name.startswith("dpflow-nodes-"))
 
         wait(lambda: sorted(nodes()) == pods(), what="both nodes")
-        with closing(
-            open_job("a/b", SlowNumbers(400, 0.01), address=str(connection), batch_size=8, workers=2)
-        ) as job:
+        with closing(open_job("a/b", SlowNumbers(400, 0.01), address=str(connection), batch_size=8, workers=2)) as job:
             batches = job.traverse(0)
             read = keys([next(batches)])
             wait(lambda: [one.shards for one in nodes().values()] == [1, 1], what="a shard on each")

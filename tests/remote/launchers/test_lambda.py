@@ -111,9 +111,7 @@ def test_a_refusal_is_of_its_kind(
     assert getattr(again, "retry_after_s", 1.0) == 1.0
 
 
-def test_nothing_is_tried_twice(
-    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket
-) -> None:
+def test_nothing_is_tried_twice(server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket) -> None:
     before = server.requests["POST invocations"]
     for fault in ("throttle", "break"):
         server.faults.append(fault)
@@ -205,9 +203,7 @@ def test_an_answer_that_is_lost_leaves_open_what_was_done(
 # --- ends ---
 
 
-def test_a_crash_costs_no_environment(
-    server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket
-) -> None:
+def test_a_crash_costs_no_environment(server: LambdaServer, launcher: LambdaLauncher, listener: socket.socket) -> None:
     """Its worker is a fork."""
     start(launcher, listener)
     with caller(listener):
@@ -279,9 +275,7 @@ def test_a_loader_is_told_of_limits_and_addresses_when_it_is_made(monkeypatch: p
     here = LoaderOptions(listen="tcp://127.0.0.1:0")
     loader(options=here)  # an emulator of this host
     monkeypatch.delenv("AWS_ENDPOINT_URL_LAMBDA")
-    with pytest.raises(
-        OptionError, match=r"listen='tcp://127.0.0.1:0': functions cannot reach it: give the add"
-    ):
+    with pytest.raises(OptionError, match=r"listen='tcp://127.0.0.1:0': functions cannot reach it: give the add"):
         loader(options=here)
     with pytest.raises(OptionError, match=r"not given, and by default functions cannot reach it"):
         Lambda(max_workers=1).listen_at()
@@ -300,10 +294,7 @@ def test_the_check_tells_of_a_function_that_ends_too_early(server: LambdaServer)
     with closing(launcher_of(function="hasty")) as launcher:
         bad, room = launcher.check()
     assert room.good
-    assert (
-        "its timeout of 3 s ends workers before 14 m: give it 870 s, as `dpflow deploy lambda` does"
-        in bad.text
-    )
+    assert "its timeout of 3 s ends workers before 14 m: give it 870 s, as `dpflow deploy lambda` does" in bad.text
     assert not bad.good
     with (
         closing(launcher_of(function="nowhere")) as launcher,

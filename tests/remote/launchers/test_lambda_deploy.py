@@ -47,9 +47,7 @@ def dpflow(*arguments: str) -> Result:
 
 def test_a_function_is_created_changed_and_removed(server: LambdaServer, write: Path) -> None:
     planned = dpflow("deploy", "lambda", "--image", "ecr/d:1", "--dry-run")
-    assert planned.output.startswith(
-        "function 'dpflow-worker' in eu-central-1 would be created:\n  image: ecr/d:1\n"
-    )
+    assert planned.output.startswith("function 'dpflow-worker' in eu-central-1 would be created:\n  image: ecr/d:1\n")
     assert not server.functions
     assert dpflow("deploy", "lambda", "--image", "ecr/d:1").exit_code == 0
     function = server.functions["dpflow-worker"]
@@ -64,9 +62,7 @@ def test_a_function_is_created_changed_and_removed(server: LambdaServer, write: 
     assert (function["Timeout"], function["Code"]) == (870, {"ImageUri": "ecr/d:2"})
     assert dpflow("deploy", "lambda", "--remove", "--dry-run").output.endswith("would be removed\n")
     assert server.functions
-    assert (
-        dpflow("deploy", "lambda", "--remove").output == "function 'dpflow-worker' in eu-central-1 removed\n"
-    )
+    assert dpflow("deploy", "lambda", "--remove").output == "function 'dpflow-worker' in eu-central-1 removed\n"
     assert not server.functions
     assert "there is no function" in dpflow("deploy", "lambda", "--remove").output
 
@@ -87,9 +83,7 @@ def test_what_is_missing_is_told_before_anything_is_done(server: LambdaServer, w
 
 def test_a_function_that_cannot_run_is_told_of(server: LambdaServer, write: Path) -> None:
     assert dpflow("deploy", "lambda", "--image", "ecr/d:1").exit_code == 0
-    server.functions["dpflow-worker"].update(
-        LastUpdateStatus="Failed", LastUpdateStatusReason="no such image"
-    )
+    server.functions["dpflow-worker"].update(LastUpdateStatus="Failed", LastUpdateStatusReason="no such image")
     told = dpflow("deploy", "lambda", "--image", "ecr/d:9")
     assert told.exit_code == 1
     assert "cannot run: no such image" in told.output

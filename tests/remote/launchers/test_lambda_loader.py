@@ -35,9 +35,7 @@ SEEDED = LoaderOptions(seeding="batch")
 def loader() -> Iterator[Callable[..., DPFlowDataLoader[Any]]]:
     made: list[DPFlowDataLoader[Any]] = []
 
-    def make(
-        dataset: Any = None, workers: int = 2, options: Any = SEEDED, **settings: Any
-    ) -> DPFlowDataLoader[Any]:
+    def make(dataset: Any = None, workers: int = 2, options: Any = SEEDED, **settings: Any) -> DPFlowDataLoader[Any]:
         platform = Lambda(max_workers=8, **settings)
         made.append(shuffled(dataset or Unhurried(24), workers, platform=platform, options=options))
         return made[-1]
@@ -128,9 +126,7 @@ def test_starts_that_are_refused_leave_the_epoch_to_those_that_are_there(
     remote = loader()
     assert_same(epochs(remote), local)
     wait(lambda: "quota" in caplog.text, what="the second one's refusal, after a pause")
-    assert server.requests["POST invocations"] == before + 3, (
-        "who is refused for the quota does not ask at once"
-    )
+    assert server.requests["POST invocations"] == before + 3, "who is refused for the quota does not ask at once"
     assert working(remote) == 1
 
 
@@ -151,9 +147,7 @@ def test_an_invocation_that_comes_twice_works_once(
     assert "another process is" in answer["report"]
     assert len(server.done) == done + 1
     assert remote.stats().restarts == 0
-    wait(
-        lambda: working(remote) == 2, what="both workers: who calls a loader that is closed leaves after 30 s"
-    )
+    wait(lambda: working(remote) == 2, what="both workers: who calls a loader that is closed leaves after 30 s")
 
 
 @pytest.mark.slow

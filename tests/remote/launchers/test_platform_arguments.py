@@ -56,9 +56,7 @@ def test_options_of_platforms_are_refused_without_one(
         ({"local_workers": 1.5}, OptionTypeError, "local_workers=1.5 is of type float"),
     ],
 )
-def test_options_are_checked_when_they_are_made(
-    options: dict[str, Any], error: type[Exception], told: str
-) -> None:
+def test_options_are_checked_when_they_are_made(options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told) as raised:
         LoaderOptions(**options)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
@@ -96,9 +94,7 @@ def test_loaders_that_no_platform_can_serve_are_refused(
     "platform", [Processes(env={"KEY": "s3cr3t"}), Ray(runtime_env={"env_vars": {"KEY": "s3cr3t"}})]
 )
 def test_an_error_names_the_platform_and_no_key_of_its_settings(platform: Any) -> None:
-    with pytest.raises(
-        OptionError, match=rf"^platform={type(platform).__name__}\(.* with num_workers=0"
-    ) as raised:
+    with pytest.raises(OptionError, match=rf"^platform={type(platform).__name__}\(.* with num_workers=0") as raised:
         loader(platform=platform, num_workers=0)
     assert "s3cr3t" not in str(raised.value)
 

@@ -70,15 +70,11 @@ def no_leaks(ray: Any) -> Iterator[None]:
     """Instead of the check of all tests: Ray keeps sockets and processes as it likes. Of ours nothing is left."""
     yield
     wait(lambda: not names_in(launcher_of()) and not workers(), what="the end of all workers")
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
 
 
 def launcher_of(detached: bool = False, **settings: Any) -> RayLauncher:
-    return RayLauncher(
-        Ray(**{"cpus": SHARE, "wait_s": PATIENCE_S, **settings}), module=PROGRAM, detached=detached
-    )
+    return RayLauncher(Ray(**{"cpus": SHARE, "wait_s": PATIENCE_S, **settings}), module=PROGRAM, detached=detached)
 
 
 @slow
@@ -145,9 +141,7 @@ class Left:
 
 @slow
 def test_workers_end_with_the_process_that_started_them(listener: socket.socket) -> None:
-    starter = multiprocessing.get_context("spawn").Process(
-        target=start_one_and_stay, args=(launch_spec_to(listener),)
-    )
+    starter = multiprocessing.get_context("spawn").Process(target=start_one_and_stay, args=(launch_spec_to(listener),))
     starter.start()
     with caller(listener) as (connection, _):
         starter.kill()
@@ -195,8 +189,7 @@ def test_a_start_without_room_says_what_the_cluster_has(ray: Any, listener: sock
     *_, room = launcher.check()
     assert not room.good
     assert (
-        room.text
-        == "1 node has 4 CPUs: room for 2 workers in all, of 2 CPUs each, and for none now, with 0 CPUs free"
+        room.text == "1 node has 4 CPUs: room for 2 workers in all, of 2 CPUs each, and for none now, with 0 CPUs free"
     )
     assert sorted(names_in(launcher)) == [name_of(0), name_of(1)]
     for number in range(2):
@@ -234,9 +227,7 @@ def test_actors_leave_the_placement_group_of_a_trial(ray: Any, listener: socket.
 
     group = placement_group([{"CPU": 1}])
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    ended = (
-        ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(launch_spec_to(listener))
-    )
+    ended = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(launch_spec_to(listener))
     with caller(listener):
         pass
     assert "exited with code 0" in ray.get(ended)
@@ -294,10 +285,7 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
     client, closed, *wrong = done.stdout.splitlines()
     assert client.startswith("OptionError RAY_ADDRESS='ray://head:10001': Ray Client")
     assert "ray job submit" in client
-    assert (
-        "UnavailableError no Ray cluster answers at '127.0.0.1:1': start one with `ray start --head`"
-        in closed
-    )
+    assert "UnavailableError no Ray cluster answers at '127.0.0.1:1': start one with `ray start --head`" in closed
     assert len(wrong) == 3
     for line in wrong:
         assert "OptionError" in line
@@ -327,8 +315,7 @@ def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
     # No process is found: that of these tests would go before.
     (tmp_path / "1").mkdir()
     script = (
-        f"import ray, psutil; psutil.PROCFS_PATH = {str(tmp_path)!r}\n"
-        "from torch_dpflow.remote import Ray; Ray().open()"
+        f"import ray, psutil; psutil.PROCFS_PATH = {str(tmp_path)!r}\nfrom torch_dpflow.remote import Ray; Ray().open()"
     )
     env = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
@@ -370,9 +357,7 @@ def test_a_check_tries_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WRONG 1 node has 4 CPUs" in told.output
 
 
-def test_what_is_left_can_be_listed_and_swept(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_can_be_listed_and_swept(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = launcher_of(detached=True)
     launcher.start(name_of(0), launch_spec_to(listener), deadline_s=PATIENCE_S)
     with caller(listener) as (connection, _):
@@ -471,8 +456,6 @@ def test_trials_of_the_example_share_what_is_loaded(
 def test_an_example_uses_the_ray_that_runs_on_this_host(ray: Any) -> None:
     script = "from examples.train_on_ray import *; join_ray(2); print(ray.get_runtime_context().gcs_address)"
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ray.get_runtime_context().gcs_address

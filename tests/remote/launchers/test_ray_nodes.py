@@ -51,9 +51,7 @@ def no_leaks() -> Iterator[None]:
     """As in `test_ray`."""
     yield
     wait(lambda: not names_in(RayLauncher(Ray())) and not workers(), what="the end of all workers")
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
 
 
 def remove(cluster: Any, node: Any) -> None:

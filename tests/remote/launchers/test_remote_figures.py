@@ -22,9 +22,7 @@ def worker(task_s: float, tasks: int = 5) -> RemoteWorker:
     ("task_s", "round_trip_s", "window"),
     [(0.05, 0.001, 2), (0.05, 0.02, 3), (0.05, 0.06, 4), (0.001, 0.05, 8), (0.02, 0.05, 5)],
 )
-def test_a_worker_holds_what_it_loads_during_a_round_trip(
-    task_s: float, round_trip_s: float, window: int
-) -> None:
+def test_a_worker_holds_what_it_loads_during_a_round_trip(task_s: float, round_trip_s: float, window: int) -> None:
     assert worker(task_s).fitting_window(round_trip_s) == window
 
 

@@ -110,10 +110,7 @@ def workers(recording: Recording) -> dict[str, int]:
 def pid_of(name: str) -> int:
     for entry in Path("/proc").iterdir():
         try:
-            if (
-                entry.name.isdigit()
-                and f"DPFLOW_WORKER_NAME={name}".encode() in (entry / "environ").read_bytes()
-            ):
+            if entry.name.isdigit() and f"DPFLOW_WORKER_NAME={name}".encode() in (entry / "environ").read_bytes():
                 return int(entry.name)
         except OSError:
             continue
@@ -210,9 +207,7 @@ def test_strangers_and_garbage_change_nothing(
     eventually(lambda: len(names_of(remote)) == 2)
     running = workers(recording)
     own, other = (
-        launch_spec
-        for launch_spec in map(decode_launch_spec, recording.launch_specs)
-        if launch_spec.name in running
+        launch_spec for launch_spec in map(decode_launch_spec, recording.launch_specs) if launch_spec.name in running
     )
     address = own.addresses[0]
     identity, others = (f"{one.number}/{one.incarnation}/feed/line" for one in (own, other))
@@ -249,9 +244,7 @@ def test_streams_equal_torchs_through_a_kill_and_go_on_from_a_state() -> None:
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A module that only this process has in its path."""
     (tmp_path / "squares_of_mine.py").write_text(
-        "class Squares:\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, index): return index * index\n"
+        "class Squares:\n    def __len__(self): return 4\n    def __getitem__(self, index): return index * index\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("squares_of_mine")
@@ -276,9 +269,7 @@ def test_a_module_that_is_missing_is_told_of_with_what_to_do(own_module: Any) ->
 @pytest.mark.slow
 def test_a_frozen_worker_is_replaced_and_leaves_once_it_is_thawed(eventually: Callable[..., None]) -> None:
     recording = Recording()
-    loader = DPFlowDataLoader(
-        WhoLoads(40), batch_size=None, num_workers=2, persistent_workers=True, platform=recording
-    )
+    loader = DPFlowDataLoader(WhoLoads(40), batch_size=None, num_workers=2, persistent_workers=True, platform=recording)
     assert len(list(loader)) == 40
     processes = loader._iterator._shard.processes
     eventually(lambda: processes.working == 2)

@@ -128,9 +128,7 @@ def test_a_worker_that_is_to_end_hands_over_to_its_successor(
         epochs += 1
     # Only what was taken over from a busy worker that had begun it, and is counted when that comes too.
     totals = ready._iterator._shard.totals
-    eventually(
-        lambda: len(dataset.noted("loads")) - loads - epochs * SIZE <= totals().duplicates - duplicates
-    )
+    eventually(lambda: len(dataset.noted("loads")) - loads - epochs * SIZE <= totals().duplicates - duplicates)
     assert ready.stats().restarts == restarts
 
 
@@ -158,12 +156,8 @@ def test_a_sample_that_always_hangs_is_given_up_after_three_workers(
 
 
 def test_too_few_workers_in_the_time_of_a_start_are_an_error_with_what_the_platform_says() -> None:
-    refusing = Troubled(
-        limits={"start_timeout_s": (0.1, 0.5)}, refusal=[QuotaError("the account may have none")]
-    )
-    loader = DPFlowDataLoader(
-        Indices(4), num_workers=3, platform=refusing, options=LoaderOptions(min_workers=2)
-    )
+    refusing = Troubled(limits={"start_timeout_s": (0.1, 0.5)}, refusal=[QuotaError("the account may have none")])
+    loader = DPFlowDataLoader(Indices(4), num_workers=3, platform=refusing, options=LoaderOptions(min_workers=2))
     with pytest.raises(
         WorkerStartError, match=r"0 of min_workers=2 workers.*limited by quota: the account may have none"
     ):
@@ -171,9 +165,7 @@ def test_too_few_workers_in_the_time_of_a_start_are_an_error_with_what_the_platf
 
 
 @pytest.mark.parametrize("kind", ["content", pytest.param("code", marks=pytest.mark.slow)])
-def test_what_was_changed_on_its_way_is_not_opened(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
+def test_what_was_changed_on_its_way_is_not_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
     """Each worker says so and leaves; after three the loader does."""
     changed, piece = [], RemoteContent.piece
 
@@ -243,9 +235,7 @@ def test_workers_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loa
     platform = Troubled(limits={"max_lifetime_s": 40.0}, held_from=2)
     # Large ones, which come after the words of a worker that leaves.
     items: Any = (
-        Watched(SIZE, tmp_path, pace_s=0.2, payload=4 << 20)
-        if kind == "items"
-        else PacedStream(SIZE, augment=True)
+        Watched(SIZE, tmp_path, pace_s=0.2, payload=4 << 20) if kind == "items" else PacedStream(SIZE, augment=True)
     )
     loader = DPFlowDataLoader(
         items,
@@ -282,9 +272,7 @@ def test_workers_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loa
 
 
 @pytest.mark.slow
-def test_a_batch_is_not_blamed_for_the_end_of_its_workers_host(
-    tmp_path: Path, eventually: Callable[..., None]
-) -> None:
+def test_a_batch_is_not_blamed_for_the_end_of_its_workers_host(tmp_path: Path, eventually: Callable[..., None]) -> None:
     """It takes longer than the host has left."""
     dataset, platform = Watched(2, tmp_path), Troubled()
     (tmp_path / "hang-0").touch()

@@ -74,9 +74,7 @@ def test_a_table_of_pyproject_counts_where_it_is_nearest(write: Write) -> None:
     assert registry.resolve("ray") == Ray()
 
 
-@pytest.mark.parametrize(
-    "text", ["[tool]\ndpflow = 3\n", "tool.dpflow = 3\n", "[tool.dpflow]\nnetwork = 3\n"]
-)
+@pytest.mark.parametrize("text", ["[tool]\ndpflow = 3\n", "tool.dpflow = 3\n", "[tool.dpflow]\nnetwork = 3\n"])
 def test_what_is_no_table_in_pyproject_is_not_passed_over(write: Write, text: str) -> None:
     path = write("project/pyproject.toml", text)
     with pytest.raises(OptionError, match=rf"{path}(:\d)?: (tool.dpflow|network) is no table; write \["):
@@ -210,9 +208,7 @@ def test_what_is_no_file_is_not_passed_over(write: Write, monkeypatch: pytest.Mo
     with pytest.raises(OptionError, match=f"{directory} cannot be read: Is a directory; make it a file"):
         registry.network()
     monkeypatch.setenv("DPFLOW_CONFIG", str(directory))
-    with pytest.raises(
-        OptionError, match=r"dpflow.toml cannot be read: Is a directory; DPFLOW_CONFIG names it"
-    ):
+    with pytest.raises(OptionError, match=r"dpflow.toml cannot be read: Is a directory; DPFLOW_CONFIG names it"):
         registry.network()
     monkeypatch.setenv("DPFLOW_CONFIG", "~nobody-of-this-name/dpflow.toml")
     with pytest.raises(OptionError, match=r"~nobody-of-this-name/dpflow.toml cannot be read: No such file"):

@@ -331,9 +331,7 @@ def test_closing_does_not_wait_for_ever(
     launcher.gates["stop"].set()
     launcher.gates["start"].set()
     wait(lambda: ("a", "ref of a") in launcher.made_of("stop"), what="the stop of what was started too late")
-    wait(
-        lambda: "started after its platform was closed: stopped" in caplog.text, what="the line that says so"
-    )
+    wait(lambda: "started after its platform was closed: stopped" in caplog.text, what="the line that says so")
 
 
 def test_a_fork_ends_no_worker_of_its_parent(make: Any) -> None:
@@ -369,9 +367,7 @@ def test_a_launch_spec_is_not_shown_and_forgotten_once_it_is_sent(make: Any) -> 
     assert "secret" not in repr(platform._workers)
 
 
-def test_where_no_thread_can_be_had_workers_are_stopped_still(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_thread_can_be_had_workers_are_stopped_still(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     platform, launcher = make()
     platform.start("a", b"{}")
     take(platform, 1)
@@ -417,10 +413,6 @@ def test_whatever_goes_wrong_each_end_is_told_once_and_nothing_is_left(
     lasts = Counter(outcome.name for outcome in told if isinstance(outcome, Ended | Refused))
     assert lasts == Counter(names)
     for name in names:
-        (last,) = [
-            outcome for outcome in told if isinstance(outcome, Ended | Refused) and outcome.name == name
-        ]
+        (last,) = [outcome for outcome in told if isinstance(outcome, Ended | Refused) and outcome.name == name]
         assert [outcome for outcome in told if outcome.name == name][-1] is last
-    wait(
-        lambda: not launcher.there and not launcher.at_once.total(), what="the stops of what was started late"
-    )
+    wait(lambda: not launcher.there and not launcher.at_once.total(), what="the stops of what was started late")

@@ -18,9 +18,7 @@ from torch_dpflow.remote.launchers.contract import RateLimit, WorkerName, prefix
     st.integers(0, 10**6 - 1),
     st.integers(0, 10**18 - 1),
 )
-def test_a_name_is_a_label_that_can_be_read_again(
-    cluster: str, group: str, number: int, incarnation: int
-) -> None:
+def test_a_name_is_a_label_that_can_be_read_again(cluster: str, group: str, number: int, incarnation: int) -> None:
     name = WorkerName(cluster, group, number, incarnation)
     assert re.fullmatch(r"[a-z][a-z0-9-]{0,61}[a-z0-9]", str(name))
     assert WorkerName.parse(str(name)) == name

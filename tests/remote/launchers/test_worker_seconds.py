@@ -113,9 +113,7 @@ def test_those_of_a_flow_are_those_that_are_billed(
 
 def read_and_compare(cluster: CommandedCluster, double: FunctionDouble) -> None:
     dataset, options = SlowNumbers(1_000_000, 0.02), JobOptions(idle_s=300.0)
-    with open_job(
-        "billed", dataset, address=cluster.address, options=options, batch_size=8, workers=4
-    ) as job:
+    with open_job("billed", dataset, address=cluster.address, options=options, batch_size=8, workers=4) as job:
         batches = job.traverse(0)
         next(batches)
         killer = Killer(double.kill_one, double.kill_all, lambda: cluster.kill("provisioner"))

@@ -29,9 +29,7 @@ KINDS = {"fc": FunctionCompute, "lambda": Lambda, "kubernetes": Kubernetes}
 def no_leaks() -> Iterator[None]:
     """Instead of the check of all tests: the vendors' clients keep connections."""
     yield
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +42,7 @@ def found(platform: str) -> AbstractContextManager[FunctionDouble]:
     return function_double(platform)
 
 
-def told(
-    double: FunctionDouble, monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str] = {}, **settings: str
-) -> str:
+def told(double: FunctionDouble, monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str] = {}, **settings: str) -> str:
     """What a loader raises, with these variables and settings beside the right ones."""
     for name, value in {**double.env, **env}.items():
         monkeypatch.setenv(name, value)

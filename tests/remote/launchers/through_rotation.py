@@ -54,9 +54,7 @@ def read_through_rotation(
         assert sorted(seen) == [*range(samples)]
         read_epochs += 1
     loaded = dataset.loaded()
-    assert {index: loaded.count(index) for index in range(samples)} == dict.fromkeys(
-        range(samples), read_epochs
-    )
+    assert {index: loaded.count(index) for index in range(samples)} == dict.fromkeys(range(samples), read_epochs)
     assert remote.stats().restarts == 0
     assert len(drains) >= replaced
     assert all(WorkerState.ON_DECK in states for states in drains), "a successor waits"

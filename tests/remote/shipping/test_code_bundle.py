@@ -140,12 +140,8 @@ def test_equal_code_makes_equal_bundles_wherever_and_whenever_it_lies(
         os.utime(path, (1e9, 1e9))
     assert made(pickled) == first
     shutil.copytree(project, tmp_path / "copy")
-    monkeypatch.setattr(
-        sys, "path", [str(tmp_path / "copy"), *(one for one in sys.path if one != str(project))]
-    )
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("shop", "bundle_helpers", "bundle_second")
-    ]:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "copy"), *(one for one in sys.path if one != str(project))])
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("shop", "bundle_helpers", "bundle_second")]:
         del sys.modules[name]
     assert made(pickled) == first
 
@@ -205,9 +201,7 @@ def test_code_that_cannot_be_meant(code: Any, error: type[Exception], message: s
         make_bundle(pickle.dumps(1), code)
 
 
-def test_too_much_code_says_what_is_large_and_what_to_do(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_code_says_what_is_large_and_what_to_do(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "shop/vocabulary.py").write_text("#" * (17 << 20))
     with pytest.raises(
         OptionError, match=r"shop 17\.8 MB.* largest: shop/vocabulary.py 17\.8 MB.*LoaderOptions\(code=None\)"
@@ -269,9 +263,7 @@ def test_hostile_archives(entries: list[Any], damage: tuple[int, int] | None) ->
 
 
 @pytest.mark.parametrize("sizes", [(17 << 20,), (1,) * 5001], ids=["large", "many"])
-def test_more_than_is_ever_sent_is_refused_before_anything_is_written(
-    sizes: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_more_than_is_ever_sent_is_refused_before_anything_is_written(sizes: tuple[int, ...], tmp_path: Path) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for number, size in enumerate(sizes):
@@ -298,17 +290,13 @@ def test_a_bundle_is_installed_once_and_privately(
 
 def test_a_module_that_is_loaded_already_cannot_be_replaced(project: Path, tmp_path: Path) -> None:
     bundle = made(pickled_data())
-    with pytest.raises(
-        LifetimeError, match=r"'bundle_helpers' .* has imported .*/bundle_helpers.py by that"
-    ) as caught:
+    with pytest.raises(LifetimeError, match=r"'bundle_helpers' .* has imported .*/bundle_helpers.py by that") as caught:
         install_bundle(bundle.data, tmp_path / "in")
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DPFlowError)
 
 
 def test_data_whose_name_begins_as_a_loaded_module_is_installed(tmp_path: Path) -> None:
-    root = write(
-        tmp_path / "data", {"logging.yaml": "a: 1", "random.csv": "1", "numbers.txt": "", "json/a.csv": ""}
-    )
+    root = write(tmp_path / "data", {"logging.yaml": "a: 1", "random.csv": "1", "numbers.txt": "", "json/a.csv": ""})
     (tmp_path / "in").mkdir(mode=0o700)
     at = install_bundle(made(b"N.", [str(path) for path in root.iterdir()]).data, tmp_path / "in")
     try:
@@ -323,12 +311,8 @@ def test_data_whose_name_begins_as_a_loaded_module_is_installed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["logging.py", "json/__init__.py"])
-def test_a_module_in_place_of_one_that_workers_have_imported_is_refused_here(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_module_in_place_of_one_that_workers_have_imported_is_refused_here(tmp_path: Path, name: str) -> None:
     root = write(tmp_path / "code", {name: ""})
     top = name.partition("/")[0].partition(".")[0]
-    with pytest.raises(
-        OptionError, match=rf"{name} cannot be sent as module '{top}'.*imported .*; rename it"
-    ):
+    with pytest.raises(OptionError, match=rf"{name} cannot be sent as module '{top}'.*imported .*; rename it"):
         make_bundle(b"N.", [str(root / name.partition("/")[0])])

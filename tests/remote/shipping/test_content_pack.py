@@ -80,9 +80,7 @@ def test_what_is_too_large_is_named(dataset: Any, place: str) -> None:
 def test_large_arrays_travel() -> None:
     """Whose memory the pickler writes as a buffer, which has no length."""
     images = np.arange(40_000).reshape(200, 200)
-    arrived = unpack_load_spec(
-        pack_load_spec(spec_of(Held(images=images, turned=images.T)), limit=1 << 20)
-    ).dataset
+    arrived = unpack_load_spec(pack_load_spec(spec_of(Held(images=images, turned=images.T)), limit=1 << 20)).dataset
     assert (arrived.images == images).all()
     assert (arrived.turned == images.T).all()
 
@@ -171,9 +169,7 @@ def test_files_and_readers_of_stores_travel_without_secrets() -> None:
     assert SECRET.encode() not in pack_load_spec(spec_of(Held(files=files, reader=reader)))
 
 
-def test_a_worker_without_keys_is_told_that_they_were_not_sent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_a_worker_without_keys_is_told_that_they_were_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -192,9 +188,7 @@ def test_a_worker_without_keys_is_told_that_they_were_not_sent(
 
     for text in in_fork(errors):
         assert "no credentials were found" in text
-        assert (
-            "storage_options ['key', 'secret'] of the training process were not sent to this worker" in text
-        )
+        assert "storage_options ['key', 'secret'] of the training process were not sent to this worker" in text
         assert "give it some of its own" in text
         assert SECRET not in text
     with pytest.raises(StorageError) as caught:
@@ -212,14 +206,10 @@ def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch
         sys.modules["__main__"] = types.ModuleType("__main__")  # as a worker's is, without any of it
         source = BatchSource(unpack_load_spec(packed), 0)
         source.begin(EpochSpec(epoch=0, base_seed=0, shared_seed=None, stream=None))
-        loaded = [
-            encode(source.load(position, index).value) for position, index in enumerate([[0, 1], [2, 3]])
-        ]
+        loaded = [encode(source.load(position, index).value) for position, index in enumerate([[0, 1], [2, 3]])]
         return [(table, [bytes(frame) for frame in frames]) for table, frames in loaded]
 
-    (batch, failure) = (
-        decode(table, [bytearray(frame) for frame in frames]) for table, frames in in_fork(load)
-    )
+    (batch, failure) = (decode(table, [bytearray(frame) for frame in frames]) for table, frames in in_fork(load))
     assert [type(box) for box in batch.boxes] == [vars(script)["Box"]] * 2
     assert type(batch) is vars(script)["Batch"]
     with pytest.raises(vars(script)["Wrong"], match="3 is odd and large"):

@@ -73,9 +73,7 @@ def test_a_worker_that_can_load_it_is_taken_and_differences_are_told_of() -> Non
     assert warnings_of({"python": "3.11.7"}, HERE) == []
 
 
-VERSIONS = st.dictionaries(
-    st.sampled_from(list(HERE)), st.sampled_from(list(HERE.values())) | st.text(max_size=60)
-)
+VERSIONS = st.dictionaries(st.sampled_from(list(HERE)), st.sampled_from(list(HERE.values())) | st.text(max_size=60))
 
 
 @given(worker=VERSIONS, here=VERSIONS)
@@ -92,9 +90,7 @@ def test_modules_that_are_missing_are_named_with_where_they_come_from() -> None:
     required = required_modules(pickled)
     assert {name.partition(".")[0] for name in required} == {"numpy", "torch_dpflow"}
     assert missing_modules(required) == []
-    assert missing_modules(
-        ["nowhere_at_all.data", "numpy.nothing", "os.path", "concurrent.futures.thread"]
-    ) == [
+    assert missing_modules(["nowhere_at_all.data", "numpy.nothing", "os.path", "concurrent.futures.thread"]) == [
         "nowhere_at_all.data",
         "numpy.nothing",
     ]

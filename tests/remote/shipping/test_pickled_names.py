@@ -47,10 +47,7 @@ LEAVES = [
 VALUES = st.recursive(
     st.sampled_from(LEAVES) | st.none() | st.integers() | st.text() | st.binary() | st.floats(),
     lambda inner: (
-        st.lists(inner)
-        | st.dictionaries(st.text(), inner)
-        | st.tuples(inner, inner)
-        | st.frozensets(st.text())
+        st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner) | st.frozensets(st.text())
     ),
     max_leaves=8,
 )

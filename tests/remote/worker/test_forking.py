@@ -52,9 +52,7 @@ def variable(launch_spec: bytes) -> int:
         (variable, 3, "of one"),
     ],
 )
-def test_the_exit_code_and_the_last_words_are_told(
-    run: Callable[[bytes], Any], code: int, report: str
-) -> None:
+def test_the_exit_code_and_the_last_words_are_told(run: Callable[[bytes], Any], code: int, report: str) -> None:
     end = Fork(run, b"a launch spec", env={"KEY_OF_ONE": "of one"}).wait()
     assert (end.code, end.signal) == (code, None)
     assert report in end.report
@@ -155,9 +153,7 @@ def test_an_instance_ends_by_a_signal_that_another_of_its_threads_has_got(tmp_pa
         "from threading import *\nThread(target=Event().wait, daemon=True).start()\nrun = None"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FC_SERVER_PORT": "0"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch_dpflow.remote.worker.fc", "idle"], env=env
-    ) as process:
+    with subprocess.Popen([sys.executable, "-m", "torch_dpflow.remote.worker.fc", "idle"], env=env) as process:
         place = Path(f"/proc/{process.pid}")
 
         def waits() -> bool:

@@ -13,9 +13,7 @@ def validate(scheduler: Scheduler) -> None:
     assert not scheduler._revoked
     queued = _in_order(scheduler._queue)
     backlogs = [queued, *map(_in_order, scheduler._reserved.values())]
-    assert [len(scheduler._queue), *map(len, scheduler._reserved.values())] == [
-        len(tasks) for tasks in backlogs
-    ]
+    assert [len(scheduler._queue), *map(len, scheduler._reserved.values())] == [len(tasks) for tasks in backlogs]
     assert all(sorted(tasks, key=lambda task: task.order) == tasks for tasks in backlogs)
     for task_id, task in scheduler._tasks.items():
         assert task_id == task.id

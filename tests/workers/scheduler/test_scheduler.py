@@ -97,9 +97,7 @@ class TestPinning:
         scheduler = Scheduler(window=2)
         told(scheduler, AddWorker(0, 0.0), AddWorker(1, 0.0), submit(1, 2, 3, to=1))
         assert told(scheduler, Lose(1, 0.0)) == []
-        assert told(scheduler, AddWorker(1, 0.0)) == [
-            Assign(1, [1])
-        ]  # runs alone: its forerunner died of it?
+        assert told(scheduler, AddWorker(1, 0.0)) == [Assign(1, [1])]  # runs alone: its forerunner died of it?
         assert told(scheduler, finish(1, 1)) == [Deliver(1, 1), Assign(1, [2, 3])]
 
     def test_one_that_may_have_killed_waits_until_its_worker_is_empty(self):
@@ -198,9 +196,7 @@ class TestStealing:
 
     def test_a_starved_worker_takes_a_copied_task_that_has_lost_its_copy(self):
         scheduler = Scheduler(window=2, overtake_after_s=1.0)
-        told(
-            scheduler, submit(1), AddWorker(0, 0.0), AddWorker(1, 0.0), AddWorker(2, 0.0), Tick(1.0)
-        )  # 1 has a copy
+        told(scheduler, submit(1), AddWorker(0, 0.0), AddWorker(1, 0.0), AddWorker(2, 0.0), Tick(1.0))  # 1 has a copy
         told(scheduler, finish(0, started=99))
         assert told(scheduler, Lose(1, 0.0)) == [Revoke(0, [1]), Assign(2, [1])]
 

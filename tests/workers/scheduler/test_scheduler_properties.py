@@ -309,9 +309,7 @@ def test_in_order_consumers_with_bounded_lookahead_wait_less_than_with_round_rob
     costs = one_in_a_hundred(1_000, seed=seed)
 
     def seconds(round_robin_over):
-        fleet = SimulatedFleet(
-            Scheduler(window=window), workers=workers, cost_s=costs.__getitem__, latency_s=0.05
-        )
+        fleet = SimulatedFleet(Scheduler(window=window), workers=workers, cost_s=costs.__getitem__, latency_s=0.05)
         consumer = OrderedConsumer(
             fleet, tasks=len(costs), lookahead=4 * workers, step_s=0.1, round_robin_over=round_robin_over
         )

@@ -29,9 +29,7 @@ class ObjectTable:
     An entry is held while a ticket refers to it or the cache holds it.
     """
 
-    def __init__(
-        self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False
-    ) -> None:
+    def __init__(self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False) -> None:
         self.capacity = capacity
         self._policy = policy
         self._repeatable = repeatable

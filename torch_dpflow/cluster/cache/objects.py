@@ -257,9 +257,7 @@ class RequestTable:
             raise UsageError(f"request {number!r} is open; use another number for each fetch")
         unknown = next((ticket for ticket in tickets if ticket not in job.wants), None)
         if unknown is not None:
-            raise UsageError(
-                f"job {job.name!r} fetches ticket {unknown}, which it does not want; want it first"
-            )
+            raise UsageError(f"job {job.name!r} fetches ticket {unknown}, which it does not want; want it first")
         request = self._open[number] = FetchRequest(number, job, list(dict.fromkeys(tickets)))
         job.requests.add(number)
         for ticket in request.tickets:

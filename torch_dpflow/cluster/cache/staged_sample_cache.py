@@ -76,9 +76,7 @@ class StagedSampleCache:
         policy: makes the kept cache's policy; None keeps nothing.
     """
 
-    def __init__(
-        self, *, capacity_bytes: int, concurrency: int, policy: Callable[[int], Policy] | None = None
-    ) -> None:
+    def __init__(self, *, capacity_bytes: int, concurrency: int, policy: Callable[[int], Policy] | None = None) -> None:
         self._capacity = capacity_bytes
         numbers = itertools.count(1)
         self._kept = SampleCache(
@@ -152,9 +150,7 @@ class StagedSampleCache:
         """
         wanted = list(wants)
         if wanted and self._cacheable_only.setdefault(job, draw is None) != (draw is None):
-            raise UsageError(
-                f"job {job!r} wants samples and outputs of the cacheable stage; join as two jobs"
-            )
+            raise UsageError(f"job {job!r} wants samples and outputs of the cacheable stage; join as two jobs")
         if draw is None:
             return self._balanced(self._of_kept(self._kept.want(job, wanted, 0, counts=counts)))
         if counts:

@@ -250,9 +250,7 @@ def _error_of(key: int, value: Any, how_workers_ended: Callable[[], str]) -> Bas
     if isinstance(value, PoisonTaskError):
         how = how_workers_ended()
         ends = f"; the last that ended: {how}" if how else ""
-        return PoisonTaskError(
-            f"sample {key}: {value}{ends}; leave it out of the job's samples, or repair it"
-        )
+        return PoisonTaskError(f"sample {key}: {value}{ends}; leave it out of the job's samples, or repair it")
     if isinstance(value, WorkerStartError):
         return WorkerStartError(f"no worker for sample {key}: {value}")
     wrapper: ExceptionWrapper = value

@@ -268,9 +268,7 @@ class EpochReader:
         except BaseException as error:
             end = error
         self._release_all()
-        self._ready.put(
-            ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_answered
-        )
+        self._ready.put(ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_answered)
 
     def _request_ahead(self) -> bool:
         """Request coming batches, several at a time; return whether any are left to deliver, or may follow."""

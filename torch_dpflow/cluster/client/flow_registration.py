@@ -85,9 +85,7 @@ def split_stages(dataset: Any, options: JobOptions) -> JobDataset:
     if dataset.per_draw is not None and options.repeatable is not None:
         # By the user's option all of it is repeatable, or nothing is: both stages become one.
         dataset = TwoStageDataset(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
-    repeatable = dataset.per_draw is None and (
-        cache is not None if options.repeatable is None else options.repeatable
-    )
+    repeatable = dataset.per_draw is None and (cache is not None if options.repeatable is None else options.repeatable)
     return JobDataset(
         dataset=dataset,
         repeatable=repeatable,

@@ -69,9 +69,7 @@ def open_job(
     size = length_of(source.dataset.cacheable)
     places = source.places
     indices = (
-        None
-        if reading.indices is None
-        else check_indices(reading.indices, size if places is None else len(places))
+        None if reading.indices is None else check_indices(reading.indices, size if places is None else len(places))
     )
     if places is not None:
         indices = places if indices is None else places[indices]

@@ -80,11 +80,7 @@ class OutageLog:
         waited_s = self._clock() - self._waiting_since
         if waited_s >= SILENCE_S and not self._logged_wait:
             self._logged_wait = True
-            limit = (
-                f"for up to reconnect_timeout_s={self.reconnect_timeout_s:g} s in all"
-                if limit is None
-                else limit
-            )
+            limit = f"for up to reconnect_timeout_s={self.reconnect_timeout_s:g} s in all" if limit is None else limit
             goes_on = f", and continues {limit}" if limit else ""
             self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
 

@@ -347,9 +347,7 @@ class RouterLink:
         if self._coordinator is None:
             self._coordinator = self.cluster.connect(timeout_s=self._timeout_s)
         try:
-            self._address = self._coordinator.call(
-                "access", access, reply_type=str, timeout_s=self._call_s
-            ).body
+            self._address = self._coordinator.call("access", access, reply_type=str, timeout_s=self._call_s).body
         except (DeadlineError, PeerLostError):
             if not self._address:
                 raise
@@ -359,13 +357,9 @@ class RouterLink:
         """Return the `_holder` of the process that has the job's name if it has ended on this host; else 0."""
         router = self._router
         if router is not None:
-            with suppress(
-                DeadlineError, PeerLostError, RemoteCallError
-            ):  # the next attempt requests it again
+            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt requests it again
                 name = self._job.reader
-                found: NameHolder = router.call(
-                    "holder", name, reply_type=NameHolder, timeout_s=self._call_s
-                ).body
+                found: NameHolder = router.call("holder", name, reply_type=NameHolder, timeout_s=self._call_s).body
                 return found.holder if has_ended(found.process) else 0
         return 0
 

@@ -216,9 +216,7 @@ class ShardLinks:
         for address, unsent in self._unsent.items():
             self._unsent[address] = [one for one in unsent if one.ticket not in tickets]
 
-    def _begin(
-        self, method: str, address: str, wanted: list[Wanted], of: EpochDraw, *, ahead: int = 0
-    ) -> PendingCall:
+    def _begin(self, method: str, address: str, wanted: list[Wanted], of: EpochDraw, *, ahead: int = 0) -> PendingCall:
         taken = self._taken[address]
         now, self._taken[address] = taken[:MAX_SAMPLES], taken[MAX_SAMPLES:]
         ask = Ask(
@@ -258,9 +256,7 @@ class ShardLinks:
         with self._lock:
             client = self._clients.get(address)
             if client is None:
-                client = self._clients[address] = cluster.connect(
-                    address, timeout_s=FETCH_S, shared_bytes=LENT_BYTES
-                )
+                client = self._clients[address] = cluster.connect(address, timeout_s=FETCH_S, shared_bytes=LENT_BYTES)
             return client
 
 

@@ -69,9 +69,7 @@ class SharedJob:
         #: Identification of its flow's content when the job was opened, by `flow_registration.content_of`.
         self.content = dict(content or {})
         self._options = options
-        self._router = RouterLink(
-            cluster, job, reconnect_timeout_s=options.reconnect_timeout_s, failover=failover
-        )
+        self._router = RouterLink(cluster, job, reconnect_timeout_s=options.reconnect_timeout_s, failover=failover)
         self._links = ShardLinks(self._router)
         self._meter = LoaderMeter()
         #: The latest reader; never reset to None, as another thread may close the job meanwhile.
@@ -127,9 +125,7 @@ class SharedJob:
         """Whether an epoch has begun that is neither complete nor closed."""
         return self._reader is not None and not self._reader.is_over
 
-    def traverse(
-        self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None
-    ) -> EpochReader:
+    def traverse(self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
         A rank of several waits for the others before its first batch, unless none of them has begun. It waits again if
@@ -307,9 +303,7 @@ class SharedJob:
         self._router.look_at_cost(every_s=0.0)
         cost = self._router.cost
         if cost.flow_s:
-            text = (
-                "flow %r, job %r has ended: %.1f worker-seconds, of %.1f that the flow's workers have taken"
-            )
+            text = "flow %r, job %r has ended: %.1f worker-seconds, of %.1f that the flow's workers have taken"
             LOADER.info(text, self._job.flow, self._job.name, cost.job_s, cost.flow_s)
         self._router.close()
         atexit.unregister(self.close)
@@ -336,9 +330,7 @@ class SharedJob:
         # The stall first: a wait that ends in between is missing now, and would otherwise be counted twice.
         stall_s, reading_s = meter.stall_s, meter.iterating_s
         waiting_s = meter.waiting_s()
-        return JobFigures(
-            stall_s + waiting_s, reading_s + waiting_s, meter.batches, meter.samples, meter.bytes
-        )
+        return JobFigures(stall_s + waiting_s, reading_s + waiting_s, meter.batches, meter.samples, meter.bytes)
 
     def _on_error(self, error: Exception) -> None:
         if not isinstance(error, DeadlineError | PeerLostError):  # those are in the log already

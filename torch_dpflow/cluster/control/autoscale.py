@@ -68,9 +68,7 @@ _COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
     """What has happened between these; with the jobs' stall and reading time, seconds."""
-    readings = [
-        (one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()
-    ]
+    readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
     passed = FlowCounts(jobs=last.jobs, **counted)
     stall_s = sum(max(0.0, one.stall_s - then.stall_s) for one, then in readings)
@@ -386,9 +384,7 @@ class Autoscaler:
             return
         if step.there is None or step.there_at is None:
             # As many as there were may be at work from the first moment on where a step is small.
-            if now > step.began and counts.working >= max(
-                THERE * self._target, min(step.before + 1, self._target)
-            ):
+            if now > step.began and counts.working >= max(THERE * self._target, min(step.before + 1, self._target)):
                 step.there_at, step.there = now, counts
                 self._known.cold_s += 0.5 * (now - step.began - self._known.cold_s)
             return

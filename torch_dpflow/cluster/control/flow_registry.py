@@ -177,9 +177,7 @@ class FlowRegistry:
         current = self._flows.get(spec.instance)
         if current is None:
             if len(self._flows) >= MAX_FLOWS:
-                raise UsageError(
-                    f"{len(self._flows)} flows are registered, the most there may be; delete some"
-                )
+                raise UsageError(f"{len(self._flows)} flows are registered, the most there may be; delete some")
             self._add(Flow(spec, last_used=now))
             return [SaveFlow(spec)]
         current.last_used = max(now, current.last_used)
@@ -230,9 +228,7 @@ class FlowRegistry:
         flow.starting = True
         return flow, [StartFlow(flow.spec)]
 
-    def report(
-        self, instance: str, jobs: int, now: float, *, reading: int | None = None
-    ) -> list[FlowInstruction]:
+    def report(self, instance: str, jobs: int, now: float, *, reading: int | None = None) -> list[FlowInstruction]:
         """Process a report of this instance's router, which serves so many jobs.
 
         reading: how many of them are in the middle of an epoch; None: all.
@@ -297,9 +293,7 @@ class FlowRegistry:
         """
         flow = self._known(name)
         if flow.state is FlowState.ACCESSED:
-            raise UsageError(
-                f"flow {name!r}, version {flow.spec.version}, is read by {flow.jobs} jobs; end them first"
-            )
+            raise UsageError(f"flow {name!r}, version {flow.spec.version}, is read by {flow.jobs} jobs; end them first")
         flow.enter(FlowState.DELETED, now)
         self._remove(flow)
         return flow, [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]

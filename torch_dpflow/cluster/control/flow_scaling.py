@@ -122,9 +122,7 @@ class FlowScaling:
         least = max_min([limits.least] * flows, limits.least)
         return Bounds(least=min(least), most=limits.most, hold_s=limits.hold_s)
 
-    def _step(
-        self, flow: _ScaledFlow, spec: FlowSpec, own: Sequence[ProcessView], flows: int, now: float
-    ) -> bool:
+    def _step(self, flow: _ScaledFlow, spec: FlowSpec, own: Sequence[ProcessView], flows: int, now: float) -> bool:
         if flow.stepped_at == -math.inf and (found := _workers_of(own)) > flow.law.target:
             # An earlier coordinator had more than the flow requests.
             flow.law = Autoscaler(self._bounds(spec, flows), found)
@@ -148,15 +146,11 @@ class FlowScaling:
         for view in own:
             if view.role == "shard":
                 key = (view.id, view.incarnation)
-                taken_s = _number(
-                    view.status, "remote_worker_s" if "remote_workers" in view.status else "worker_s"
-                )
+                taken_s = _number(view.status, "remote_worker_s" if "remote_workers" in view.status else "worker_s")
                 passed += max(0.0, taken_s - flow.seen.get(key, 0.0))
                 flow.seen[key] = max(taken_s, flow.seen.get(key, 0.0))
         flow.worker_s += passed
-        read = {
-            name: max(0, one.samples - flow.samples.get(name, 0)) for name, one in counts.readings.items()
-        }
+        read = {name: max(0, one.samples - flow.samples.get(name, 0)) for name, one in counts.readings.items()}
         total = sum(read.values())
         if total:
             flow.samples = {name: one.samples for name, one in counts.readings.items()}
@@ -182,16 +176,12 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -
     working = int(_sum(shards, "working"))
     has_platform = any("remote_workers" in status for status in shards)
     members = [
-        one
-        for status in shards
-        for one in msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
+        one for status in shards for one in msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
     ]
     return FlowCounts(
         jobs=int(_number(router.status, "jobs")),
         readings={
-            str(name): JobCounts(
-                int(_number(one, "samples")), _number(one, "stall_s"), _number(one, "reading_s")
-            )
+            str(name): JobCounts(int(_number(one, "samples")), _number(one, "stall_s"), _number(one, "reading_s"))
             for name, one in known.items()
         },
         requested=int(_sum(shards, "requested")),

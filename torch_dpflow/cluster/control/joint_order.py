@@ -193,9 +193,7 @@ class JointOrder:
         epochs = sorted(set(current))
         try:
             if len(epochs) > 2:
-                raise UsageError(
-                    f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state"
-                )
+                raise UsageError(f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state")
             joint: dict[int, _JointEpoch] = {}
             for epoch in epochs:
                 for before in joint.values():

@@ -111,9 +111,7 @@ class LookaheadParts(NamedTuple):
         if not frames:
             return None
         dtypes = [compact(size), compact(size), np.float64, compact(size), compact(size)]
-        arrays: list[Any] = [
-            np.array(np.frombuffer(frame, dtype)) for frame, dtype in zip(frames, dtypes, strict=True)
-        ]
+        arrays: list[Any] = [np.array(np.frombuffer(frame, dtype)) for frame, dtype in zip(frames, dtypes, strict=True)]
         return cls(*arrays)
 
 

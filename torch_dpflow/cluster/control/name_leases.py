@@ -93,9 +93,7 @@ class NameLeases:
 
     def tick(self, now: float) -> list[str]:
         """Expire leases; returns the names that are free now."""
-        expired = [
-            change.peer for change in self._leases.handle(ExpireLeases(now)) if isinstance(change, Lost)
-        ]
+        expired = [change.peer for change in self._leases.handle(ExpireLeases(now)) if isinstance(change, Lost)]
         for name in expired:
             del self._holders[name]
         return expired

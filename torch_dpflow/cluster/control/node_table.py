@@ -81,9 +81,7 @@ class NodeTable:
         self._nodes[name] = _JoinedNode(record, now)
         return record
 
-    def report(
-        self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float
-    ) -> bool:
+    def report(self, name: str, generation: int, standing: str, processes: Sequence[ProcessView], now: float) -> bool:
         """Record a node's report; return whether it belongs to the cluster. A node that leaves does not return."""
         node = self._nodes.get(name)
         if node is None or node.record.generation != generation:

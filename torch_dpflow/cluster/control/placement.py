@@ -63,8 +63,7 @@ def launches_of(
     if not has_platform:
         launches += [_worker(shard, number) for shard, number in (*lent, *extra)]
     return [
-        msgspec.structs.replace(one, node=hosts.get(one.id.rpartition("/worker-")[0] or one.id, ""))
-        for one in launches
+        msgspec.structs.replace(one, node=hosts.get(one.id.rpartition("/worker-")[0] or one.id, "")) for one in launches
     ]
 
 
@@ -76,9 +75,7 @@ def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for place in range(shards):
         node, number = nodes[place % len(nodes)], place // len(nodes)
-        found[
-            f"{spec.instance}/shard-{node}-{number:03}" if node else f"{spec.instance}/shard-{number:03}"
-        ] = node
+        found[f"{spec.instance}/shard-{node}-{number:03}" if node else f"{spec.instance}/shard-{number:03}"] = node
     return found
 
 

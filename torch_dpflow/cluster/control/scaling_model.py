@@ -223,9 +223,7 @@ class ScalingRun:
         taken = min(wanted, available)
         self._buffer = min(available - taken, model.prefetch)
         stall_s = STEP_S * (1 - taken / wanted) if wanted else 0.0
-        counts.note(
-            taken, taken * per_sample, loads, working * STEP_S * (loads / possible if possible else 0.0)
-        )
+        counts.note(taken, taken * per_sample, loads, working * STEP_S * (loads / possible if possible else 0.0))
         counts.worker_s += working * STEP_S
         counts.stall_s += stall_s
         counts.reading_s += STEP_S if wanted else 0.0

@@ -168,9 +168,7 @@ class Supervisor:
         process.due = now + min(pause, LONGEST_PAUSE_S)
         return self._spawn_due(now)
 
-    def on_heartbeat(
-        self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float
-    ) -> bool:
+    def on_heartbeat(self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float) -> bool:
         """Record a heartbeat of a process; return whether the process is desired."""
         if not self.is_desired(id, incarnation):
             return False
@@ -282,12 +280,7 @@ class Supervisor:
         # Services first: workers are of no use without them.
         for process in sorted(self._processes.values(), key=lambda one: one.launch.role == WORKER):
             is_worker = process.launch.role == WORKER
-            if (
-                process.due is None
-                or process.due > now
-                or not process.desired
-                or self._capacity()[is_worker] <= 0
-            ):
+            if process.due is None or process.due > now or not process.desired or self._capacity()[is_worker] <= 0:
                 continue
             self._spawns += 1
             process.restarts += process.incarnation > 0 and not process.stopped

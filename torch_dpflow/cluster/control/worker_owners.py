@@ -161,9 +161,7 @@ class WorkerOwners:
 
     def _check(self, name: str, shard: str) -> None:
         if not name.startswith(self._prefix) or not WorkerName.is_one(name):
-            raise UsageError(
-                f"{name!r:.80} is no member of this cluster, whose names begin with {self._prefix!r}"
-            )
+            raise UsageError(f"{name!r:.80} is no member of this cluster, whose names begin with {self._prefix!r}")
         if (owner := self._members.get(name)) is not None and owner != shard:
             raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")
         if len(self._members) >= MAX_OWNED and name not in self._members:

@@ -23,9 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class FlowSpec(
-    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, gc=False
-):
+class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A named, versioned description of loading.
 
     Raises OptionError from `check`.
@@ -116,6 +114,5 @@ def check_flow_name(name: str) -> None:
     """Raise OptionError unless this is a valid name of a flow."""
     if not _NAME.fullmatch(name):
         raise OptionError(
-            f"flow={name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit "
-            "first"
+            f"flow={name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit first"
         )

@@ -146,9 +146,7 @@ def event_of(outcome: Outcome) -> WorkerEvent:
         case Ended(name, end):
             return WorkerEvent(name, kind, end=end)
         case Refused(name, error):
-            why = next(
-                (one for one, known in _ERRORS.items() if isinstance(error, known)), "UnavailableError"
-            )
+            why = next((one for one, known in _ERRORS.items() if isinstance(error, known)), "UnavailableError")
             return WorkerEvent(name, why, str(error)[-MAX_TEXT:], getattr(error, "retry_after_s", 0.0))
 
 

@@ -48,8 +48,7 @@ def sharing_of(served: int, decodes: int, *, size: int, keeps: bool) -> Sharing:
     else:
         why = "its caches are too small to hold samples until they are read again: "
         change = (
-            "give them more memory (JobOptions(memory_bytes=...), `dpflow up --memory`), "
-            "or start the jobs together"
+            "give them more memory (JobOptions(memory_bytes=...), `dpflow up --memory`), or start the jobs together"
         )
     return Sharing(served, decodes, why + change, change)
 

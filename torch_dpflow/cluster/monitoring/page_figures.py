@@ -166,9 +166,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     history: History
 
 
-def observation_of(
-    flows: Sequence[FlowView], processes: Sequence[ProcessView], failure: str = ""
-) -> Observation:
+def observation_of(flows: Sequence[FlowView], processes: Sequence[ProcessView], failure: str = "") -> Observation:
     """Return the observation of a cluster from the views of its coordinator and its node."""
     figures = figures_of(flows, processes)
     rows = [row for view in processes for row in _rows_of(view)]

@@ -133,9 +133,7 @@ class PageHistory:
                 since, before = then, found
                 break
         now = row.figures
-        was = (
-            before.figures if row.jobs else now
-        )  # else the last seconds of a job that has left would be shown
+        was = before.figures if row.jobs else now  # else the last seconds of a job that has left would be shown
         return FlowLine(
             flow=row.flow,
             state=state_words(row.state),
@@ -163,11 +161,7 @@ class PageHistory:
     def _summary(self, seen: Observation, jobs: list[JobLine]) -> Summary:
         earliest = self._seen[0][2]
         # Of flows that were known then: the counts of others are older.
-        shared = [
-            (row.figures, earliest[row.flow].figures)
-            for row in seen.flows
-            if row.flow in earliest and row.jobs
-        ]
+        shared = [(row.figures, earliest[row.flow].figures) for row in seen.flows if row.flow in earliest and row.jobs]
         hits, wants, decodes, served = (
             sum(getattr(now, name) - getattr(was, name) for now, was in shared)
             for name in ("hits", "wants", "decodes", "served")

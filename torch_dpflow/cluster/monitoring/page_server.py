@@ -59,9 +59,7 @@ class PageServer:
         history: turns observations into updates; used by the server alone.
     """
 
-    def __init__(
-        self, listener: socket.socket, authenticator: PageAuthenticator, history: PageHistory
-    ) -> None:
+    def __init__(self, listener: socket.socket, authenticator: PageAuthenticator, history: PageHistory) -> None:
         self._listener = listener
         self._history = history
         #: For the history, which two threads use.

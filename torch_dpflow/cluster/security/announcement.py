@@ -41,9 +41,7 @@ class Announcement:
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
         self._current_address: Callable[[], str] = lambda: ""
-        self._renewal = PeriodicCall(
-            self._keep, CHECK_S, "dpflow-announce", what="keeping the connection file"
-        )
+        self._renewal = PeriodicCall(self._keep, CHECK_S, "dpflow-announce", what="keeping the connection file")
         self._renewal.start()
 
     def track(self, current_address: Callable[[], str]) -> None:

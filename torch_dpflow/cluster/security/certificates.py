@@ -90,9 +90,7 @@ def draw_certificates() -> ClusterCertificates:
     )
 
 
-def read_certificates(
-    authority: Sequence[Path], client: Sequence[Path], server: Sequence[Path]
-) -> ClusterCertificates:
+def read_certificates(authority: Sequence[Path], client: Sequence[Path], server: Sequence[Path]) -> ClusterCertificates:
     """Read the certificates of an operator from PEM files.
 
     authority: certificates of the authority.
@@ -190,9 +188,7 @@ def _pem(role: str, files: Sequence[Path]) -> str:
     if role != "authority" and not has_key:
         raise OptionError(f"{what}: there is no key in it; give --{role} a second time, with the key's file")
     if "ENCRYPTED" in text:
-        raise OptionError(
-            f"{what}: its key is encrypted, and servers start unattended; decrypt it (openssl pkey)"
-        )
+        raise OptionError(f"{what}: its key is encrypted, and servers start unattended; decrypt it (openssl pkey)")
     return text
 
 

@@ -232,9 +232,7 @@ class Cluster:
     #: Whether workers run on a platform: they need the modules of jobs, and no keys of a cluster.
     sends_code: bool = False
 
-    def connect(
-        self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0
-    ) -> RpcClient:
+    def connect(self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> RpcClient:
         """Return a client of one of its services; without an address, of the coordinator.
 
         shared_bytes: most shared memory for calls with large payloads, bytes.
@@ -269,9 +267,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
         return Cluster(address=address, transport=TransportOptions())
     connection = read_connection_file(address)
     keys = connection.client_keys() if connection.address.startswith("tcp://") else None
-    return Cluster(
-        address=connection.address, transport=TransportOptions(keys=keys), sends_code=connection.sends_code
-    )
+    return Cluster(address=connection.address, transport=TransportOptions(keys=keys), sends_code=connection.sends_code)
 
 
 def _check_direct(address: str) -> None:

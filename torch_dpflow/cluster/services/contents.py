@@ -122,9 +122,7 @@ class ContentFiles:
         found = draft.digest.hexdigest()
         if draft.held != draft.size or found != digest:
             self._discard(digest)
-            raise UsageError(
-                f"the uploaded content is not {digest}: it has {draft.held} bytes of digest {found}"
-            )
+            raise UsageError(f"the uploaded content is not {digest}: it has {draft.held} bytes of digest {found}")
         os.fsync(draft.file.fileno())
         os.replace(draft.file.name, self._directory / digest)
         self._drafts.pop(digest).file.close()
@@ -193,9 +191,7 @@ class Contents:
             self._work.get()()
 
 
-def open_content(
-    place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str
-) -> IO[bytes]:
+def open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str) -> IO[bytes]:
     """Open a content. The first process of this host that needs it fetches it from the coordinator for all.
 
     It stays on the host while a process has it open, and then until another content is fetched.
@@ -248,9 +244,7 @@ def _fetch(place: ClusterPlace, path: Path, coordinator: str, on_progress: Calla
     os.replace(draft, path)
 
 
-def _copy(
-    place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], on_progress: Callable[[], None]
-) -> None:
+def _copy(place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], on_progress: Callable[[], None]) -> None:
     """Fetch a content piece by piece, continuing after every failure of the coordinator."""
     hashed, size, latest, backoff = hashlib.sha256(), -1, time.monotonic(), Backoff()
     while file.tell() != size:

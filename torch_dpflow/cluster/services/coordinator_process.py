@@ -38,16 +38,12 @@ class Reconciler:
         self._applied: list[Launch] | None = None
         # Without a pause: the node answers as soon as anything changes, or after half a second with new figures. So an
         # idle cluster takes 6 ms of processor time a second; polling took 15.
-        self._observer = PeriodicCall(
-            self._observe_once, 0.0, "dpflow-observe", what="observing the node's processes"
-        )
+        self._observer = PeriodicCall(self._observe_once, 0.0, "dpflow-observe", what="observing the node's processes")
         self._applier = PeriodicCall(
             self._apply, math.inf, "dpflow-desire", what="sending the node the desired processes"
         )
 
-    def start(
-        self, observe: Callable[[list[ProcessView]], None], desired: Callable[[], list[Launch]]
-    ) -> None:
+    def start(self, observe: Callable[[list[ProcessView]], None], desired: Callable[[], list[Launch]]) -> None:
         """Start the threads. To be called once.
 
         observe: called with what runs. desired: returns what is to run. Both run in the server's thread.
@@ -133,9 +129,7 @@ def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSende
     heartbeats.report({})
 
 
-def _stop_node(
-    service: ServiceSpec, server: RpcServer, nodes: Sequence[JoinedNodes], call: IncomingCall
-) -> Later:
+def _stop_node(service: ServiceSpec, server: RpcServer, nodes: Sequence[JoinedNodes], call: IncomingCall) -> Later:
     """Stop the node and all its processes, including this one, after the joined nodes were notified."""
 
     def stop() -> None:

@@ -51,9 +51,7 @@ class JoinedNodes:
         incarnation: of the coordinator.
     """
 
-    def __init__(
-        self, server: RpcServer, store: WriteBehindStore, place: ClusterPlace, *, incarnation: int
-    ) -> None:
+    def __init__(self, server: RpcServer, store: WriteBehindStore, place: ClusterPlace, *, incarnation: int) -> None:
         self._store, self._place = store, place
         self._clock = SuspendAwareClock()
         self._table = NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)

@@ -209,9 +209,7 @@ class CoordinatorLink:
     def _report(self, standing: Literal["here", "leaving", "gone"], running: Running) -> NodeAssignment:
         joined = self._joined
         report = NodeReport(self._joining.name, joined.generation, joined.token, standing, running.processes)
-        assigned: NodeAssignment = self._coordinator.call(
-            "report_node", report, reply_type=NodeAssignment
-        ).body
+        assigned: NodeAssignment = self._coordinator.call("report_node", report, reply_type=NodeAssignment).body
         return assigned
 
     def _apply(self, assigned: NodeAssignment) -> None:
@@ -246,9 +244,7 @@ class CoordinatorLink:
 
     def _join_again(self) -> None:
         """Stop all processes, and join the cluster once more."""
-        SERVICE.warning(
-            "the cluster has expired this node, or was started anew; stopping all processes, joining again"
-        )
+        SERVICE.warning("the cluster has expired this node, or was started anew; stopping all processes, joining again")
         self._local.call("desire", Desire([]))
         self._applied = None
         while not (self._node.is_vacant or self._closes):
@@ -422,9 +418,7 @@ def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str
     try:
         listen_at(str(host), 0).close()
     except OSError as error:
-        raise OptionError(
-            f"--listen {str(host)!r}: {error.strerror or error}; give an address of this host"
-        ) from error
+        raise OptionError(f"--listen {str(host)!r}: {error.strerror or error}; give an address of this host") from error
 
 
 def _keys_of(path: str) -> ConnectionFile:

@@ -109,9 +109,7 @@ class ClusterOptions:
                 "this user on this host can reach the cluster; give both, or neither"
             )
         if self.metrics_public and self.metrics is None:
-            raise OptionError(
-                "--metrics-public without --metrics: give --metrics HOST:PORT too, or leave it out"
-            )
+            raise OptionError("--metrics-public without --metrics: give --metrics HOST:PORT too, or leave it out")
         if self.listen is not None:
             _check_listen(self.listen)
         if self.metrics is not None:
@@ -349,9 +347,7 @@ def _host_of(listen: str) -> str:
     except ValueError:
         port = host = None
     if host is None or not port or "@" in listen or listen != f"tcp://{parts.netloc}":
-        raise OptionError(
-            f"--listen {listen!r}: must be tcp://ADDRESS:PORT, an IP address and a port above 0"
-        )
+        raise OptionError(f"--listen {listen!r}: must be tcp://ADDRESS:PORT, an IP address and a port above 0")
     if host.is_unspecified:
         raise OptionError(f"--listen {listen!r}: give the address of this host by which jobs reach it")
     return parts.netloc.rpartition(":")[0]

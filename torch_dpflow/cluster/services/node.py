@@ -87,9 +87,7 @@ def max_workers() -> int:
     """
     most = (max_processes() - 1) // 3  # beside the coordinator
     if most < 1:
-        raise exhausted(
-            f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker"
-        )
+        raise exhausted(f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker")
     return most
 
 
@@ -122,9 +120,7 @@ class Node:
         lease_s: float = LEASE_S,
     ) -> None:
         if not platform.limits.accepts_connections:
-            raise OptionError(
-                f"platform={platform!r}: services must be reached by others, which it does not allow"
-            )
+            raise OptionError(f"platform={platform!r}: services must be reached by others, which it does not allow")
         require_same_host(platform, "a node")
         self._place = place
         self._platform = platform
@@ -350,9 +346,7 @@ class Node:
             raise UsageError(f"{ending.id!r} is not a worker; nothing else can be ended by this call")
         process = self._processes.get(ending.id)
         if process is not None and process.incarnation == ending.incarnation:
-            SERVICE.warning(
-                "process %s killed: requested by its shard", ending.id, extra=subjects_of(ending.id)
-            )
+            SERVICE.warning("process %s killed: requested by its shard", ending.id, extra=subjects_of(ending.id))
             process.kill("requested by its shard")
 
     def _on_stop(self, call: IncomingCall) -> None:
@@ -396,9 +390,7 @@ def check_installed(module: str) -> None:
     found = find_spec(top) if all(name.isidentifier() for name in names) else None
     for name in rest:  # not all at once by `find_spec`, which imports the packages on the way
         places = None if found is None else found.submodule_search_locations
-        found = (
-            None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
-        )
+        found = None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
     if found is None:
         raise OptionError(f"--preload {module!r}: no such module is installed; install it, or leave it out")
 

@@ -308,9 +308,7 @@ def run(service: ServiceSpec) -> None:
     """Run a provisioner: the role of a node's process."""
     assert service.place.worker_platform is not None
     assert service.platform is not None
-    server = RpcServer(
-        service.listen(service.place.provisioner_address), options=ServerOptions(shared_bytes=0)
-    )
+    server = RpcServer(service.listen(service.place.provisioner_address), options=ServerOptions(shared_bytes=0))
 
     def await_sigterm() -> None:
         # The server continues, as shards stop their workers meanwhile.

@@ -90,9 +90,7 @@ class _Job:
                     "all must have the same, and another job another name"
                 )
         if not np.array_equal(_as_set(self.indices), _as_set(indices)):
-            raise UsageError(
-                f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks"
-            )
+            raise UsageError(f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks")
 
 
 class Router:
@@ -125,9 +123,7 @@ class Router:
         self._token = token
         self._clock = clock
         self._began = clock()
-        self._group = sampling_group(
-            spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
-        )
+        self._group = sampling_group(spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed)
         self._shards, self._limited_by = settings.shards, settings.limited_by
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
         self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
@@ -175,9 +171,7 @@ class Router:
             text = "shard lease expired; its keys were reassigned"
             SERVICE.warning(text, extra={"shard": shard.rpartition("/")[2]})
         for name in self._name_leases.tick(now):
-            SERVICE.info(
-                "job lease expired; its place in the sampling group was dropped", extra={"job": name}
-            )
+            SERVICE.info("job lease expired; its place in the sampling group was dropped", extra={"job": name})
             self._remove_reader(name)
         self._answer_waiting(now)
 
@@ -214,9 +208,7 @@ class Router:
             shard.shard, shard.incarnation, shard.address, self._clock(), known=shard.generation
         )
         if range_ is None:
-            raise StaleShardError(
-                f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced"
-            )
+            raise StaleShardError(f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced")
         self._cache_samples[shard.shard] = shard.cache_samples
         self._resize_group()
         self.poll()
@@ -286,9 +278,7 @@ class Router:
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
         generation = next(self._generations)
-        if self._name_leases.admit(
-            name, generation, join.holder, now, process=join.process, replaces=join.replaces
-        ):
+        if self._name_leases.admit(name, generation, join.holder, now, process=join.process, replaces=join.replaces):
             self._remove_reader(name)
         if name not in self._readers:
             try:
@@ -323,9 +313,7 @@ class Router:
         self._group.join(
             rank.job, indices, seed=join.seed, batch_size=batch, independence=join.independence, named=named
         )
-        shares = RankShares(
-            self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last
-        )
+        shares = RankShares(self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last)
         order = JointOrder(self._group, rank.job, shares)
         self._jobs[rank.job] = _Job(order, shares, join.seed, indices, join.weight)
 
@@ -334,9 +322,7 @@ class Router:
         reader = self._renew_lease(start.job)
         self._resting.discard(start.job.name)
         if len(call.frames) != len(start.places):
-            raise UsageError(
-                f"{len(call.frames)} bitmaps for {len(start.places)} epochs: one for each is required"
-            )
+            raise UsageError(f"{len(call.frames)} bitmaps for {len(start.places)} epochs: one for each is required")
         held = [
             Held(place.epoch, place.position, self._decode_bitmap(frame))
             for place, frame in zip(start.places, call.frames)

@@ -126,9 +126,7 @@ class ClusterPlace:
 
     def listen(self, address: str) -> Listener:
         """Listen at `address`. Raises TransportError."""
-        return listen(
-            address, options=TransportOptions(keys=None if self.keys is None else self.keys.server_keys())
-        )
+        return listen(address, options=TransportOptions(keys=None if self.keys is None else self.keys.server_keys()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +195,7 @@ class HeartbeatSender:
         self._stuck_s = stuck_s
         self._iterated_at = time.monotonic()
         self._node = service.place.connect(service.place.node_address)
-        self._thread = PeriodicCall(
-            self._send, HEARTBEAT_S, "dpflow-heartbeat", what="the heartbeat to the node"
-        )
+        self._thread = PeriodicCall(self._send, HEARTBEAT_S, "dpflow-heartbeat", what="the heartbeat to the node")
         self._thread.wake()
         self._thread.start()
 

@@ -133,9 +133,7 @@ class SQLiteStore:
         self._run("DELETE FROM state WHERE key = ?", _checked(key))
 
     def find(self, prefix: str = "") -> list[str]:
-        rows = self._run(
-            "SELECT key FROM state WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix
-        )
+        rows = self._run("SELECT key FROM state WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
         return [row[0] for row in rows]
 
     def claim(self, owner: str) -> None:

@@ -386,9 +386,7 @@ class ProvisionedWorkers:
 
     def _content(self) -> RemoteContent:
         if self._file is None:
-            self._file = open_content(
-                self._service.place, self._digest, lambda: None, coordinator=COORDINATOR
-            )
+            self._file = open_content(self._service.place, self._digest, lambda: None, coordinator=COORDINATOR)
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         return RemoteContent(*split_content(memoryview(mapped)))
 

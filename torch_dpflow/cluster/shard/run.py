@@ -87,9 +87,7 @@ class RouterCalls:
             self._shard.cache_samples,
         )
         try:
-            range_: RangeAssignment = self._client.call(
-                "register_shard", body, reply_type=RangeAssignment
-            ).body
+            range_: RangeAssignment = self._client.call("register_shard", body, reply_type=RangeAssignment).body
         except DPFlowError:
             self._client.close()
             self._client = None  # the router may have moved
@@ -198,9 +196,7 @@ def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> S
     return shard
 
 
-def _serve(
-    service: ServiceSpec, shard: SampleShard, figures: Callable[[], dict[str, Any]] | None = None
-) -> None:
+def _serve(service: ServiceSpec, shard: SampleShard, figures: Callable[[], dict[str, Any]] | None = None) -> None:
     """Serve a shard. figures: further status of a shard with remote workers."""
     decoder = msgspec.msgpack.Decoder(ShardSettings)
     serve(

@@ -195,9 +195,7 @@ class SampleShard:
         """Return the lookaheads to request from the router now. In the server's thread."""
         return self._lookaheads.requests()
 
-    def take_lookahead(
-        self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
-    ) -> None:
+    def take_lookahead(self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None) -> None:
         """Pass a router's answer to the cache's policy. In the server's thread."""
         lookahead = self._lookaheads.answered(request, answer, parts)
         if lookahead is not None:
@@ -260,17 +258,13 @@ class SampleShard:
     def _accept(self, ask: Ask) -> None:
         """Check a request, and release what its job has received."""
         if len(ask.tickets) != len(ask.keys):
-            raise UsageError(
-                f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required"
-            )
+            raise UsageError(f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required")
         if ask.ahead > len(ask.tickets):
             raise UsageError(
                 f"ahead={ask.ahead}: at most {len(ask.tickets)}, the number of requested samples, are allowed"
             )
         if ask.keys and max(ask.keys) >= self._spec.size:
-            raise UsageError(
-                f"sample {max(ask.keys)}: flow {self._spec.name!r} has {self._spec.size} samples"
-            )
+            raise UsageError(f"sample {max(ask.keys)}: flow {self._spec.name!r} has {self._spec.size} samples")
         self._renew_lease(ask.job)
         if ask.routing < self._range.generation:
             raise StaleRoutingError(
@@ -321,9 +315,7 @@ class SampleShard:
         for change in self._jobs.handle(RenewLease(job.name, job.generation, self._clock())):
             match change:
                 case Stale(newest=newest):
-                    raise StaleJobError(
-                        f"job {job.name!r}: generation {newest} is newer, or its lease has expired"
-                    )
+                    raise StaleJobError(f"job {job.name!r}: generation {newest} is newer, or its lease has expired")
                 case Lost():
                     self._remove_job(job.name)
                 case LeaseGranted():
@@ -334,9 +326,7 @@ class SampleShard:
     def _check_flow(self, job: JobId) -> None:
         # A service of another flow may listen at this address after the job's own shard has ended.
         if job.flow != self._spec.instance:
-            raise StaleRoutingError(
-                f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}"
-            )
+            raise StaleRoutingError(f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}")
 
     def _remove_job(self, job: str) -> None:
         self._open.pop(job, None)

@@ -84,9 +84,7 @@ class DetachedPayload:
         return ServedSample(ticket, self.kind, self.table)
 
 
-def detach(
-    kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None
-) -> DetachedPayload:
+def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None) -> DetachedPayload:
     """Copy the payload's shared memory into this process.
 
     Raises:

@@ -170,9 +170,7 @@ class ShardWorkers:
     @property
     def unwatched(self) -> dict[int, int]:
         """Incarnations of workers whose end this process cannot detect, by number: report it by `ended`."""
-        return {
-            number: worker.incarnation for number, worker in self._workers.items() if not worker.is_watched
-        }
+        return {number: worker.incarnation for number, worker in self._workers.items() if not worker.is_watched}
 
     def ended(self, number: int, incarnation: int) -> None:
         """Report that a worker has ended, or has been replaced."""

@@ -75,8 +75,6 @@ def _converted(setting: str, text: str, hint: Any) -> Any:
         return text
     is_list = "Sequence" in str(hint)
     try:
-        return msgspec.convert(
-            text.split(",") if is_list else text, list[str] if is_list else hint, strict=False
-        )
+        return msgspec.convert(text.split(",") if is_list else text, list[str] if is_list else hint, strict=False)
     except msgspec.ValidationError as error:
         raise OptionError(f"{setting}={text!r} has the wrong type: {error}") from error

@@ -45,9 +45,7 @@ class Item:
         if (self.path is None) == (self.data is None):
             raise SourceError("an Item needs either `path` or `data`")
         if isinstance(self.path, os.PathLike):
-            object.__setattr__(
-                self, "path", local_url(self.path) if os.path.isabs(self.path) else str(self.path)
-            )
+            object.__setattr__(self, "path", local_url(self.path) if os.path.isabs(self.path) else str(self.path))
         if self.path is not None:
             _check_path(self.path)
         if self.data is not None and not isinstance(self.data, bytes):
@@ -58,9 +56,7 @@ class Item:
             raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
         object.__setattr__(self, "checksum", _checksum(self.checksum))
         revision: Any = self.revision
-        if revision is not None and not (
-            isinstance(revision, str) and re.fullmatch(REVISION_PATTERN, revision)
-        ):
+        if revision is not None and not (isinstance(revision, str) and re.fullmatch(REVISION_PATTERN, revision)):
             raise SourceError(
                 f"revision={revision!r:.80}: give an ETag in quotes, a time as 'Mon, 03 Oct 2016 22:32:00 GMT', or None"
             )
@@ -86,9 +82,7 @@ def _check_path(path: Any) -> None:
     if not isinstance(path, str) or not path:
         raise SourceError(f"path={path!r:.80}: give a path or a URL, as text that is not empty")
     if without_login(path) != path:
-        raise SourceError(
-            f"path={without_login(path)!r} was given with a user or a password; give those as options"
-        )
+        raise SourceError(f"path={without_login(path)!r} was given with a user or a password; give those as options")
     if not path.isascii():
         try:
             path.encode()
@@ -105,9 +99,7 @@ def _bytes_count(name: str, value: Any) -> int | None:
     except TypeError:
         count = -1
     if isinstance(value, bool) or not 0 <= count <= _LARGEST:
-        raise SourceError(
-            f"{name}={value!r:.80}: give a whole number of bytes from 0, as an integer, or None"
-        )
+        raise SourceError(f"{name}={value!r:.80}: give a whole number of bytes from 0, as an integer, or None")
     return count
 
 
@@ -116,9 +108,7 @@ def _checksum(value: Any) -> str | None:
         return None
     lowered = value.lower() if isinstance(value, str) else ""
     if not re.fullmatch(CHECKSUM_PATTERN, lowered):
-        raise SourceError(
-            f"checksum={value!r:.80}: give 'crc32:' and 8 hexadecimal digits, 'sha256:' and 64, or None"
-        )
+        raise SourceError(f"checksum={value!r:.80}: give 'crc32:' and 8 hexadecimal digits, 'sha256:' and 64, or None")
     return lowered
 
 

@@ -290,9 +290,7 @@ class CocoImporter:
         if array == "categories":
             _check_id(record, "id")
             if (before := self._categories.setdefault(record["id"], record)) != record:
-                raise ValueError(
-                    f"category {record['id']!r} is {record!r:.80}, and was {before!r:.80} before"
-                )
+                raise ValueError(f"category {record['id']!r} is {record!r:.80}, and was {before!r:.80} before")
         elif array == "images":
             _check_image(record)
             meta = {field: record[field] for field in _IMAGE_FIELDS if field in record}
@@ -310,9 +308,7 @@ class CocoImporter:
             database.execute("insert into annotation values (?, ?, ?)", row)
 
     def _encoded(self, meta: dict[str, Any], array: str, position: int) -> bytes:
-        return bytes(
-            encode_annotations(meta, f"number {position} of {array!r} in {self.source['annotations']}")
-        )
+        return bytes(encode_annotations(meta, f"number {position} of {array!r} in {self.source['annotations']}"))
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         try:

@@ -217,9 +217,7 @@ class SpeechImporter:
             if (dot + ending).lower() not in self._endings:
                 continue
             if stem not in words:
-                raise SourceError(
-                    f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} beside it"
-                )
+                raise SourceError(f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} beside it")
             meta = {
                 "utterance": stem,
                 "speaker": self._files.label(speaker),
@@ -228,9 +226,7 @@ class SpeechImporter:
             }
             yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta, revision=child.revision)
         if words:
-            raise SourceError(
-                f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}"
-            )
+            raise SourceError(f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}")
 
     def _transcripts(self, folder: str, children: list[DirectoryEntry]) -> dict[str, str]:
         words: dict[str, str] = {}

@@ -78,9 +78,7 @@ class IterableImporter:
                 "package.module:name of an iterable, or of a function without arguments that returns one"
             ) from error
         if not _is_iterable(iterable):
-            raise OptionError(
-                f"{source!r} is no iterable but {iterable!r:.80}; give package.module:name of one"
-            )
+            raise OptionError(f"{source!r} is no iterable but {iterable!r:.80}; give package.module:name of one")
         return cls(iterable, **{"name": source, **settings})
 
     def extend(self, info: Mapping[str, Any]) -> None:
@@ -112,7 +110,5 @@ def _item(found: Any, position: int) -> Item:
     except (TypeError, ValueError):
         data = meta = None
     if not isinstance(data, bytes | bytearray | memoryview) or not isinstance(meta, Mapping):
-        raise SourceError(
-            f"item {position} is {found!s:.200}; give (bytes, mapping of annotations), or an Item"
-        )
+        raise SourceError(f"item {position} is {found!s:.200}; give (bytes, mapping of annotations), or an Item")
     return Item(data=bytes(data), meta=meta)

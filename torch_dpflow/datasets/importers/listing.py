@@ -122,9 +122,7 @@ class ListingImporter:
             return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
         except SourceError as error:
             columns = ", ".join(f"{field}={column!r}" for field, column in used.items())
-            raise SourceError(
-                f"{self.source['listing']}, row {number}: {error} (columns: {columns})"
-            ) from error
+            raise SourceError(f"{self.source['listing']}, row {number}: {error} (columns: {columns})") from error
 
     def _text_rows(self, start: int) -> Iterator[dict[str, Any]]:
         name = str(self.source["listing"])
@@ -142,13 +140,10 @@ class ListingImporter:
             for cells in islice(rows, start, None):
                 try:
                     yield {
-                        column: convert(cell)
-                        for column, convert, cell in zip(header, converters, cells, strict=True)
+                        column: convert(cell) for column, convert, cell in zip(header, converters, cells, strict=True)
                     }
                 except (ValueError, KeyError) as error:
-                    raise SourceError(
-                        f"{name} has changed while it was read: {error}; import it again"
-                    ) from error
+                    raise SourceError(f"{name} has changed while it was read: {error}; import it again") from error
 
     def _parquet_rows(self, start: int) -> Iterator[dict[str, Any]]:
         try:
@@ -211,9 +206,7 @@ class ListingImporter:
             with self._files.open(path) as file:
                 yield file
         except FileNotFoundError as error:
-            raise SourceError(
-                f"there is no {name}; check the path, and write a / at the end of a directory"
-            ) from error
+            raise SourceError(f"there is no {name}; check the path, and write a / at the end of a directory") from error
         except StorageError:
             raise
         except OSError as error:
@@ -284,9 +277,7 @@ class DelimitedRows:
         self._reader = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(self._cells(), None)
         if header is None:
-            raise SourceError(
-                f"{name} cannot be read: it is empty; give a header with the names of the columns"
-            )
+            raise SourceError(f"{name} cannot be read: it is empty; give a header with the names of the columns")
         check_names(header, name)
         self.header = header
 

@@ -46,9 +46,7 @@ def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = Non
                 f"{name}, column {found!r} has bytes, which annotations cannot hold; data_column={found!r} imports "
                 "them as the samples; else write the table without it"
             )
-    columns = [
-        _values(batch.column(number), f"{name}, column {names[number]!r}") for number in range(len(names))
-    ]
+    columns = [_values(batch.column(number), f"{name}, column {names[number]!r}") for number in range(len(names))]
     return [dict(zip(names, cells)) for cells in zip(*columns)]
 
 
@@ -82,12 +80,9 @@ def _values(column: pyarrow.Array, name: str) -> list[Any]:
             return texts
         if column.type == pyarrow.duration("ns"):
             return [
-                None if value is None else iso_duration(value)
-                for value in column.cast(pyarrow.int64()).to_pylist()
+                None if value is None else iso_duration(value) for value in column.cast(pyarrow.int64()).to_pylist()
             ]
-        raise SourceError(
-            f"{name} of type {column.type}: {error}; store it as text or as integers"
-        ) from error
+        raise SourceError(f"{name} of type {column.type}: {error}; store it as text or as integers") from error
 
 
 def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:

@@ -11,9 +11,7 @@ from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
 #: A strong ETag, or an HTTP date.
-REVISION_PATTERN = (
-    '^("[!#-~]+"|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT)$'
-)
+REVISION_PATTERN = '^("[!#-~]+"|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT)$'
 
 
 @dataclass(frozen=True, slots=True)

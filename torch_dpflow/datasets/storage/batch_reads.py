@@ -66,9 +66,7 @@ def plan_reads(
     return _alternated(list(by_node.values()))
 
 
-def _reads_of_object(
-    wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, max_merged: int
-) -> list[Read]:
+def _reads_of_object(wanted: Sequence[ByteRange], positions: list[int], merge_gap: int, max_merged: int) -> list[Read]:
     if len(positions) == 1:
         return [Read(wanted[positions[0]], positions)]
     reads: dict[ByteRange, Read] = {}

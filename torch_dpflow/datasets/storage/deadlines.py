@@ -59,9 +59,7 @@ def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) 
 def _serialized(seconds: float, call: Callable[[], T]) -> T:
     lock = _SERIAL_LOCK.get()
     if not lock.acquire(timeout=max(seconds, 0.0)):
-        raise TimeoutError(
-            f"other reads took {seconds:.1f} s, and this kind of file system serves one at a time"
-        )
+        raise TimeoutError(f"other reads took {seconds:.1f} s, and this kind of file system serves one at a time")
     try:
         return call()
     finally:

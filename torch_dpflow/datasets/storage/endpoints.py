@@ -198,15 +198,11 @@ class S3Endpoints:
         except MissingExtraError:
             raise
         except Exception as error:  # one of botocore, which need not be installed
-            raise OptionError(
-                f"s3://{bucket}, region {region}: {error}; correct the address or the region"
-            ) from error
+            raise OptionError(f"s3://{bucket}, region {region}: {error}; correct the address or the region") from error
         schemes = found.properties.get("authSchemes") or [{"name": "sigv4"}]
         scheme: dict[str, Any] | None = next((one for one in schemes if one["name"] == "sigv4"), None)
         if scheme is None:
-            raise OptionError(
-                f"s3://{bucket}: its requests are signed by {schemes[0]['name']}, which is not supported"
-            )
+            raise OptionError(f"s3://{bucket}: its requests are signed by {schemes[0]['name']}, which is not supported")
         url = found.url if self._scheme == "https" or custom else found.url.replace("https://", "http://", 1)
         return BucketPlace(
             parse_endpoint(url), scheme.get("signingRegion") or region, scheme.get("signingName") or "s3"

@@ -77,9 +77,7 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return ObjectMissingError(f"{text}; there is no such object")
     if isinstance(error, PermissionError):
-        return AccessDeniedError(
-            f"{text}; look at the credentials and at the rights of their owner{left_out_hint()}"
-        )
+        return AccessDeniedError(f"{text}; look at the credentials and at the rights of their owner{left_out_hint()}")
     if type(error).__name__ == "ProfileNotFound":  # of botocore, which need not be installed
         return AccessDeniedError(
             f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile{left_out_hint()}"
@@ -91,9 +89,7 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     if isinstance(error, http.client.IncompleteRead):
         return StorageUnavailableError(f"{text}; the connection ended before the object did")
     if isinstance(error, MalformedResponseError):
-        return StorageUnavailableError(
-            f"{text}; the response breaks HTTP: a server or a proxy on the way is at fault"
-        )
+        return StorageUnavailableError(f"{text}; the response breaks HTTP: a server or a proxy on the way is at fault")
     is_connection = isinstance(error, ConnectionError | OSError | http.client.HTTPException)
     if is_connection or _is_connection_of_vendor(error):
         return StorageUnavailableError(f"{text}; the connection failed")

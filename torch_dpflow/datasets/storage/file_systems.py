@@ -89,9 +89,7 @@ class FsspecStorage:
             return data
         if self._scheme == "oss":  # ossfs includes the byte at `end`
             return data[: span.length]
-        raise StorageError(
-            f"{span}: the file system gave {len(data)} bytes where {span.length} were requested"
-        )
+        raise StorageError(f"{span}: the file system gave {len(data)} bytes where {span.length} were requested")
 
     def _cat(self, span: ByteRange, deadline: float) -> bytes:
         path = path_of(self._files, span.url)
@@ -139,9 +137,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         how = f"pip install 'torch_dpflow[{extra}]'" if extra else "install the package that it names"
-        raise MissingExtraError(
-            f"{scheme}:// needs a package that is not installed: {error}; {how}"
-        ) from error
+        raise MissingExtraError(f"{scheme}:// needs a package that is not installed: {error}; {how}") from error
     except DPFlowError:
         raise
     except (ValueError, TypeError) as error:
@@ -164,9 +160,7 @@ def path_of(file_system: Any, url: str) -> str:
     check_url(url)
     inner, _ = split_chain(url) if "::" in url else (url, "")
     scheme, _, rest = inner.partition("://")
-    if scheme not in ONE_FILE_SYSTEM and "host" in type(file_system)._get_kwargs_from_urls(
-        f"{scheme}://host/"
-    ):
+    if scheme not in ONE_FILE_SYSTEM and "host" in type(file_system)._get_kwargs_from_urls(f"{scheme}://host/"):
         return "/" + rest.partition("/")[2]  # fsspec would cut off a "?" as a query
     return str(file_system._strip_protocol(inner))
 
@@ -287,9 +281,7 @@ def _check_names(scheme: str, options: Mapping[str, Any]) -> None:
     unknown = sorted(options.keys() - allowed)
     if unknown:
         usual = "key, secret, token, endpoint, region or anon"
-        raise OptionError(
-            f"{scheme}:// has no option {unknown}; give {usual}, or one of its package: {sorted(own)}"
-        )
+        raise OptionError(f"{scheme}:// has no option {unknown}; give {usual}, or one of its package: {sorted(own)}")
 
 
 def _parameters(file_system: type) -> set[str]:
@@ -355,7 +347,5 @@ def _rename_in_zip(file_system: Any, url: str) -> None:
 def _plain(name: str, url: str) -> str:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise StorageError(
-            f"{url} has a member of the name {name!r}, which leads out of it; write the archive anew"
-        )
+        raise StorageError(f"{url} has a member of the name {name!r}, which leads out of it; write the archive anew")
     return "/".join(parts)

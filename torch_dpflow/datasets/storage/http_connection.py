@@ -271,9 +271,7 @@ class Response:
         for _ in range(_MAX_TRAILERS):
             if self._source.read_line() in (b"\r\n", b"\n"):
                 return
-        raise MalformedResponseError(
-            f"more than {_MAX_TRAILERS} fields follow the last chunk of the response"
-        )
+        raise MalformedResponseError(f"more than {_MAX_TRAILERS} fields follow the last chunk of the response")
 
     def _exactly(self, count: int) -> bytes:
         data = self._source.read(count)

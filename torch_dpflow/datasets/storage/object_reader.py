@@ -52,9 +52,7 @@ class ObjectReader:
         options: timeouts, retries, concurrency.
     """
 
-    def __init__(
-        self, storage_options: Mapping[str, Any] | None = None, *, options: ReadOptions | None = None
-    ) -> None:
+    def __init__(self, storage_options: Mapping[str, Any] | None = None, *, options: ReadOptions | None = None) -> None:
         self._storage_options = dict(storage_options or {})
         self.options = options if options is not None else ReadOptions()
         self._opened = PerProcess(self._open)
@@ -190,9 +188,7 @@ class _Opened:
             return self._storages[address]
         except KeyError:
             check_url(url)  # before connecting; later URLs are checked by their storages
-            return self._storages.setdefault(
-                address, open_storage(address, self._storage_options, self._options)
-            )
+            return self._storages.setdefault(address, open_storage(address, self._storage_options, self._options))
 
     def node(self, url: str) -> str:
         return self.storage(url).node(url)

@@ -53,9 +53,7 @@ from torch_dpflow.datasets.storage.urls import check_url
 from torch_dpflow.datasets.storage.web_service import tls_context
 from torch_dpflow.errors import OptionError
 
-_COMMON_OPTIONS = frozenset(
-    {"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"}
-)
+_COMMON_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"})
 #: Options with which these services read. With any other one the vendor's client has to read.
 S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
 OSS_OPTIONS = _COMMON_OPTIONS | {"cname"}
@@ -81,9 +79,7 @@ class _ObjectStore:
         self._is_anonymous = _switch(options, "anon", False)
         self._variables = variables
         self._source = (
-            CredentialSource(lambda: None)
-            if self._is_anonymous
-            else CredentialSource(lambda: find(options), chain)
+            CredentialSource(lambda: None) if self._is_anonymous else CredentialSource(lambda: find(options), chain)
         )
 
     def _credentials(self, url: str) -> Credentials:
@@ -128,9 +124,7 @@ class S3Service(_ObjectStore):
             or "us-east-1"
         )
         scheme = "https" if _switch(options, "use_ssl", True) else "http"
-        self._endpoints = S3Endpoints(
-            endpoint_of("s3", options), options.get("addressing_style"), scheme, profile
-        )
+        self._endpoints = S3Endpoints(endpoint_of("s3", options), options.get("addressing_style"), scheme, profile)
         #: regions of buckets, from the responses of servers in other regions
         self._regions: dict[str, str] = {}
 
@@ -140,9 +134,7 @@ class S3Service(_ObjectStore):
 
     def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
-        (origin, prefix), region, service = self._endpoints.place(
-            bucket, self._regions.get(bucket, self._region)
-        )
+        (origin, prefix), region, service = self._endpoints.place(bucket, self._regions.get(bucket, self._region))
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return GetRequest(origin, path, {}, region=region)
@@ -263,9 +255,7 @@ def sign_oss_v1(bucket: str, key: str, credentials: Credentials, now: datetime) 
     return headers
 
 
-def sign_oss_v4(
-    bucket: str, key: str, region: str, credentials: Credentials, now: datetime
-) -> dict[str, str]:
+def sign_oss_v4(bucket: str, key: str, region: str, credentials: Credentials, now: datetime) -> dict[str, str]:
     """Return the headers of a GET of an object of OSS, signed with version 4 (HMAC-SHA256). `now` is in UTC."""
     time = _basic_format(now)
     headers = {"x-oss-content-sha256": "UNSIGNED-PAYLOAD", "x-oss-date": time}

@@ -87,9 +87,7 @@ def file_system_of(url: str) -> str:
 def join_url(base: str, path: str) -> str:
     """Return the URL of `path` below `base`, inside the same archive if `base` is in one."""
     if "::" not in base:
-        return (
-            f"{base}/{path}" if base[-1:] not in ("", "/") and path[:1] != "/" else posixpath.join(base, path)
-        )
+        return f"{base}/{path}" if base[-1:] not in ("", "/") and path[:1] != "/" else posixpath.join(base, path)
     inner, outer = split_chain(base)
     return posixpath.join(inner, path) + outer
 

@@ -124,9 +124,7 @@ def tls_context(options: Mapping[str, Any], bundle: str | None = None) -> ssl.SS
     try:
         path = os.fspath(verify)
         is_folder = os.path.isdir(path)
-        return ssl.create_default_context(
-            cafile=None if is_folder else path, capath=path if is_folder else None
-        )
+        return ssl.create_default_context(cafile=None if is_folder else path, capath=path if is_folder else None)
     except (OSError, TypeError) as error:  # errors of ssl are OSErrors
         raise OptionError(
             f"there are no certificates at {verify!r}: {error}; look at `verify`, AWS_CA_BUNDLE and "

@@ -117,9 +117,7 @@ class Arena:
             raise OptionError(f"block of segment {segment.number} was published before; publish a copy")
         segment.published = True
         segment.memory[0] = PUBLISHED
-        return BlockRef(
-            segment.number, segment.fd, segment.capacity, segment.nbytes, segment.generation, self._retired
-        )
+        return BlockRef(segment.number, segment.fd, segment.capacity, segment.nbytes, segment.generation, self._retired)
 
     def block_at(self, address: int, nbytes: int) -> Block | None:
         """Return the lent, not yet published block that begins at `address` and holds `nbytes`, if any."""

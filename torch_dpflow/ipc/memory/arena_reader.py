@@ -86,9 +86,7 @@ class ArenaReader:
                 f"{ref}: segment {segment.number} has {segment.capacity} bytes; a reference must fit into it"
             )
         if segment.memory[0] != PUBLISHED or ref.generation <= segment.generation:
-            raise MessageError(
-                f"{ref}: is not published, or was opened before; a reference can be opened once"
-            )
+            raise MessageError(f"{ref}: is not published, or was opened before; a reference can be opened once")
         segment.generation = ref.generation
         return segment
 
@@ -155,9 +153,7 @@ def _hold(memory: Memory, segment: memoryview) -> None:
     _HELD.add(hold)
 
 
-def _release(
-    hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] = _HELD, forks: Forks = FORKS
-) -> None:
+def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] = _HELD, forks: Forks = FORKS) -> None:
     # Runs where the last reference is dropped: in any thread, inside any other call, and while the interpreter exits
     # and module globals are None. So it takes no lock and reads no global.
     held.discard(hold)
@@ -190,11 +186,7 @@ class ArenaPeers:
     def ended(self) -> list[int]:
         """Return the watched processes that have ended, until `forget`."""
         ended = {descriptor for descriptor, _ in self._poller.poll(0)}
-        return (
-            [number for number, descriptor in self._descriptors.items() if descriptor in ended]
-            if ended
-            else []
-        )
+        return [number for number, descriptor in self._descriptors.items() if descriptor in ended] if ended else []
 
     def forget(self, number: int) -> None:
         """Stop watching this process, if it is watched."""

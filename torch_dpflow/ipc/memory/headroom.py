@@ -89,9 +89,7 @@ class Headroom:
         mount: where the groups' files are.
     """
 
-    def __init__(
-        self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-    ) -> None:
+    def __init__(self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> None:
         self._machine = machine_total()
         self._groups = [
             (folder, files)

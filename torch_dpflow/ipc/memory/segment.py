@@ -45,9 +45,7 @@ class Forks:
         self._count = 0
         #: One entry for each thread that forks now.
         self._running: list[None] = []
-        os.register_at_fork(
-            before=self._begin, after_in_parent=self._running.pop, after_in_child=self._running.clear
-        )
+        os.register_at_fork(before=self._begin, after_in_parent=self._running.pop, after_in_child=self._running.clear)
 
     def stamp(self) -> int:
         """Return the stamp of a new loan."""
@@ -230,9 +228,7 @@ def _check_size(fd: int, capacity: int, claim: str) -> None:
 def _check_reserved(fd: int, capacity: int, claim: str) -> None:
     # A sparse file of any size costs its creator nothing, but its pages would be allocated as they are read here.
     if os.fstat(fd).st_blocks * 512 < HEADER_BYTES + capacity:
-        raise MessageError(
-            f"{claim}: its pages are not reserved, so that reading could take any amount of memory"
-        )
+        raise MessageError(f"{claim}: its pages are not reserved, so that reading could take any amount of memory")
 
 
 def _check_seals(fd: int, claim: str) -> None:

@@ -73,9 +73,7 @@ def decode_launch_spec(data: bytes) -> LaunchSpec:
     """Decode a launch spec. Raises MessageError, which quotes nothing of it."""
     try:
         if len(data) > MAX_LAUNCH_SPEC_BYTES:
-            raise MessageError(
-                f"a launch spec of {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed"
-            )
+            raise MessageError(f"a launch spec of {len(data)} bytes; at most {MAX_LAUNCH_SPEC_BYTES} are allowed")
         check_json(data)
         version = msgspec.json.decode(data, type=_Version).version
         if version != LAUNCH_SPEC_VERSION:

@@ -25,9 +25,7 @@ from torch_dpflow.log import TRANSPORT
 def kind_of(error: BaseException) -> ErrorKind:
     if isinstance(error, RecoverableError):
         return error.kind
-    if isinstance(error, UsageError) and not isinstance(
-        error, StateError
-    ):  # which a service's own store raises
+    if isinstance(error, UsageError) and not isinstance(error, StateError):  # which a service's own store raises
         return ErrorKind.USAGE
     if isinstance(error, MessageError):
         return ErrorKind.MALFORMED
@@ -245,9 +243,7 @@ class _Reply:
 class CallService:
     """Executes calls in the server's thread. `post` schedules a function for that thread."""
 
-    def __init__(
-        self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: RunSoon
-    ) -> None:
+    def __init__(self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: RunSoon) -> None:
         self._sessions = sessions
         self._replies: ReplyMemory[_Reply] = replies
         self._stats = stats
@@ -268,9 +264,7 @@ class CallService:
             return
         self._stats.repeats += verdict is not Verdict.OVERLOADED
         self._respond(session, header.call, verdict, reply)
-        session.carrier.unpack(
-            frames, header.packing
-        )  # opening shared memory is what releases it to the client
+        session.carrier.unpack(frames, header.packing)  # opening shared memory is what releases it to the client
 
     def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
         """Report the state of calls that a client waits for."""

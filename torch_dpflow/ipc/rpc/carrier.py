@@ -187,9 +187,7 @@ class Carrier:
         memory = block.memory.data
         for offset, size, frame in zip(offsets, sizes, frames):
             memory[offset : offset + size] = frame.cast("B") if isinstance(frame, memoryview) else frame
-        return [frame for size, frame in zip(sizes, frames) if not size], Packing(
-            [-size for size in sizes], reference
-        )
+        return [frame for size, frame in zip(sizes, frames) if not size], Packing([-size for size in sizes], reference)
 
     def _from_block(self, packing: Packing) -> list[memoryview]:
         """Return the frames in shared memory, in order. Small ones are copied: a view would keep the block in use."""
@@ -212,9 +210,7 @@ class Carrier:
         if ref is None:
             return memoryview(b"")
         if self._reader is None:
-            raise MessageError(
-                "frames in shared memory came from a peer whose shared memory is not read here"
-            )
+            raise MessageError("frames in shared memory came from a peer whose shared memory is not read here")
         return self._reader.view(ref).data
 
 

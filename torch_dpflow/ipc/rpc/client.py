@@ -180,9 +180,7 @@ class RpcClient:
             raise PeerLostError(f"the client of {self.address} was closed")
         return self._changed
 
-    def _begin(
-        self, method: str, body: Any, frames: Sequence[Frame], reply_type: Any, timeout_s: float | None
-    ) -> Call:
+    def _begin(self, method: str, body: Any, frames: Sequence[Frame], reply_type: Any, timeout_s: float | None) -> Call:
         timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
         return self._session.begin_call(
             method, encode_body(body), frames, _decoder(reply_type), now=self._clock(), timeout_s=timeout_s

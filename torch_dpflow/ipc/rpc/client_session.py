@@ -264,9 +264,7 @@ class ClientSession:
             # Unpacked even if it is late: opening shared memory is what releases it to the server.
             payload = self._carrier.unpack(frames, header.packing)
             open_call = self.calls.open.get(header.call)
-            answer = Answer(
-                None if open_call is None else decode_body(header.body, open_call.decoder), payload
-            )
+            answer = Answer(None if open_call is None else decode_body(header.body, open_call.decoder), payload)
         except (MessageError, DescriptorLimitError) as failure:
             error = failure
         if (call := self._finish(header.call)) is not None:
@@ -290,9 +288,7 @@ class ClientSession:
         packed, packing = self._carrier.pack(call.frames)
         timeout_s = min(max(0.0, call.deadline - now), MAX_SECONDS)
         below, answered = self.calls.completed_below, self.calls.take_answered()
-        self.send(
-            messages.Request(call.id, call.method, below, answered, timeout_s, call.body, packing), packed
-        )
+        self.send(messages.Request(call.id, call.method, below, answered, timeout_s, call.body, packing), packed)
 
     def _finish(self, call_id: int) -> Call | None:
         call = self.calls.finish(call_id)

@@ -138,9 +138,7 @@ class Leases:
                 self._now = max(self._now, now)
                 return self._expire()
             case _:
-                raise OptionTypeError(
-                    f"Leases.handle takes RenewLease, Leave and ExpireLeases; got {event!r}"
-                )
+                raise OptionTypeError(f"Leases.handle takes RenewLease, Leave and ExpireLeases; got {event!r}")
 
     def _renew(self, peer: Peer, generation: int) -> list[LeaseChange]:
         newest = self._newest(peer)

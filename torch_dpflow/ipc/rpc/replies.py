@@ -111,9 +111,7 @@ class ReplyMemory(Generic[T]):
         for entry in () if record is None else record.calls.values():
             self.nbytes -= entry.nbytes if isinstance(entry, _Remembered) else 0
 
-    def _drop_completed(
-        self, client: bytes, record: _Client[T], completed_below: int, answered: Iterable[int]
-    ) -> None:
+    def _drop_completed(self, client: bytes, record: _Client[T], completed_below: int, answered: Iterable[int]) -> None:
         completed = list(answered)
         if completed_below > record.completed_below:
             record.completed_below = completed_below

@@ -88,9 +88,7 @@ class RpcServer:
         """Where clients connect."""
         return self._listener.address
 
-    def register(
-        self, method: str, handler: Handler, *, body_type: Any = Any, remembered: bool = True
-    ) -> None:
+    def register(self, method: str, handler: Handler, *, body_type: Any = Any, remembered: bool = True) -> None:
         """Serve calls of `method`.
 
         Args:
@@ -174,18 +172,14 @@ class RpcServer:
         except TransportError:  # malformed, or it refers to the shared memory of a client that has died
             self._stats.malformed += 1
             if messages.version_of(frames[0]) != messages.PROTOCOL_VERSION:
-                welcome = messages.Welcome(
-                    messages.PROTOCOL_VERSION, self._incarnation, messages.PayloadOffer(0)
-                )
+                welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, messages.PayloadOffer(0))
                 self._listener.send(client, [encode(welcome)])  # the client reports our version
         except OSError as error:
             if not is_exhausted(error):
                 raise
             TRANSPORT.error("a message at %s was dropped: %s", self.address, error)
 
-    def _on_handshake(
-        self, client: bytes, session: Session | None, header: messages.Handshake, now: float
-    ) -> None:
+    def _on_handshake(self, client: bytes, session: Session | None, header: messages.Handshake, now: float) -> None:
         carrier = Carrier(
             max_bytes=self._options.max_payload_bytes,
             shared_bytes=self._options.shared_bytes if self.address.startswith("ipc://") else 0,

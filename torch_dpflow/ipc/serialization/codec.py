@@ -51,9 +51,7 @@ ORDERED_BYTES = 1 << 15
 MAX_LARGE_FRAMES = 1000
 
 
-def encode(
-    obj: Any, *, arena: Arena | None = None, contiguous: bool = False
-) -> tuple[PayloadTable, list[Frame]]:
+def encode(obj: Any, *, arena: Arena | None = None, contiguous: bool = False) -> tuple[PayloadTable, list[Frame]]:
     """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 
     With `arena`, large buffers go into its blocks while it lends any; a buffer in an unpublished block is published in
@@ -292,9 +290,7 @@ class _Unpacking:
         memory, start = found
         begin, end = place.offset - start, place.offset - start + place.size
         if not 0 <= begin <= end <= len(memory) or begin % ALIGNMENT:
-            raise MessageError(
-                f"{place}: not in a part of {start} + {len(memory)} bytes, or not aligned in it"
-            )
+            raise MessageError(f"{place}: not in a part of {start} + {len(memory)} bytes, or not aligned in it")
         return memory[begin:end]
 
     def _open(self, part: int) -> tuple[memoryview, int]:

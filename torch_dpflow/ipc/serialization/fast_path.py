@@ -50,9 +50,7 @@ def encode_sample(
     return quick or encode(sample, arena=arena, contiguous=not keep_layout)
 
 
-def numbers_beside(
-    heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool
-) -> list[tuple[Any, ...]] | None:
+def numbers_beside(heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool) -> list[tuple[Any, ...]] | None:
     """Return the numbers beside such a tensor in each sample's head; None if any head has something else.
 
     alone: whether the samples are tensors, and not tuples that begin with them.

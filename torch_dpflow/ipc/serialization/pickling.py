@@ -234,9 +234,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _refuse_graph(tensor: torch.Tensor) -> None:
     if tensor.requires_grad and not tensor.is_leaf:
-        raise TypeError(
-            "it requires grad and is not a leaf, and gradients do not flow from one process to another"
-        )
+        raise TypeError("it requires grad and is not a leaf, and gradients do not flow from one process to another")
 
 
 def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> tuple[Any, int]:
@@ -269,9 +267,7 @@ def _takes_bytes_apart() -> bool:
         found = pickle.loads(b"".join(pickler.chunks), buffers=buffers)
     except Exception:
         return False
-    return bool(
-        found == given and found[0] is found[3] and [source.key for source in pickler.sources] == [id(big)]
-    )
+    return bool(found == given and found[0] is found[3] and [source.key for source in pickler.sources] == [id(big)])
 
 
 _new_stream: Callable[[], _Stream | _PlainStream] = _Stream
@@ -315,9 +311,7 @@ def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPic
     )
 
 
-def _find_culprit(
-    obj: Any, error: Exception, path: str, dump: Callable[[Any], object]
-) -> tuple[str, Any, Exception]:
+def _find_culprit(obj: Any, error: Exception, path: str, dump: Callable[[Any], object]) -> tuple[str, Any, Exception]:
     """Descend to the part that cannot be pickled while all of its own parts can."""
     trials = 0
     above: set[int] = set()

@@ -26,9 +26,7 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
     return ZeroMQListener(address, options)
 
 
-def connect(
-    address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT
-) -> Connection:
+def connect(address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT) -> Connection:
     """Connect to the listener at `address`, which may start later.
 
     identity: names this connection to the listener, 1 to 255 bytes, unique among its peers; None draws one.

@@ -143,9 +143,7 @@ class TransportOptions:
         check_fields(self, check_seconds, "silence_s")
         first, longest = self.reconnect_s
         if not 0 < first <= longest:
-            raise OptionError(
-                f"reconnect_s={self.reconnect_s!r}: must be (first, longest) with 0 < first <= longest"
-            )
+            raise OptionError(f"reconnect_s={self.reconnect_s!r}: must be (first, longest) with 0 < first <= longest")
 
 
 class Listener(Protocol):
@@ -224,14 +222,10 @@ def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
             if not frame.c_contiguous:
                 raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
         if size > options.max_frame_bytes:
-            raise MessageError(
-                f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it"
-            )
+            raise MessageError(f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it")
 
 
 def check_identity(identity: bytes) -> None:
     """Raise OptionError unless this is a valid identity: 1 to 255 bytes, the first not zero."""
     if not 1 <= len(identity) <= MAX_IDENTITY_BYTES or identity[0] == 0:
-        raise OptionError(
-            f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero"
-        )
+        raise OptionError(f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero")

@@ -38,9 +38,7 @@ class LinkTime:
         before, now = self._seen, self._look() if self._port else {}
         self._seen = {inode: way_s for inode, (way_s, _) in now.items()}
         return sum(
-            max(0.0, way_s - before.get(inode, 0.0))
-            for inode, (way_s, is_under_way) in now.items()
-            if is_under_way
+            max(0.0, way_s - before.get(inode, 0.0)) for inode, (way_s, is_under_way) in now.items() if is_under_way
         )
 
     def _look(self) -> dict[int, tuple[float, bool]]:

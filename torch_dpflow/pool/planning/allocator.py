@@ -201,9 +201,7 @@ class StripeAllocator:
         known = self._datasets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
-            known = AllocatedDataset(
-                sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base
-            )
+            known = AllocatedDataset(sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base)
         elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
@@ -298,9 +296,7 @@ class StripeAllocator:
                 return []
         return [Drop(server, identity)]
 
-    def _make_room(
-        self, identity: bytes, known: AllocatedDataset, *, whole: bool
-    ) -> list[AllocatorInstruction]:
+    def _make_room(self, identity: bytes, known: AllocatedDataset, *, whole: bool) -> list[AllocatorInstruction]:
         """Drop idle datasets, the oldest first, until the stripes without an owner fit, or no idle one is left.
 
         whole: raise PoolFullError, with nothing dropped, if they do not fit even so.
@@ -383,8 +379,7 @@ class StripeAllocator:
         assert self._capacity.keys() == self._room.keys() == self._leases.members.keys()
         for server, capacity in self._capacity.items():
             held = sum(
-                int(one.sizes[one.owned_by(server)].sum()) + one.copied_bytes(server)
-                for one in self._datasets.values()
+                int(one.sizes[one.owned_by(server)].sum()) + one.copied_bytes(server) for one in self._datasets.values()
             )
             assert held + self._room[server] == capacity
             assert self._room[server] >= 0

@@ -145,9 +145,7 @@ class ArrayLayout(RecordLayout):
         self.blocks_per_stripe = max(1, stripe_bytes // (self.per_block * self.record_bytes))
         super().__init__(identity, records, self.per_block * self.blocks_per_stripe)
         if -(-records // self.per_block) > _MAX_BLOCKS:
-            raise OptionError(
-                f"{records:,} records of {self.record_bytes:,} bytes are too many; split the array"
-            )
+            raise OptionError(f"{records:,} records of {self.record_bytes:,} bytes are too many; split the array")
 
     def blocks(self) -> SampleLayout:
         """Return the layout of the blocks of rows, as a server stores them."""

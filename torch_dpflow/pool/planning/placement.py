@@ -65,9 +65,7 @@ def place(
     return _with_room(scores, sizes, left)
 
 
-def _with_room(
-    scores: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], room: list[int]
-) -> npt.NDArray[np.int32]:
+def _with_room(scores: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], room: list[int]) -> npt.NDArray[np.int32]:
     owners = np.full(len(sizes), UNPLACED, dtype=np.int32)
     preferences = np.argsort(-scores, axis=0)
     for stripe in np.argsort(-scores.max(axis=0)).tolist():

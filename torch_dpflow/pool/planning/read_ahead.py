@@ -219,9 +219,7 @@ class ReadAhead:
         """
         state = self._reader(reader)
         if not 0 <= position < len(state.order):
-            raise UsageError(
-                f"position {position} of an order of {len(state.order)}; read what was announced"
-            )
+            raise UsageError(f"position {position} of an order of {len(state.order)}; read what was announced")
         if not self.is_open(reader, position):
             raise UsageError(f"position {position} was consumed already; each one is read once an epoch")
         state.next = max(state.next, position + 1)

@@ -263,9 +263,7 @@ class MeasuredWindow(BatchWindow):
         self._longest = max(self._longest, *lengths)
         self._bound(now)
         granted = self._fitting(lengths, self.size(), STAGE)
-        self._is_limited = granted < len(lengths) and connections >= min(
-            self._connections, self.records_out + granted
-        )
+        self._is_limited = granted < len(lengths) and connections >= min(self._connections, self.records_out + granted)
         if not self._is_limited:
             self._trials.pause()
         return granted
@@ -362,9 +360,7 @@ class ConnectionQueues:
         while self._waiting:
             connection = self._next()
             queue = self._waiting[connection]
-            while queue and (
-                not self._run or self._run < self._together or self._has_room(connection, share)
-            ):
+            while queue and (not self._run or self._run < self._together or self._has_room(connection, share)):
                 size = self._sizes[queue[0]]
                 if taken and size > room:
                     self._at += len(taken)

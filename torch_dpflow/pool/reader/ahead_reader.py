@@ -47,9 +47,7 @@ class RemoteMemory:
         contents = self._data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
         self._data_reader.gone.discard(name)
         empty = {record: b"" for record, _, length in there if not length}
-        return empty | {
-            one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)
-        }
+        return empty | {one[0]: content for one, content in zip(filled, contents) if isinstance(content, bytes)}
 
 
 class AheadReader:
@@ -127,9 +125,7 @@ class AheadReader:
             pass
         return found
 
-    def _copies(
-        self, connection: PoolConnection, number: int, there: Sequence[AheadRecord]
-    ) -> dict[int, bytes]:
+    def _copies(self, connection: PoolConnection, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
         if not there:
             return {}
         memory = self._mapped(connection, number)

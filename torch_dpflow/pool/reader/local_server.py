@@ -84,9 +84,7 @@ class LocalServer:
             segment = self._segments[stripe]
         return None if segment is None else segment.read(stripe, number, copy=copy)
 
-    def offsets(
-        self, stripe: int, records: npt.NDArray[np.int64]
-    ) -> tuple[PoolSegment, npt.NDArray[np.int64]] | None:
+    def offsets(self, stripe: int, records: npt.NDArray[np.int64]) -> tuple[PoolSegment, npt.NDArray[np.int64]] | None:
         """Return a stripe's segment, and where its records begin there; -1 for those not known to be in memory."""
         segment = self._ready.get(stripe)
         here: npt.NDArray[np.bool_] | bool = True
@@ -148,9 +146,7 @@ class LocalServer:
                 return  # dropped and cached again meanwhile, in other segments
             came.update(states)
             self._states |= {
-                one: state
-                for one, state in came.items()
-                if state != HERE or one // self._per_stripe in self._segments
+                one: state for one, state in came.items() if state != HERE or one // self._per_stripe in self._segments
             }
             self._ready |= {one: self._segments[one] for one in answer.stripes if one in self._segments}
 

@@ -92,9 +92,7 @@ class PoolLookup:
             if self.connection is None:
                 self.contacted = address
             try:
-                connection = self.connection = self.connection or PoolConnection(
-                    address, silence_s=self._silence_s
-                )
+                connection = self.connection = self.connection or PoolConnection(address, silence_s=self._silence_s)
                 table = self._table(connection)
                 self.is_silent = False
                 return table
@@ -154,19 +152,12 @@ class PoolLookup:
         owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
         if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
             raise MessageError("the pool's stripe table is invalid")
-        return StripeOwners(
-            table.per_stripe, table.servers, owners, info.is_placed, table.answered_by, table.is_part
-        )
+        return StripeOwners(table.per_stripe, table.servers, owners, info.is_placed, table.answered_by, table.is_part)
 
     def _come_near(self, table: StripeTablePart) -> None:
         """Switch to the server's Unix socket, which passes memory, if this process may map it."""
         contacted = next((one for one in table.servers if one.name == table.answered_by), None)
-        if (
-            self.connection is None
-            or self.connection.passes_memory
-            or contacted is None
-            or not contacted.is_near
-        ):
+        if self.connection is None or self.connection.passes_memory or contacted is None or not contacted.is_near:
             return
         try:
             near = PoolConnection(PoolAddress(directory=Path(contacted.directory)), silence_s=self._silence_s)

@@ -177,9 +177,7 @@ class PoolReader:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
                 ahead = self._ahead.read(connection, plan, missing, self._remote_memory(connection))
-                return [
-                    ahead.get(one) if content is None else content for one, content in zip(records, found)
-                ]
+                return [ahead.get(one) if content is None else content for one, content in zip(records, found)]
         return [*found]
 
     def _mapped(self, records: Sequence[int], *, copy: bool) -> list[Any]:
@@ -213,9 +211,7 @@ class PoolReader:
         """Fill in records that servers of other hosts hold."""
         owners = (self._server_of(one.record) for one in wanted)
         remote = {place: owner for place, owner in enumerate(owners) if isinstance(owner, str)}
-        contents = connections.read(
-            self._identity, [*remote.values()], [wanted[place] for place in remote], copy=copy
-        )
+        contents = connections.read(self._identity, [*remote.values()], [wanted[place] for place in remote], copy=copy)
         for place, content in zip(remote, contents):
             found[place] = content
         self._is_stale |= None in contents
@@ -238,9 +234,7 @@ class PoolReader:
         if self._table is None:
             self._ask_pool()
         self._ask_servers(records)
-        if time.monotonic() >= self._ask_at and (
-            self._is_stale or any(self._is_unplaced(one) for one in records)
-        ):
+        if time.monotonic() >= self._ask_at and (self._is_stale or any(self._is_unplaced(one) for one in records)):
             self._is_stale = False
             self._ask_pool()
             self._ask_servers(records)
@@ -298,9 +292,7 @@ class PoolReader:
         """Return how to read from a server; None if it cannot be reached."""
         address = self._lookup.address_of(info)
         if address is not None and address.directory is not None:
-            server = LocalServer(
-                address.directory, self._identity, table.per_stripe, self._silence_s, self._ready
-            )
+            server = LocalServer(address.directory, self._identity, table.per_stripe, self._silence_s, self._ready)
             self._servers[info.name] = server
             return server
         return self._data_address(info, table)

@@ -148,9 +148,7 @@ class AheadReading:
         """Take a part of a plan; reading begins with the last one. Raises UsageError for an invalid part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
-            raise UsageError(
-                f"an access plan with records that the dataset of {len(self._may_read)} does not have"
-            )
+            raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
         with self._changed:
             whole = self._joined(self._parts.setdefault(connection, {}), part, keys)
             if whole is not None:
@@ -182,9 +180,7 @@ class AheadReading:
                     break
                 awaited -= plan.served.keys()
             plan.refused -= awaited
-            return self._places(
-                connection, name, plan, [(one, positions.get(one, -1)) for one in records], awaited
-            )
+            return self._places(connection, name, plan, [(one, positions.get(one, -1)) for one in records], awaited)
 
     def _places(
         self,
@@ -203,9 +199,7 @@ class AheadReading:
                 lent[record] = plan, position, place
                 places.append((place.offset, place.length))
             else:
-                places.append(
-                    (0, ON_ITS_WAY if position in awaited and not self._is_closed else IN_STORAGE_ONLY)
-                )
+                places.append((0, ON_ITS_WAY if position in awaited and not self._is_closed else IN_STORAGE_ONLY))
         failed = [position for _, position in requested if isinstance(plan.served.get(position), DPFlowError)]
         self._consume(name, plan, failed)
         return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
@@ -262,9 +256,7 @@ class AheadReading:
         parts = own.get(part.plan, []) if part.first else []
         come = sum(map(len, parts))
         if part.first != come or not come + len(keys) <= part.total <= MAX_PLAN_RECORDS:
-            raise UsageError(
-                f"part {part.first} of an access plan of {part.total} records, of which {come} arrived"
-            )
+            raise UsageError(f"part {part.first} of an access plan of {part.total} records, of which {come} arrived")
         others = [len(plan.keys) for name, plan in self._plans.items() if name != part.plan]
         others += [
             sum(map(len, of))

@@ -114,17 +114,13 @@ class DataServer:
         self.directory = find_directory(address)
         leader = None if join is None else find_address(join)
         if leader is not None and leader.directory == self.directory:
-            raise OptionError(
-                f"join={str(leader)!r} is this server itself; give the address of the pool's leader"
-            )
+            raise OptionError(f"join={str(leader)!r} is this server itself; give the address of the pool's leader")
         if listen is not None:
             check_type("listen", listen, PoolAddress, "a PoolAddress, as find_address makes it")
         if leader is not None and leader.directory is None:
             _check_reach(listen, leader)
             check_keys(leader)
-        self._tcp_listener = (
-            None if listen is None else PoolListener(listen, self._talk_remote, self._holdings)
-        )
+        self._tcp_listener = None if listen is None else PoolListener(listen, self._talk_remote, self._holdings)
         #: Address at which other hosts reach it.
         self.address = None if self._tcp_listener is None else self._tcp_listener.address
         incarnation = secrets.token_hex(8)
@@ -162,9 +158,7 @@ class DataServer:
                 connection.close()
                 continue
             self._connections.add(connection)
-            thread = threading.Thread(
-                target=self._talk_local, args=(connection,), name="dpflow-control", daemon=True
-            )
+            thread = threading.Thread(target=self._talk_local, args=(connection,), name="dpflow-control", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no thread left; connected clients continue
@@ -235,9 +229,7 @@ class DataServer:
         if client.reads:
             self._pool.count_readers()
 
-    def _answer(
-        self, request: PoolRequest, client: _PoolClient, given: list[int]
-    ) -> tuple[PoolAnswer, list[int]]:
+    def _answer(self, request: PoolRequest, client: _PoolClient, given: list[int]) -> tuple[PoolAnswer, list[int]]:
         match request:
             case PreloadDataset():
                 return self._pool.preload(request), []
@@ -249,9 +241,7 @@ class DataServer:
                 self._pool.count_readers()
                 return Acknowledged(), []
             case OpenDataset(identity, first):
-                return (
-                    self._holdings.open(identity, max(0, first)) if client.maps else (DatasetOpened(0, 0), [])
-                )
+                return self._holdings.open(identity, max(0, first)) if client.maps else (DatasetOpened(0, 0), [])
             case GetRecordStates(identity, records, wait_s):
                 return self._holdings.want(identity, records, wait_s), []
             case PushStripe(identity, stripe):
@@ -272,9 +262,7 @@ class DataServer:
             case DatasetPart() | JoinPool() | FollowerHeartbeat():
                 return self._answer_follower(request, client), []
 
-    def _answer_follower(
-        self, request: DatasetPart | JoinPool | FollowerHeartbeat, client: _PoolClient
-    ) -> PoolAnswer:
+    def _answer_follower(self, request: DatasetPart | JoinPool | FollowerHeartbeat, client: _PoolClient) -> PoolAnswer:
         if not isinstance(self._pool, PoolLeader):
             raise UsageError(f"this server is a follower itself; join its leader, at {self._pool.leader}")
         match request:
@@ -316,8 +304,7 @@ def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
         )
     if is_loopback(str(listen)) and not is_loopback(str(leader)):
         raise OptionError(
-            f"--listen {listen}: the pool at {leader} and its readers cannot reach it; give an "
-            "address of this host"
+            f"--listen {listen}: the pool at {leader} and its readers cannot reach it; give an address of this host"
         )
 
 
@@ -336,9 +323,7 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise OptionError(
-            f"a server of the pool runs at {path} already; give another address, or stop it"
-        ) from None
+        raise OptionError(f"a server of the pool runs at {path} already; give another address, or stop it") from None
     os.ftruncate(lock, 0)
     os.write(lock, incarnation.encode())
     with contextlib.suppress(FileNotFoundError):
@@ -359,9 +344,7 @@ def run_service(service: ServiceSpec) -> None:
     """Serve until the process ends, as a process of a node. Its arguments are the bytes of memory, msgpack."""
     memory_bytes = msgspec.msgpack.decode(service.arguments, type=int)
     heartbeats = HeartbeatSender(service, str(find_directory()))
-    serving = threading.Thread(
-        target=_opened(memory_bytes, heartbeats).serve, name="dpflow-pool", daemon=True
-    )
+    serving = threading.Thread(target=_opened(memory_bytes, heartbeats).serve, name="dpflow-pool", daemon=True)
     serving.start()
     while serving.is_alive():
         heartbeats.on_iteration()

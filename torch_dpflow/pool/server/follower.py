@@ -69,9 +69,7 @@ class _LeaderConnection:
         """
         with self._lock:
             if time.monotonic() < self._retry_at:
-                raise PeerLostError(
-                    f"the leader of the pool at {self._leader} does not answer; start it again"
-                )
+                raise PeerLostError(f"the leader of the pool at {self._leader} does not answer; start it again")
             try:
                 if self._connection is None:
                     self._connection = PoolConnection(self._leader, silence_s=self._silence_s)
@@ -189,9 +187,7 @@ class PoolFollower:
             states += [self._holdings.state(identity) for identity in left]
             changed = [one for one in states if reported.get(one.identity) != one][:_MAX_STATES]
             wait_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
-            answer = connection.get(
-                FollowerHeartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions
-            )
+            answer = connection.get(FollowerHeartbeat(applied=applied, states=changed, wait_s=wait_s), Instructions)
             reported |= {one.identity: one for one in changed}
             reported = {identity: one for identity, one in reported.items() if identity not in left}
             for instruction in answer.instructions:

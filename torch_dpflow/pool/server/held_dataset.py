@@ -116,9 +116,7 @@ class HeldDataset:
 
     def placed_in(self, stripes: Iterable[int]) -> int:
         """Return how many records of these stripes have a place in memory."""
-        return sum(
-            int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes)
-        )
+        return sum(int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes))
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
         """Begin to read ahead records without a place. Raises PoolFullError if there is not so much memory."""
@@ -332,9 +330,7 @@ class HeldDataset:
     def _read(self, records: Iterable[int]) -> None:
         """Read those of these records that no thread reads or has read."""
         with self._changed:
-            own = [
-                one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]
-            ]
+            own = [one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]]
             for one in own:
                 self._taken[one] = True
         self._load(own)

@@ -67,9 +67,7 @@ class AheadMemory:
             try:
                 return self._readings[identity]
             except KeyError:
-                raise UsageError(
-                    f"no access plan of dataset {identity.hex()} is announced; announce one"
-                ) from None
+                raise UsageError(f"no access plan of dataset {identity.hex()} is announced; announce one") from None
 
     def named(self, name: bytes) -> AheadReading | None:
         """Return what reads into the memory of this name; None if it is gone. Never blocks."""

@@ -106,9 +106,7 @@ class PoolLeader:
                             "all of it, or load a part"
                         )
                     self._apply(
-                        self._allocator.preload(
-                            request.identity, [], self._clock(), explicit=True, whole=request.whole
-                        )
+                        self._allocator.preload(request.identity, [], self._clock(), explicit=True, whole=request.whole)
                     )
                 known.is_unloaded = False
                 if not known.is_explicit:

@@ -111,9 +111,7 @@ class Followers:
         """Return a follower. Raises PeerLostError if it was removed."""
         follower = self._followers.get(name)
         if follower is None or follower.generation != generation:
-            raise PeerLostError(
-                f"server {name} was removed from the pool after its lease expired; it may join again"
-            )
+            raise PeerLostError(f"server {name} was removed from the pool after its lease expired; it may join again")
         return follower
 
     def instruct(self, name: str, instruction: DatasetPart | DropDataset) -> None:
@@ -132,17 +130,13 @@ class Followers:
         """Return the leader and its followers. rooms: total and free bytes of each server that counts."""
         infos = {leader.name: leader, **{name: follower.info for name, follower in self._followers.items()}}
         return {
-            name: msgspec.structs.replace(info, free=rooms[name][1])
-            for name, info in infos.items()
-            if name in rooms
+            name: msgspec.structs.replace(info, free=rooms[name][1]) for name, info in infos.items() if name in rooms
         }
 
     def states(self, identity: bytes) -> dict[str, DatasetState]:
         """Return each follower's last state of a dataset."""
         return {
-            name: follower.states[identity]
-            for name, follower in self._followers.items()
-            if identity in follower.states
+            name: follower.states[identity] for name, follower in self._followers.items() if identity in follower.states
         }
 
     def _write(self) -> None:
@@ -213,9 +207,7 @@ class KnownDataset:
             pushed=self.pushed,
         )
 
-    def progress(
-        self, held: HeldDataset, table: StripeTable, states: Mapping[str, DatasetState]
-    ) -> CachedDataset:
+    def progress(self, held: HeldDataset, table: StripeTable, states: Mapping[str, DatasetState]) -> CachedDataset:
         """Return the progress over all of its servers.
 
         states: last states of servers, including copies; without servers that have not applied all instructions yet.
@@ -261,9 +253,7 @@ def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]
     if not isinstance(source, ArraySource) or not source.is_pushed:
         return
     if not request.is_explicit:
-        raise UsageError(
-            f"{source.ref} is not in this pool: its server was lost, or it was unloaded; push it again"
-        )
+        raise UsageError(f"{source.ref} is not in this pool: its server was lost, or it was unloaded; push it again")
     pushed = [one.pushed for one in others if not one.is_unloaded]
     if any(one is not None and one.ref == source.ref for one in pushed):
         raise UsageError(

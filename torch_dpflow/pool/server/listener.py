@@ -60,13 +60,9 @@ class PoolListener:
     Raises OptionError if the address cannot be bound, or there are no keys.
     """
 
-    def __init__(
-        self, address: PoolAddress, talk: Callable[[socket.socket], None], holdings: Holdings
-    ) -> None:
+    def __init__(self, address: PoolAddress, talk: Callable[[socket.socket], None], holdings: Holdings) -> None:
         if address.directory is not None:
-            raise OptionError(
-                f"cannot listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that"
-            )
+            raise OptionError(f"cannot listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that")
         self._authenticator = authenticator_for(address, serves=True)
         self._talk = talk
         #: By descriptor, the oldest first.
@@ -83,9 +79,7 @@ class PoolListener:
             _check_host(address, str(place[0]))
             self._listener = socket.create_server(place, family=family, backlog=1024)
         except OSError as error:
-            raise OptionError(
-                f"cannot listen at {address}: {error.strerror or error}; give another address"
-            ) from None
+            raise OptionError(f"cannot listen at {address}: {error.strerror or error}; give another address") from None
         self._listener.setblocking(False)
         self._data_sender = DataSender(holdings)
         #: Address at which clients reach it.
@@ -106,10 +100,7 @@ class PoolListener:
                 is_full = self._is_full(now)
                 poll.modify(listener, 0 if is_full else select.EPOLLIN)
                 came = [
-                    fd
-                    for fd, _ in poll.poll(
-                        self._wait_s(now, MIN_HANDSHAKE_S if is_full else HANDSHAKE_TIMEOUT_S)
-                    )
+                    fd for fd, _ in poll.poll(self._wait_s(now, MIN_HANDSHAKE_S if is_full else HANDSHAKE_TIMEOUT_S))
                 ]
                 for fd in came:
                     if fd != listener:

@@ -247,9 +247,7 @@ def check_keys(address: PoolAddress) -> None:
         authenticator_for(address, serves=False)
 
 
-def connect_stream(
-    address: PoolAddress, authenticator: StreamAuthenticator, purpose: int, silence_s: float
-) -> Stream:
+def connect_stream(address: PoolAddress, authenticator: StreamAuthenticator, purpose: int, silence_s: float) -> Stream:
     """Connect to a server and authenticate it.
 
     silence_s: timeout of the handshake as a whole, and of each later wait for the server, seconds.

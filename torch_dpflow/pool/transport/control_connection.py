@@ -66,18 +66,10 @@ PoolRequest: TypeAlias = (
     | ServerRequest
 )
 PoolAnswer: TypeAlias = (
-    CachedDataset
-    | DatasetOpened
-    | RecordStates
-    | CachedDatasetList
-    | PoolRefusal
-    | AheadAnswer
-    | ServerAnswer
+    CachedDataset | DatasetOpened | RecordStates | CachedDatasetList | PoolRefusal | AheadAnswer | ServerAnswer
 )
 PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
-REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
-    PoolRequest | CountReads
-)
+REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(PoolRequest | CountReads)
 ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswer)
 
 
@@ -85,9 +77,7 @@ def encode(message: PoolMessage) -> bytes:
     """Encode a message. Raises OptionError if it is too long."""
     packet = msgspec.msgpack.encode(message)
     if len(packet) > MAX_MESSAGE_BYTES:
-        raise OptionError(
-            f"a message of {len(packet)} bytes; at most {MAX_MESSAGE_BYTES} are allowed: shorten options"
-        )
+        raise OptionError(f"a message of {len(packet)} bytes; at most {MAX_MESSAGE_BYTES} are allowed: shorten options")
     return packet
 
 
@@ -179,9 +169,7 @@ class StreamChannel(Channel):
 
     def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
         if fds:
-            raise UsageError(
-                "memory is pushed to servers of this host alone; give the directory of one as address"
-            )
+            raise UsageError("memory is pushed to servers of this host alone; give the directory of one as address")
         packet = encode(message)
         self._socket.sendall(_LENGTH.pack(len(packet)) + packet)
 
@@ -263,9 +251,7 @@ class PoolConnection:
             self._channel.send(request, fds)
         except OSError as error:
             self._channel.close()
-            raise PeerLostError(
-                f"the server of the pool does not answer: {error.strerror or error}"
-            ) from error
+            raise PeerLostError(f"the server of the pool does not answer: {error.strerror or error}") from error
 
     def receive(self) -> tuple[PoolAnswer, list[int]]:
         """Receive the answer to `send`. Raises as `request`."""

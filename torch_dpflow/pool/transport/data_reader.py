@@ -60,9 +60,7 @@ class DataReader:
     def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
         self._pool, self._silence_s = pool, silence_s
         self._authenticator: StreamAuthenticator = authenticator_for(pool, serves=False)
-        self._windows = (
-            (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
-        )
+        self._windows = (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
         self._window: BatchWindow = self._windows[0]
         self._connections: dict[str, DataConnection] = {}
         self._memory = ReceiveMemory()
@@ -187,9 +185,7 @@ class DataReader:
         if time.monotonic() < until:
             return None
         try:
-            connection = DataConnection(
-                self._pool.at(owner), self._authenticator, self._silence_s, self._memory
-            )
+            connection = DataConnection(self._pool.at(owner), self._authenticator, self._silence_s, self._memory)
         except DPFlowError as error:
             self._leave(owner, error, backoff)
             return None

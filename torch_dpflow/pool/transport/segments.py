@@ -161,9 +161,7 @@ def check_pushed(fd: int, size: int) -> None:
     except OSError:  # a file or a pipe
         seals = 0
     if seals & PUSH_SEALS != PUSH_SEALS or os.fstat(fd).st_size != size:
-        raise UsageError(
-            f"what was pushed is not {size:,} bytes of sealed memory (memfd_create); push them again"
-        )
+        raise UsageError(f"what was pushed is not {size:,} bytes of sealed memory (memfd_create); push them again")
 
 
 def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
@@ -175,9 +173,7 @@ def map_segment(fd: int, identities: Collection[bytes]) -> PoolSegment:
         memory = map_sealed(fd)
         magic, its, stripes, records = _HEADER.unpack_from(memory)
         if magic[1:] != _MAGIC[1:] or its not in identities or _start(stripes, records) > len(memory):
-            raise MessageError(
-                f"a segment of the pool is not one of dataset {[one.hex() for one in identities]}"
-            )
+            raise MessageError(f"a segment of the pool is not one of dataset {[one.hex() for one in identities]}")
     except (OSError, ValueError, struct.error) as error:
         raise MessageError(f"a segment of the pool cannot be mapped: {error}") from error
     return PoolSegment(-1, memory)

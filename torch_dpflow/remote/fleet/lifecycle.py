@@ -123,8 +123,7 @@ class Fleet:
                 del self._workers[worker.name]
                 self._limit(self._limits.note_refused(error, len(self._workers), now), str(error))
                 if isinstance(error, RejectedError) or (
-                    not any(one.arrived for one in self.workers)
-                    and self._limits.gives_up(now, alone=self._alone)
+                    not any(one.arrived for one in self.workers) and self._limits.gives_up(now, alone=self._alone)
                 ):
                     self._fail(str(error))
             case Warned(_, until_s):
@@ -313,9 +312,7 @@ class Fleet:
                 self._drain(worker, now)
 
     def _admit(self) -> None:
-        busy = {
-            one.number for one in self.workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)
-        }
+        busy = {one.number for one in self.workers if one.state in (WorkerState.WORKING, WorkerState.DRAINING)}
         for worker in self.workers:
             if worker.state is WorkerState.ON_DECK and worker.ready and worker.number not in busy:
                 worker.state = WorkerState.WORKING

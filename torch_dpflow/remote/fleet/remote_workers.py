@@ -117,9 +117,7 @@ class RemoteWorkers:
         self.listener = self._worker_listener.listener
         self.listener.watch(self._platform.wakeup_fd)
         start_s = self._platform.limits.start_timeout_s[1]
-        self._shortage = Shortage(
-            platform.name, workers, least, start_s, self._worker_listener.addresses[0], kind.log
-        )
+        self._shortage = Shortage(platform.name, workers, least, start_s, self._worker_listener.addresses[0], kind.log)
         prefix = prefix_of(cluster or secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
         draw = SystemRandom().random
@@ -186,9 +184,7 @@ class RemoteWorkers:
         """Return the state of all that were requested and are not gone."""
         now, where = self._clock(), {name: worker.where for name, worker in self._workers.items()}
         rows = ((one, where.get(one.name, "")) for one in self._fleet.workers)
-        return [
-            RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows
-        ]
+        return [RemoteWorkerView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows]
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
         """Return nothing: ends are reported by `Shell.lose`."""
@@ -341,9 +337,7 @@ class RemoteWorkers:
         for worker in list(self._workers.values()):
             why = self._condemned.pop(worker.number, "") if worker.is_working else ""
             silent_s = now - worker.last_seen if worker.nonce else 0.0
-            if worker.goodbye is not None and (
-                worker.received >= worker.goodbye.sent or silent_s >= SUSPECT_S
-            ):
+            if worker.goodbye is not None and (worker.received >= worker.goodbye.sent or silent_s >= SUSPECT_S):
                 self._part(worker, "", now)
                 why = ""
             elif silent_s >= LEASE_S:

@@ -34,9 +34,7 @@ def check_ports(name: str, listen: str) -> None:
         )
     first, last = found.groups()
     if last and (first == "*" or not 0 < int(first) <= int(last)):
-        raise OptionError(
-            f"{name} {listen!r}: of a range of ports the first is above 0, and the last no lower"
-        )
+        raise OptionError(f"{name} {listen!r}: of a range of ports the first is above 0, and the last no lower")
     refused = ""
     for address in addresses_of(to_bind(listen)):
         if not (refused := _why_not(address)):

@@ -87,11 +87,7 @@ class AlibabaClient(ABC):
             method: Callable[..., Any] = getattr(client, f"{call}_with_options")
             return method(*arguments, runtime)
         except Exception as error:
-            lost = (
-                DeniedError(f"{what}: {error}")
-                if isinstance(error, DeniedError)
-                else self._failure(what, error)
-            )
+            lost = DeniedError(f"{what}: {error}") if isinstance(error, DeniedError) else self._failure(what, error)
             if isinstance(lost, DeniedError):
                 self._client = None  # they are looked up again
             # Not from it: it contains the whole request, with the key of a launch spec.
@@ -119,9 +115,7 @@ class AlibabaClient(ABC):
                 )
             )
         else:
-            self._source = (
-                "the vendor's chain: no ALIBABA_CLOUD_ACCESS_KEY_ID, then its files and the machine's role"
-            )
+            self._source = "the vendor's chain: no ALIBABA_CLOUD_ACCESS_KEY_ID, then its files and the machine's role"
             keys = Credentials()
             try:
                 keys.get_credential()

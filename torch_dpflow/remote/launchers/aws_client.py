@@ -144,9 +144,7 @@ def failure(what: str, error: Exception) -> PlatformError | OptionError:
         return _of_answer(what, error)
     text = f"{what}: {type(error).__name__}: {str(error)[:600]}"
     if "NoRegionError" in kinds:
-        return OptionError(
-            f"{what}: no region is set; give `region` in [platform.lambda], or AWS_DEFAULT_REGION"
-        )
+        return OptionError(f"{what}: no region is set; give `region` in [platform.lambda], or AWS_DEFAULT_REGION")
     if kinds & {*_NO_CREDENTIALS}:
         return DeniedError(f"{text} (credentials are looked for in {_CHAIN}): give some there")
     if kinds & {*_NOT_SENT}:
@@ -214,9 +212,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str 
         PlatformError: Lambda rejects a call.
     """
     if not image:
-        raise OptionError(
-            "no image: give --image ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG, of the same region"
-        )
+        raise OptionError("no image: give --image ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG, of the same region")
     if not settings.role:
         raise OptionError(
             "no role: give the ARN of one that Lambda may assume, as role in [platform.lambda] of dpflow.toml"
@@ -308,9 +304,7 @@ def _await_done(client: AwsClient, settings: Lambda) -> None:
         if not states & {"Pending", "InProgress"}:
             return
         if time.monotonic() >= deadline:
-            raise UnavailableError(
-                f"{_place(client, settings)} is not ready after {DONE_S:g} s; look at AWS's console"
-            )
+            raise UnavailableError(f"{_place(client, settings)} is not ready after {DONE_S:g} s; look at AWS's console")
         time.sleep(ASK_S)
 
 

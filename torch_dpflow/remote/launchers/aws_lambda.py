@@ -108,9 +108,7 @@ class Lambda:
         check_type("vpc", self.vpc, Mapping, "a dict")
         for key, ids in self.vpc.items():
             if key not in ("subnets", "security_groups"):
-                raise OptionError(
-                    f"vpc has {key!r}; it takes 'subnets' and 'security_groups', lists of their ids"
-                )
+                raise OptionError(f"vpc has {key!r}; it takes 'subnets' and 'security_groups', lists of their ids")
             if isinstance(ids, str) or not all(isinstance(one, str) for one in ids):
                 raise OptionTypeError(f"vpc[{key!r}]={ids!r:.80}: give a list of ids")
 
@@ -140,9 +138,7 @@ class Lambda:
             )
         most = min(self.max_workers, MAX_HELD)
         if workers > most:
-            what = (
-                f"max_workers={self.max_workers}" if most < MAX_HELD else "the calls that a process can hold"
-            )
+            what = f"max_workers={self.max_workers}" if most < MAX_HELD else "the calls that a process can hold"
             raise OptionError(f"{workers} workers on Lambda are more than {what}: give at most {most}")
 
     def launcher(self) -> Launcher:
@@ -209,9 +205,7 @@ class LambdaLauncher:
             if name in self._held or name in self._ends:
                 return name
             if len(self._open) >= MAX_HELD:
-                raise QuotaError(
-                    f"{name} cannot be started: this process holds {MAX_HELD} invocations, its most"
-                )
+                raise QuotaError(f"{name} cannot be started: this process holds {MAX_HELD} invocations, its most")
             call.start()
             self._held[name] = call
             self._open.add(call)
@@ -257,9 +251,7 @@ class LambdaLauncher:
                 if isinstance(result, End):
                     # Lambda may run one twice. If this is the answer of the second one, which its shard has rejected,
                     # the first one works and its end is unknown here.
-                    if not (
-                        result.code == 0 and f"another process is {call.worker} already" in result.report
-                    ):
+                    if not (result.code == 0 and f"another process is {call.worker} already" in result.report):
                         self._ends[call.worker] = result
                 elif not call.is_started:
                     call.refusal = result
@@ -306,9 +298,7 @@ class _HeldCall(threading.Thread):
 
 
 def _client(settings: Lambda) -> AwsClient:
-    return AwsClient(
-        "lambda", settings.region, read_timeout_s=MAX_INVOCATION_S + ANSWER_S, connections=MAX_HELD + 8
-    )
+    return AwsClient("lambda", settings.region, read_timeout_s=MAX_INVOCATION_S + ANSWER_S, connections=MAX_HELD + 8)
 
 
 def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:
@@ -321,9 +311,7 @@ def _findings_of(result: Mapping[str, Any], settings: Lambda, region: str) -> li
     if timeout_s < needs_s:
         advice = f"give it {needs_s:g} s, as `dpflow deploy lambda` does, or a shorter lifetime"
         lifetime = format_duration(settings.lifetime_s)
-        return [
-            Finding(False, f"{text}; its timeout of {timeout_s:g} s ends workers before {lifetime}: {advice}")
-        ]
+        return [Finding(False, f"{text}; its timeout of {timeout_s:g} s ends workers before {lifetime}: {advice}")]
     return [Finding(True, text)]
 
 
@@ -345,6 +333,4 @@ def _end_of(body: bytes, *, is_failure: bool) -> End:
             ran_s=max(0.0, float(ran_s)) if isinstance(ran_s, int | float) else None,
         )
     except (ValueError, TypeError, LookupError, AttributeError):
-        return End(
-            report="its answer is none of torch_dpflow: is the function's image one of it?", place=_PLACE
-        )
+        return End(report="its answer is none of torch_dpflow: is the function's image one of it?", place=_PLACE)

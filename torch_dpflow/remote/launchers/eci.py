@@ -168,9 +168,7 @@ class NodeGroups:
                 raise OptionError(f"no {name.replace('_', ' ')}: give --{name.replace('_', '-')}")
         _check_address(self.address)
         if len(self.keys) > _MAX_KEY_BYTES:
-            raise OptionError(
-                f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}"
-            )
+            raise OptionError(f"the connection file has {len(self.keys)} bytes; a group takes {_MAX_KEY_BYTES}")
 
     def request(self, name: str, number: str) -> dict[str, Any]:
         """Return the group of this name, as the vendor's JSON: the name is its token too, and that of the node."""

@@ -107,9 +107,7 @@ class FunctionCompute:
         if not (
             self.endpoint == "" or self.endpoint.startswith("https://") or is_loopback(self.endpoint)
         ):  # launch specs have keys
-            raise OptionError(
-                f"endpoint={self.endpoint!r}: give https://HOST, or leave it out for the region's"
-            )
+            raise OptionError(f"endpoint={self.endpoint!r}: give https://HOST, or leave it out for the region's")
 
     @property
     def memory_mib(self) -> int:
@@ -196,13 +194,9 @@ class FunctionComputeLauncher:
         ]
         longest_s = there.timeout or 0
         if longest_s < settings.lifetime_s:
-            findings.append(
-                Finding(False, f"it ends workers after {longest_s} s, before their lifetime; {_DEPLOY}")
-            )
+            findings.append(Finding(False, f"it ends workers after {longest_s} s, before their lifetime; {_DEPLOY}"))
         if (there.instance_concurrency or 1) != 1:
-            findings.append(
-                Finding(False, f"its instances run {there.instance_concurrency} workers each; {_DEPLOY}")
-            )
+            findings.append(Finding(False, f"its instances run {there.instance_concurrency} workers each; {_DEPLOY}"))
         with suppress(MissingError):
             config = self._control.async_config()
             if config.async_task and not config.max_async_retry_attempts:
@@ -277,9 +271,7 @@ def _fate_of(task: Any) -> Fate:
                 result = msgspec.json.decode(text or "", type=WorkerAnswer)
                 report = result.report[-MAX_REPORT_CHARS:]
                 ran_s = result.ran_s if billed_s is None else billed_s
-                return Fate(
-                    end=End(code=result.code, signal=result.signal, report=report, place=place, ran_s=ran_s)
-                )
+                return Fate(end=End(code=result.code, signal=result.signal, report=report, place=place, ran_s=ran_s))
     code = 0 if task.status == "Succeeded" else None
     report = f"{task.status}: {task.task_error_message or _WHY.get(task.status, 'no reason given')}"
     return Fate(

@@ -63,9 +63,7 @@ class FunctionControl(AlibabaClient):
         """Return a task, as the vendor's `AsyncTask`. Raises MissingError if there is none."""
         from alibabacloud_fc20230330.models import GetAsyncTaskRequest
 
-        return self._call(
-            f"{task} cannot be looked at", "get_async_task", task, GetAsyncTaskRequest(), {}
-        ).body
+        return self._call(f"{task} cannot be looked at", "get_async_task", task, GetAsyncTaskRequest(), {}).body
 
     def tasks(self, prefix: str, status: str | None = None) -> Iterator[Any]:
         """Yield the tasks with this prefix and state, as the vendor's `AsyncTask`."""
@@ -176,9 +174,7 @@ def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> 
     }
 
 
-def deploy(
-    settings: FunctionCompute, image: str, *, module: str = MODULE, dry_run: bool = False
-) -> Iterator[str]:
+def deploy(settings: FunctionCompute, image: str, *, module: str = MODULE, dry_run: bool = False) -> Iterator[str]:
     """Create the function or update it to these settings; yield what is done, for display.
 
     Args:

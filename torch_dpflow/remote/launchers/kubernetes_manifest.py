@@ -178,9 +178,7 @@ class ClusterManifest:
         check_fields(self, check_int, "port", minimum=_MIN_PORT, maximum=MAX_PORT)
         first, last = self._worker_ports()
         if first <= self.port <= last:
-            raise OptionError(
-                f"--port {self.port} is one of --worker-ports {self.worker_ports}: give another"
-            )
+            raise OptionError(f"--port {self.port} is one of --worker-ports {self.worker_ports}: give another")
         self._check_state()
 
     def _check_state(self) -> None:
@@ -234,9 +232,7 @@ class ClusterManifest:
         yield self._object("v1", "ConfigMap", data={_TOML: settings})
         ports = [{"name": "jobs", "port": self.port, "protocol": "TCP"}]
         service: dict[str, Any] = {"clusterIP": "None", "selector": self._labels, "ports": ports}
-        service["publishNotReadyAddresses"] = (
-            True  # its own pod is found before it is ready: jobs wait for it
-        )
+        service["publishNotReadyAddresses"] = True  # its own pod is found before it is ready: jobs wait for it
         yield self._object("v1", "Service", spec=service)
         yield from self._policies()
         digest = hashlib.sha256(f"{settings}\0{public}".encode()).hexdigest()

@@ -109,9 +109,7 @@ class Pods:
             found = _sent(client.core.read_namespaced_pod, name, client.namespace)
         return found["metadata"]["uid"] if found else None
 
-    def give(
-        self, name: str, uid: str, labels: Mapping[str, str], content: bytes, *, is_trial: bool = False
-    ) -> None:
+    def give(self, name: str, uid: str, labels: Mapping[str, str], content: bytes, *, is_trial: bool = False) -> None:
         """Create the secret of its name that a pod waits for, and that ends with it; an existing one stays."""
         options = {"dry_run": "All"} if is_trial else {}
         owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
@@ -229,9 +227,7 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     if status == 401:
         # Its answers for a wrong token and for an expired one are the same.
         denied = ExpiredError if was_known else DeniedError
-        return denied(
-            f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token"
-        )
+        return denied(f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token")
     # Everything else forbidden was forbidden by an admission check.
     if status == 403 and (_HAS_NO_RIGHT.search(message) or not _status_of(error)):
         return DeniedError(

@@ -59,9 +59,7 @@ def field_env(name: str, path: str) -> dict[str, Any]:
 def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
     """Raise OptionError unless it is an amount, as Kubernetes writes it. zero: 0, no bound, is allowed."""
     if not _QUANTITY.fullmatch(text) or not (zero or re.search(r"[1-9]", text)):
-        raise OptionError(
-            f"{name}={text!r:.80}: give a quantity{'' if zero else ' above 0'}, as '500m' or '2Gi'"
-        )
+        raise OptionError(f"{name}={text!r:.80}: give a quantity{'' if zero else ' above 0'}, as '500m' or '2Gi'")
 
 
 def check_label(
@@ -126,9 +124,7 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
         return Fate(end=End(report=report, place=place))
     if pod["metadata"].get("deletionTimestamp"):
         # Since the last look; the time itself is of another clock.
-        return Fate(
-            until_s=max(0.0, float(pod["metadata"].get("deletionGracePeriodSeconds") or 0.0) - SWEEP_S)
-        )
+        return Fate(until_s=max(0.0, float(pod["metadata"].get("deletionGracePeriodSeconds") or 0.0) - SWEEP_S))
     return Fate()
 
 
@@ -141,9 +137,7 @@ def is_left(pod: Mapping[str, Any], now: float) -> bool:
     ends = [one.get("state", {}).get("terminated") or {} for one in status.get("containerStatuses", [])]
     times = [pod["metadata"].get("creationTimestamp"), *(end.get("finishedAt") for end in ends)]
     latest = max((_seconds(text) for text in times if text), default=now)
-    timeout_s = {"Pending": 1.5 * START_S, "Succeeded": ENDED_S, "Failed": ENDED_S}.get(
-        status.get("phase", "")
-    )
+    timeout_s = {"Pending": 1.5 * START_S, "Succeeded": ENDED_S, "Failed": ENDED_S}.get(status.get("phase", ""))
     return timeout_s is not None and now - latest > timeout_s
 
 
@@ -219,9 +213,7 @@ def _check(name: str, given: Mapping[str, Any], ours: Mapping[str, str]) -> None
         if key in ours:
             raise OptionError(f"{place} is set by torch_dpflow ({ours[key]}): leave it out")
         if key in _TABLES and not isinstance(value, Mapping):
-            raise OptionTypeError(
-                f"{place} is of type {type(value).__name__}: give a dict, as Kubernetes has it"
-            )
+            raise OptionTypeError(f"{place} is of type {type(value).__name__}: give a dict, as Kubernetes has it")
         if key in _LISTS:
             _check_list(place, value, _NAMED.get(key))
 
@@ -239,6 +231,4 @@ def _check_list(place: str, value: Any, taken: set[str] | None) -> None:
         if not isinstance(entry.get("name"), str) or not entry["name"]:
             raise OptionError(f"{place}[{number}] has no name: give one, as text")
         if entry["name"] in taken:
-            raise OptionError(
-                f"{place}[{number}] is named {entry['name']!r}, as one of torch_dpflow's: give another"
-            )
+            raise OptionError(f"{place}[{number}] is named {entry['name']!r}, as one of torch_dpflow's: give another")

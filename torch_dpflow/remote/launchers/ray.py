@@ -131,9 +131,7 @@ class Ray:
         return RayLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        return ThreadedPlatform(
-            RayLauncher(self, detached=outlived), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S
-        )
+        return ThreadedPlatform(RayLauncher(self, detached=outlived), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"
@@ -188,9 +186,7 @@ class RayLauncher:
             "resources": dict(settings.resources),
             "runtime_env": dict(settings.runtime_env) or None,
             # Out of the placement group of this task or actor, whose capacity is the trial's own.
-            "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                None
-            ),
+            "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(None),
             "memory": self._needs.get("memory"),
         }
         self._class = self._ray.remote(WorkerActor)
@@ -215,9 +211,7 @@ class RayLauncher:
             free = self._ray.available_resources().get(lacking, 0.0)
             capacity += f", and for none now, with {amount(lacking, free)} free"
         return [
-            Finding(
-                True, f"Ray {self._ray.__version__} at {self._ray.get_runtime_context().gcs_address} answers"
-            ),
+            Finding(True, f"Ray {self._ray.__version__} at {self._ray.get_runtime_context().gcs_address} answers"),
             Finding(
                 fitting > 0 and not lacking,
                 f"{nodes} {'node has' if nodes == 1 else 'nodes have'} {has}: {capacity}",
@@ -322,9 +316,7 @@ class RayLauncher:
 
     def _full(self, name: str, kind: str) -> QuotaError:
         fleet = f"{_parent(_parent(name))}-"
-        running, wanted = (
-            sum(one.startswith(fleet) for one in [*names]) for names in (self._running, self._wanted)
-        )
+        running, wanted = (sum(one.startswith(fleet) for one in [*names]) for names in (self._running, self._wanted))
         return QuotaError(f"{name} has no room in Ray: {self._capacity.explain(kind, running, wanted)}")
 
     def _end_of(self, name: str, run: Any) -> End:

@@ -59,9 +59,7 @@ def check_address(address: str, name: str = "address") -> None:
     if address in ("", "auto"):
         return
     if not _ADDRESS.fullmatch(address) or not 0 < int(_split(address)[1]) <= MAX_PORT:
-        raise OptionError(
-            f"{name}={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
-        )
+        raise OptionError(f"{name}={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379")
 
 
 def connect(address: str) -> Any:
@@ -217,10 +215,7 @@ class RayCapacity:
     def fitting(self) -> int:
         """Return how many actors the nodes could hold if they held nothing else."""
         return sum(
-            min(
-                int(node["Resources"].get(kind, 0.0) / need + _TOLERANCE)
-                for kind, need in self._needs.items()
-            )
+            min(int(node["Resources"].get(kind, 0.0) / need + _TOLERANCE) for kind, need in self._needs.items())
             for node in nodes_of(self._ray)
         )
 
@@ -238,22 +233,14 @@ class RayCapacity:
     def _largest(self) -> dict[str, float]:
         """Return for each resource that an actor needs the largest amount of any node."""
         nodes = nodes_of(self._ray)
-        return {
-            kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0)
-            for kind in self._needs
-        }
+        return {kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0) for kind in self._needs}
 
     def lacking(self) -> str:
         """Return the resource of which too little is left for another actor; empty if there is none."""
         # First what no node has at all: what others hold may be free a moment later.
         resources = (self._largest(), self._ray.available_resources())
         return next(
-            (
-                kind
-                for has in resources
-                for kind, need in self._needs.items()
-                if has.get(kind, 0.0) < need - _TOLERANCE
-            ),
+            (kind for has in resources for kind, need in self._needs.items() if has.get(kind, 0.0) < need - _TOLERANCE),
             "",
         )
 
@@ -283,11 +270,7 @@ def _line_of(error: Exception) -> str:
     """Return what an error says, on one line, without a traceback of another process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     is_traceback = any(line.startswith("Traceback") for line in lines)
-    return (
-        f"{type(error).__name__}: {lines[-1] if is_traceback else ' '.join(lines)[:600]}"
-        if lines
-        else repr(error)
-    )
+    return f"{type(error).__name__}: {lines[-1] if is_traceback else ' '.join(lines)[:600]}" if lines else repr(error)
 
 
 #: How long an actor waits for its launch spec, and for the last output of a child that has ended, seconds.
@@ -330,9 +313,7 @@ def _run(module: str, launch_spec: bytes) -> tuple[int, int, str]:
         output = bytearray()
         reader = threading.Thread(target=_forward, args=(child.stderr, output), daemon=True)
         reader.start()
-        child.stdin.write(
-            launch_spec
-        )  # not by its environment or arguments, which others may read: it has a key
+        child.stdin.write(launch_spec)  # not by its environment or arguments, which others may read: it has a key
         child.stdin.close()
         code = child.wait()
         reader.join(OUTPUT_S)  # which what the worker has started may hold open

@@ -86,9 +86,7 @@ def autoscale() -> settings.Autoscale:
     table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
     if table.max is not None and table.min > table.max:
         place = found["min"].place
-        raise OptionError(
-            f"{place}: autoscale.min={table.min} is above autoscale.max={table.max}; give min <= max"
-        )
+        raise OptionError(f"{place}: autoscale.min={table.min} is above autoscale.max={table.max}; give min <= max")
     if table.max is None and "min" in found:
         raise OptionError(
             f"{found['min'].place}: autoscale.min without autoscale.max: say how many workers there may be; give both"

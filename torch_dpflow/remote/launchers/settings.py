@@ -270,6 +270,4 @@ def _toml() -> ModuleType:
     for name in ("tomllib", "tomli"):
         with suppress(ModuleNotFoundError):
             return import_module(name)
-    raise MissingExtraError(
-        "settings from a file need tomli on Python 3.10; install it with: pip install tomli"
-    )
+    raise MissingExtraError("settings from a file need tomli on Python 3.10; install it with: pip install tomli")

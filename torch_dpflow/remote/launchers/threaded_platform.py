@@ -79,9 +79,7 @@ class ThreadedPlatform:
         DescriptorLimitError: this process has too many files open.
     """
 
-    def __init__(
-        self, launcher: Launcher, *, deadline_s: float = DEADLINE_S, sweep_s: float = SWEEP_S
-    ) -> None:
+    def __init__(self, launcher: Launcher, *, deadline_s: float = DEADLINE_S, sweep_s: float = SWEEP_S) -> None:
         self.limits = launcher.limits
         try:
             self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -173,9 +171,7 @@ class ThreadedPlatform:
             self._workers.clear()
             self._changed.notify_all()
         if left:
-            SERVICE.error(
-                "not known to be stopped: %s; they end once no process answers them", ", ".join(left)
-            )
+            SERVICE.error("not known to be stopped: %s; they end once no process answers them", ", ".join(left))
         self._thread.wait(self._deadline_s)
         with self._changed:
             threads, hung = [*self._threads], self._hung
@@ -296,9 +292,7 @@ class ThreadedPlatform:
             is_stray = self._closed and worker.name not in self._workers
         if ref is not None and is_stray:
             failure = self._failure_of(lambda: self._launcher.stop(worker.name, ref))
-            SERVICE.error(
-                "%s was started after its platform was closed: %s", worker.name, failure or "stopped"
-            )
+            SERVICE.error("%s was started after its platform was closed: %s", worker.name, failure or "stopped")
 
     def _accepted(self, worker: _Requested, ref: Ref) -> None:
         if worker.reported and worker.why is None:
@@ -335,9 +329,7 @@ class ThreadedPlatform:
     def _is_look_due(self, now: float) -> bool:
         if self._looking or not self.limits.can_watch:
             return False
-        return (bool(self._suspects) and now >= self._look_at) or (
-            bool(self._workers) and now >= self._sweep_at
-        )
+        return (bool(self._suspects) and now >= self._look_at) or (bool(self._workers) and now >= self._sweep_at)
 
     def _look_call(self, now: float) -> Callable[[], None]:
         sweeps = now >= self._sweep_at

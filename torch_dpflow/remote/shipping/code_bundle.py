@@ -124,12 +124,8 @@ class _Collected:
         place = module.name.replace(".", "/")
         if not module.is_package:
             (path,) = module.paths
-            return self._add_files(
-                [(f"{place.rpartition('/')[0]}/{os.path.basename(path)}".lstrip("/"), path)]
-            )
-        return self._add_files(
-            [one for path in module.paths for one in self._below(path, place, all_files=False)]
-        )
+            return self._add_files([(f"{place.rpartition('/')[0]}/{os.path.basename(path)}".lstrip("/"), path)])
+        return self._add_files([one for path in module.paths for one in self._below(path, place, all_files=False)])
 
     def _add_files(self, found: Sequence[tuple[str, str]]) -> list[str]:
         """Add files, by place and path; return what they import."""
@@ -262,9 +258,7 @@ def _checked(data: bytes) -> dict[str, bytes]:
         entries = archive.infolist()
         size = sum(entry.file_size for entry in entries)
         if len(entries) > MAX_FILES or size > MAX_BYTES:
-            raise ValueError(
-                f"{len(entries):,} files of {size:,} bytes; {MAX_FILES:,} of {MAX_BYTES:,} are allowed"
-            )
+            raise ValueError(f"{len(entries):,} files of {size:,} bytes; {MAX_FILES:,} of {MAX_BYTES:,} are allowed")
         places = [entry.filename for entry in entries]
         folders = {str(parent) for place in places for parent in Path(place).parents}
         if len(set(places)) != len(places) or folders.intersection(places):

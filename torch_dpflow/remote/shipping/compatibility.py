@@ -102,9 +102,7 @@ def missing_text(names: Iterable[str]) -> str:
     advice = [
         f"install there what this process has: pip install {' '.join(pinned)}" if pinned else "",
         f"send what is yours with LoaderOptions(code=[{', '.join(own)}])" if own else "",
-        f"install there what has {', '.join(unknown)}, or send it with LoaderOptions(code=[...])"
-        if unknown
-        else "",
+        f"install there what has {', '.join(unknown)}, or send it with LoaderOptions(code=[...])" if unknown else "",
     ]
     return f"modules are missing where workers run: {', '.join(tops)}; {'; '.join(filter(None, advice))}"
 

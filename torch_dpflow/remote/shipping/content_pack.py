@@ -197,9 +197,7 @@ class _CountingPickler(ScriptPickler):
         self._count = out.count
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (torch.Tensor, np.ndarray) and not getattr(
-            getattr(obj, "dtype", None), "hasobject", False
-        ):
+        if type(obj) in (torch.Tensor, np.ndarray) and not getattr(getattr(obj, "dtype", None), "hasobject", False):
             self._count(_nbytes(obj))
             return str, ()
         return super().reducer_override(obj)

@@ -125,9 +125,7 @@ def _absolute(name: str, package: str) -> str:
 
 def _own_tops() -> set[str]:
     """Return the top-level modules where the user's own code is imported from, and the loaded ones of theirs."""
-    found = {
-        name for name, module in list(sys.modules.items()) if "." not in name and _fileis_own_path(module)
-    }
+    found = {name for name, module in list(sys.modules.items()) if "." not in name and _fileis_own_path(module)}
     for folder in sys.path:
         folder = folder or os.getcwd()
         if is_own_path(os.path.join(folder, "_")) and os.path.isdir(folder):

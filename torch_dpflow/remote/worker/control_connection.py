@@ -105,9 +105,7 @@ class ControlConnection(threading.Thread):
         #: The address at which the shard has answered.
         self.address = ""
         #: What the main thread waits for: contents by digest, or an error.
-        self._results: queue.SimpleQueue[tuple[RemoteWelcome, dict[str, bytes]] | Exception] = (
-            queue.SimpleQueue()
-        )
+        self._results: queue.SimpleQueue[tuple[RemoteWelcome, dict[str, bytes]] | Exception] = queue.SimpleQueue()
         #: Whether the main thread waits for that, and so raises an error.
         self._is_awaited = True
         self._begun = self._last_seen = self._sent_at = self._requested = time.monotonic()
@@ -139,9 +137,7 @@ class ControlConnection(threading.Thread):
             raise result
         for digest, data in result[1].items():
             if hashlib.sha256(data).hexdigest() != digest:
-                raise MessageError(
-                    f"what has come has another digest than {digest}: it was changed on its way"
-                )
+                raise MessageError(f"what has come has another digest than {digest}: it was changed on its way")
         return result
 
     def refused_for(self, modules: Sequence[str]) -> NoReturn:

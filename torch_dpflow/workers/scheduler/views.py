@@ -259,9 +259,7 @@ class WorkerViews:
         # times as many tasks twice and gains less than 1% of time (benchmarks.scheduler).
         for level in reversed(self.levels[2:]):
             movable = [
-                (view.since, task.order, task)
-                for view in level.values()
-                if (task := view.last_movable()) is not None
+                (view.since, task.order, task) for view in level.values() if (task := view.last_movable()) is not None
             ]
             if movable:
                 return min(movable)[2]

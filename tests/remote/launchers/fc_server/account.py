@@ -28,7 +28,5 @@ def no_leaks(server: FunctionServer) -> Iterator[None]:
     """Instead of the check of all tests: the vendor's client keeps its connections. Of ours nothing is left."""
     yield
     wait(lambda: not server.live(), what="the end of all workers")
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
     server.tasks.clear()  # tests alone use names again

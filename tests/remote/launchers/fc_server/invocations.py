@@ -175,9 +175,7 @@ class Invocations:
         env = {**self._place.env, **(function.get("environmentVariables") or {}), "FC_SERVER_PORT": str(port)}
         if self._place.fork:
             pid, process = (
-                self._templates.fork(
-                    command[3] if len(command) > 3 else "torch_dpflow.remote.worker", port, env
-                ),
+                self._templates.fork(command[3] if len(command) > 3 else "torch_dpflow.remote.worker", port, env),
                 None,
             )
         else:

@@ -38,14 +38,10 @@ class Side:
     """One loader: what it has waited, and whether each sample came once, in order."""
 
     def __init__(self, server: FunctionServer, name: str, lifetime: str, workers: int) -> None:
-        self.spec = FunctionCompute(
-            max_workers=2 * workers, endpoint=server.endpoint, function=name, lifetime=lifetime
-        )
+        self.spec = FunctionCompute(max_workers=2 * workers, endpoint=server.endpoint, function=name, lifetime=lifetime)
         assert [*deploy(self.spec, "r/i:1")]
         options = LoaderOptions(seeding="worker")
-        loader: Any = DPFlowDataLoader(
-            Slow(), batch_size=2, num_workers=workers, platform=self.spec, options=options
-        )
+        loader: Any = DPFlowDataLoader(Slow(), batch_size=2, num_workers=workers, platform=self.spec, options=options)
         self.iterator: Any = iter(loader)
         self.read, self.waited_s, self.longest_s = 0, 0.0, 0.0
         self.step()

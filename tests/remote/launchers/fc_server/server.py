@@ -240,10 +240,7 @@ class FunctionServer(Invocations):
         with self._changed:
             if id_ in self.tasks:
                 raise Refusal(409, "AsyncTaskAlreadyExists", f"async task {id_!r} already exists")
-            if (
-                not self.queues
-                and len([one for one in self.tasks.values() if one.status in LIVE]) >= self.quota
-            ):
+            if not self.queues and len([one for one in self.tasks.values() if one.status in LIVE]) >= self.quota:
                 raise Refusal(429, "ResourceExhausted", "instances exceed the limit")
             task = self.tasks[id_] = Task(id_, name, body)
         self._start(self._run, task, float(config.get("maxAsyncEventAgeInSeconds", 86400)))

@@ -31,9 +31,7 @@ RULES = [
 class Refused(Exception):
     """An answer that is an error: Kubernetes' Status."""
 
-    def __init__(
-        self, code: int, reason: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, code: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(code, reason, message)
         self.code, self.headers = code, dict(headers or {})
         self.body = {
@@ -55,9 +53,7 @@ class KubeServer:
         pods: what else pods have, as `Pod`.
     """
 
-    def __init__(
-        self, *, start_s: float = 2.0, quota: int = 100, second_s: float = 0.05, **pods: Any
-    ) -> None:
+    def __init__(self, *, start_s: float = 2.0, quota: int = 100, second_s: float = 0.05, **pods: Any) -> None:
         self.start_s, self.quota, self.second_s, self.token = start_s, quota, second_s, "kube-t0ken"
         self.rules: Collection[Mapping[str, Any]] = RULES
         #: Whether these are of a ClusterRole, and so of all namespaces; which accounts pods may have there.
@@ -79,9 +75,7 @@ class KubeServer:
         self._server = QuickHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._pod_options = {"config": json.dumps(self.kubeconfig()), **pods}
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), daemon=True, name="kube"
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True, name="kube")
         self._thread.start()
 
     def kubeconfig(self) -> dict[str, Any]:
@@ -114,10 +108,7 @@ class KubeServer:
             assert namespace == NAMESPACE
             match one["kind"]:
                 case "Secret":
-                    data = {
-                        key: base64.b64encode(text.encode()).decode()
-                        for key, text in one["stringData"].items()
-                    }
+                    data = {key: base64.b64encode(text.encode()).decode() for key, text in one["stringData"].items()}
                     self.secrets[name] = {**one, "data": data}
                 case "ConfigMap":
                     self.config_maps[name] = one
@@ -136,9 +127,7 @@ class KubeServer:
         """Create or delete pods of a Deployment until there are so many; new ones have names that none had."""
         template, name = deployment["spec"]["template"], deployment["metadata"]["name"]
         with self._lock:
-            there = [
-                pod for pod in self.pods.values() if pod.name.startswith(f"{name}-") and not pod.is_ending
-            ]
+            there = [pod for pod in self.pods.values() if pod.name.startswith(f"{name}-") and not pod.is_ending]
             for pod in there[replicas:]:
                 pod.delete(None)
             for _ in range(len(there), replicas):
@@ -198,9 +187,7 @@ class KubeServer:
         found = []
         for pod in pods:
             labels = pod.body["metadata"]["labels"]
-            if wanted.items() <= labels.items() and (
-                named is None or labels["app.kubernetes.io/instance"] in named
-            ):
+            if wanted.items() <= labels.items() and (named is None or labels["app.kubernetes.io/instance"] in named):
                 found.append(pod.view())
         return found
 

@@ -246,9 +246,7 @@ class Pod:
         """Of a variable of the environment."""
         if "value" in variable:
             return str(variable["value"])
-        return {"status.podIP": self._ip, "metadata.name": self.name}[
-            variable["valueFrom"]["fieldRef"]["fieldPath"]
-        ]
+        return {"status.podIP": self._ip, "metadata.name": self.name}[variable["valueFrom"]["fieldRef"]["fieldPath"]]
 
     def _isolation(self) -> list[str]:
         if not self._isolates:

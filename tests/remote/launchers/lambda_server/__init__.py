@@ -123,9 +123,7 @@ class LambdaServer:
     ) -> tuple[int, bytes, dict[str, str]]:
         """What a request is answered with: status, body, headers. Raises ApiError, or ConnectionError for none."""
         try:
-            verify(
-                method, target, headers, body, {self.credentials.key: self.credentials}, f"{REGION}/lambda"
-            )
+            verify(method, target, headers, body, {self.credentials.key: self.credentials}, f"{REGION}/lambda")
         except Refusal as refusal:
             raise ApiError(403, refusal.code, message=refusal.text) from refusal
         url = urlsplit(target)
@@ -163,17 +161,13 @@ class LambdaServer:
         found = self.functions.get(name.rpartition("function:")[2])
         if found is None:
             arn = _arn_of(name)
-            raise ApiError(
-                404, "ResourceNotFoundException", Type="User", Message=f"Function not found: {arn}"
-            )
+            raise ApiError(404, "ResourceNotFoundException", Type="User", Message=f"Function not found: {arn}")
         return found
 
     def _create(self, asked: dict[str, Any]) -> dict[str, Any]:
         name = asked["FunctionName"]
         if name in self.functions:
-            raise ApiError(
-                409, "ResourceConflictException", Type="User", message=f"Function already exist: {name}"
-            )
+            raise ApiError(409, "ResourceConflictException", Type="User", message=f"Function already exist: {name}")
         defaults = {"State": "Active", "LastUpdateStatus": "Successful", "Timeout": 3, "MemorySize": 128}
         self.functions[name] = {**defaults, "FunctionArn": _arn_of(name), **asked}
         self.functions[name]["ImageConfigResponse"] = {"ImageConfig": asked["ImageConfig"]}
@@ -187,17 +181,13 @@ class LambdaServer:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "throttle":
             headers = {"Retry-After": "1"}
-            raise ApiError(
-                429, "TooManyRequestsException", headers, Reason="CallerRateLimitExceeded", Type="User"
-            )
+            raise ApiError(429, "TooManyRequestsException", headers, Reason="CallerRateLimitExceeded", Type="User")
         if fault == "break":
             raise ApiError(500, "ServiceException", Type="Service", Message="oh")
         with self._lock:
             if self.running >= self.quota:
                 reason = "ConcurrentInvocationLimitExceeded"
-                raise ApiError(
-                    429, "TooManyRequestsException", Reason=reason, Type="User", message="Rate Exceeded."
-                )
+                raise ApiError(429, "TooManyRequestsException", Reason=reason, Type="User", message="Rate Exceeded.")
             self.running += 1
         if fault == "twice":
             with self._lock:

@@ -29,8 +29,6 @@ def credentials(server: LambdaServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_leaks(server: LambdaServer, credentials: None) -> Iterator[None]:
     """Instead of the check of all tests: environments stay. No call is held, and no function runs."""
     yield
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
+    wait(lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread")
     wait(lambda: not server.running, what="the end of all invocations")
     server.faults.clear()

@@ -86,9 +86,7 @@ class Sandbox:
         #: Set once its process has asked for work, or has ended.
         self.is_up = threading.Event()
         self._api = QuickHTTPServer(("127.0.0.1", 0), _handler_of(self))
-        threading.Thread(
-            target=self._api.serve_forever, args=(0.05,), daemon=True, name="runtime-api"
-        ).start()
+        threading.Thread(target=self._api.serve_forever, args=(0.05,), daemon=True, name="runtime-api").start()
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
         self.log = Path(self.directory, "log")
         with open(self.log, "wb") as log:

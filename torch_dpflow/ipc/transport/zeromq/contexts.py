@@ -90,9 +90,7 @@ def guarded_context(keys: ServerKeys | WorkerKeys) -> zmq.SyncContext:
     context = _new_context()
     authenticator = context.socket(zmq.REP)
     authenticator.bind(_ZAP_ADDRESS)
-    threading.Thread(
-        target=_authenticate, args=(authenticator, keys.user_of), name="dpflow-zap", daemon=True
-    ).start()
+    threading.Thread(target=_authenticate, args=(authenticator, keys.user_of), name="dpflow-zap", daemon=True).start()
     return context
 
 

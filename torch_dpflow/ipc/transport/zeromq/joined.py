@@ -21,9 +21,7 @@ class JoinedListener:
             are dropped, since the answers to them would be lost.
     """
 
-    def __init__(
-        self, first: ZeroMQListener, second: ZeroMQListener, is_of_second: Callable[[bytes], bool]
-    ) -> None:
+    def __init__(self, first: ZeroMQListener, second: ZeroMQListener, is_of_second: Callable[[bytes], bool]) -> None:
         self._turns = [first, second]
         self._first, self._second = first, second
         self._sockets = first.poll_set[0][0], second.poll_set[0][0]
@@ -64,9 +62,7 @@ class JoinedListener:
         self._turns.reverse()
         for listener in self._turns:
             is_second = listener is self._second
-            while (message := listener.receive(0)) is not None and self._is_of_second(
-                message[0]
-            ) != is_second:
+            while (message := listener.receive(0)) is not None and self._is_of_second(message[0]) != is_second:
                 self._astray += 1
             if message is not None:
                 break
