@@ -19,7 +19,7 @@ from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.payload_table import BlockRef, PayloadTable, ProbeRef
 
 #: Raised by every change that an older release would misread.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 
