@@ -14,7 +14,7 @@ from statistics import quantiles
 
 #: Words that the code once used for what the field has a standard noun for.
 WORDS = re.compile(
-    r"\b(those of|whoever|nobody|somebody|knocks?|strangers?|keepers?|parcels?|doors?|lanes?|adapters?|"
+    r"(?:^|[.:] |\"\"\")Those\b|\b(whoever|nobody|somebody|knocks?|strangers?|keepers?|parcels?|doors?|lanes?|adapters?|"
     r"is told|are told|has told|patience|beats?|owing)\b|MOST_|LEAST_",
     re.IGNORECASE,
 )

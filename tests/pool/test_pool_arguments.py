@@ -76,7 +76,7 @@ def test_a_server_does_not_start_where_others_may_enter(tmp_path: Path) -> None:
     place.chmod(0o770)
     done = CliRunner().invoke(root, ["pool", "serve", "--memory", "1MiB", "--address", str(place)])
     assert done.exit_code == 1
-    assert "nobody else may enter (mode 0700)" in done.output
+    assert "no other user may enter (mode 0700)" in done.output
 
 
 def test_a_host_is_known_by_its_name_where_a_sandbox_hides_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_a_directory_that_others_may_enter_is_warned_of_once(tmp_path: Path, cap
     place.chmod(0o750)
     (warning,) = read()
     assert warning.startswith("the pool is not used, and samples are read from storage: ")
-    assert f"{place} must be a directory of this user that nobody else may enter (mode 0700)" in warning
+    assert f"{place} must be a directory of this user that no other user may enter (mode 0700)" in warning
     assert read() == []
 
 

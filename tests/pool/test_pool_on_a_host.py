@@ -490,7 +490,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     open_to_all = tmp_path / "p"
     open_to_all.mkdir(mode=0o755)
     open_to_all.chmod(0o755)
-    with pytest.raises(OptionError, match="nobody else may enter"):
+    with pytest.raises(OptionError, match="no other user may enter"):
         PoolConnection(open_to_all)
     with pytest.raises(PeerLostError, match="no server of the pool answers"):
         PoolConnection(tmp_path / "q")

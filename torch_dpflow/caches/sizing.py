@@ -64,7 +64,7 @@ def duplicate(sample: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, copy.Error) as error:
         raise OptionTypeError(
             f"a sample of type {type(sample).__name__} cannot be copied ({error}); "
-            "pass copy=False if nobody writes to the samples that the cache returns"
+            "pass copy=False if nothing writes to the samples that the cache returns"
         ) from error
 
 

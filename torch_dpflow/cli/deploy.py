@@ -36,13 +36,11 @@ _function_options = with_options(
 @_function_options
 def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """Deploy the function of platform="fc", by [platform.fc]: region, function, cpu, memory, lifetime, role, vpc."""
-    from torch_dpflow.remote.launchers import fc_function
+    from torch_dpflow.remote.launchers import fc_deploy
 
     settings: Any = resolve("fc")
     _print_steps(
-        fc_function.remove(settings, dry_run=dry_run)
-        if removes
-        else fc_function.deploy(settings, image, dry_run=dry_run),
+        fc_deploy.remove(settings, dry_run=dry_run) if removes else fc_deploy.deploy(settings, image, dry_run=dry_run),
         as_json=as_json,
     )
 
@@ -51,13 +49,13 @@ def fc(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
 @_function_options
 def lambda_(image: str, as_json: bool, dry_run: bool, removes: bool) -> None:
     """Deploy the function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
-    from torch_dpflow.remote.launchers import aws_client
+    from torch_dpflow.remote.launchers import lambda_deploy
 
     settings: Any = resolve("lambda")
     _print_steps(
-        aws_client.remove(settings, dry_run=dry_run)
+        lambda_deploy.remove(settings, dry_run=dry_run)
         if removes
-        else aws_client.deploy(settings, image, dry_run=dry_run),
+        else lambda_deploy.deploy(settings, image, dry_run=dry_run),
         as_json=as_json,
     )
 

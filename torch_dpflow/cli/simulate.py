@@ -131,11 +131,11 @@ def _facts(model: FlowModel, outcomes: list[ScalingOutcome], duration_s: float, 
     def median(name: str) -> float:
         return float(statistics.median(getattr(one, name) for one in outcomes))
 
-    worker_s, min_s = median("worker_s"), median("least_worker_s")
+    worker_s, min_s = median("worker_s"), median("min_worker_s")
     most = max(model.needed(now) for now in range(math.ceil(duration_s)))
     return {
         "workers_needed": most,
-        "max_workers": round(median("most_workers")),
+        "max_workers": round(median("max_workers")),
         "starts": round(median("starts")),
         "stall_share": median("stall_share"),
         "worker_seconds": worker_s,

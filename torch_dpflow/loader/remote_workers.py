@@ -8,28 +8,25 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
 from torch_dpflow.ipc.memory.headroom import machine_total
-from torch_dpflow.ipc.transport import Listener
-from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
-from torch_dpflow.ipc.transport.zeromq.sockets import ZeroMQListener
 from torch_dpflow.loader.arguments import listen_address
+from torch_dpflow.loader.mixed_workers import MixedWorkers
 from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard, RemoteWorkerLost, ShardFailed
 from torch_dpflow.loader.worker_processes import WorkerProcesses, local_workers
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.fleet.remote_workers import RemoteWorkers
-from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, LINE, WORK, RemoteContent, Shell
+from torch_dpflow.remote.fleet.worker_record import BATCH_WORKERS, RemoteContent
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.remote.shipping.code_bundle import make_bundle
 from torch_dpflow.remote.shipping.content_pack import pack_load_spec
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.workers.platform import Handle
 from torch_dpflow.workers.scheduler.machine import Scheduler
 
 #: The interval at which the autoscaler's rule is evaluated, seconds.
@@ -83,7 +80,7 @@ class RemoteShard(PrivateShard):
     """A private shard with remote workers, which its thread starts and replaces."""
 
     ticks = True
-    max_window = BATCH_WORKERS.most_window
+    max_window = BATCH_WORKERS.max_window
 
     def __init__(self, processes: RemoteWorkers | MixedWorkers, *, limit: LoaderLimit, **arguments: Any) -> None:
         self._remote, self._limit = processes, limit
@@ -194,75 +191,3 @@ class LoaderLimit:
         )
         limited_by = self._rule.step(counts, now).limited_by
         meter.limited_by = "workers" if limited_by == "budget" else limited_by
-
-
-def _is_remote(peer: bytes) -> bool:
-    return peer.endswith((b"/" + LINE, b"/" + WORK))
-
-
-class MixedWorkers:
-    """Workers of this host, which have the lowest numbers, and remote workers. Closing this closes both."""
-
-    def __init__(self, local: WorkerProcesses, remote: RemoteWorkers) -> None:
-        self.local, self._remote = local, remote
-        assert isinstance(local.listener, ZeroMQListener)
-        assert isinstance(remote.listener, ZeroMQListener)
-        self.listener: Listener = JoinedListener(local.listener, remote.listener, _is_remote)
-        #: Handshakes of local workers, held back until the minimum of remote workers is connected.
-        self._held_back: list[tuple[bytes, list[memoryview]]] = []
-
-    def __len__(self) -> int:
-        return len(self.local) + len(self._remote)
-
-    @property
-    def shell(self) -> Shell:
-        """The shard."""
-        return self._remote.shell
-
-    @shell.setter
-    def shell(self, shell: Shell) -> None:
-        self._remote.shell = shell
-
-    def start_all(self) -> None:
-        self.local.start_all()
-        self._remote.start_all()
-
-    def ended(self) -> Sequence[tuple[int, Handle]]:
-        return self.local.ended()
-
-    def _with(self, worker: int) -> WorkerProcesses | RemoteWorkers:
-        return self.local if worker < len(self.local) else self._remote
-
-    def refusal(self, worker: int, incarnation: int) -> str:
-        return self._with(worker).refusal(worker, incarnation)
-
-    def kill(self, worker: int, why: str) -> None:
-        self._with(worker).kill(worker, why)
-
-    def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
-        if _is_remote(peer):
-            self._remote.on_message(peer, frames)
-        elif self._remote.awaits_more:
-            self._held_back.append((peer, frames))
-        else:
-            self.shell.deliver(peer, frames)
-
-    def look(self) -> None:
-        self._remote.look()
-        while self._held_back and not self._remote.awaits_more:
-            self.shell.deliver(*self._held_back.pop(0))
-
-    def dismiss(self) -> None:
-        self._remote.dismiss()
-
-    @property
-    def working(self) -> int:
-        return self._remote.working
-
-    @property
-    def limited_by(self) -> str:
-        return self._remote.limited_by
-
-    def close(self) -> None:
-        self.local.close()
-        self._remote.close()

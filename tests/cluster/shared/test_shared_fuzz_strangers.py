@@ -60,4 +60,4 @@ def test_a_stranger_gets_nothing_of_any_service(
     assert {role: view.pid for role, view in after.items()} == {role: view.pid for role, view in views.items()}
     # The friend's one message, and none before it.
     assert counted(cluster, flow) == dict.fromkeys(ROLES, 1)
-    assert all(view.status["strangers"] == 0 for view in after.values())
+    assert all(view.status["without_session"] == 0 for view in after.values())

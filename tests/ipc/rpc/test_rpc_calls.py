@@ -184,7 +184,7 @@ def test_calls_over_tcp_with_keys(start_server: StartServer, open_client: OpenCl
         stranger.call("echo", "let me in", timeout_s=0.2)
     assert friend.call("echo", "hello", [bytes(100_000)]).body == "hello"
     assert server.stats().clients == 1
-    assert server.stats().strangers == 0
+    assert server.stats().without_session == 0
 
 
 def test_deadline_passes_where_nobody_listens(ipc_address: str, open_client: OpenClient) -> None:

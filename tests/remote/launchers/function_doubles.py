@@ -17,7 +17,7 @@ from tests.remote.launchers.fc_server.server import FunctionServer
 from tests.remote.launchers.kube_server import kube_server
 from tests.remote.launchers.lambda_server import lambda_server
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.launchers.fc_function import deploy
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 #: Where the vendor's tools of Function Compute have the key of the tests.
 FC_ENV = {

@@ -28,7 +28,7 @@ from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
 from torch_dpflow.remote import FunctionCompute
 from torch_dpflow.remote.fleet import remote_workers, start_limits
-from torch_dpflow.remote.launchers.fc_function import deploy
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 

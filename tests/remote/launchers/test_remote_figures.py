@@ -31,9 +31,7 @@ def test_a_window_does_not_change_back_and_forth() -> None:
     one.window = one.fitting_window(0.06)
     assert one.fitting_window(0.04) == one.window == 4
     assert one.fitting_window(0.001) == 2
-    assert (
-        worker(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.least_window
-    )  # nobody knows how long its tasks take
+    assert worker(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.min_window  # nobody knows how long its tasks take
 
 
 def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
@@ -59,7 +57,7 @@ def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> N
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_windows_have_limits(task_s: float, round_trip_s: float) -> None:
-    least, most = BATCH_WORKERS.least_window, BATCH_WORKERS.most_window
+    least, most = BATCH_WORKERS.min_window, BATCH_WORKERS.max_window
     assert least <= worker(task_s).fitting_window(round_trip_s) <= most
 
 

@@ -14,8 +14,8 @@ cold start. Demand and not queues decides: a queue is as long as jobs prefetch, 
 gives no more. Then the flow gets as many as carry what was seen, by what a worker did before, and after some minutes a
 small step tries whether there is more.
 
-**Pauses.** A job that lives and does not ask, as during a validation, keeps its workers for a time. Then, and soon
-after the last job has left, there are no more than the least number; whoever asks again has the former number at once.
+**Pauses.** A job that lives and requests nothing, as during a validation, keeps its workers for a time. Then, and soon
+after the last job has left, there are no more than the minimum; a job that requests again has the former number at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, flo
     return passed, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
 
 
-#: Figures are those of so long, seconds.
+#: Figures cover so long, seconds.
 WINDOW_S = 5.0
 #: The share of the time that workers are to be busy, and from which they count as busy all the time.
 HEADROOM, BUSY = 0.92, 0.95
@@ -109,7 +109,7 @@ class Target(msgspec.Struct, frozen=True):
     """How many workers a flow is to have, and what keeps its jobs from reading faster."""
 
     workers: int
-    #: "workers", "cold start", "storage", "network", "job", "budget", what a platform says, as "quota"; empty if nobody
+    #: "workers", "cold start", "storage", "network", "job", "budget", what a platform reports, as "quota"; empty if no job
     #: reads, or if that is not known yet.
     limited_by: str
 
@@ -197,9 +197,9 @@ class Autoscaler:
     def __init__(self, bounds: Bounds, first: int) -> None:
         self._bounds = bounds
         self._target = self._within(first)
-        #: How many to have again when somebody asks; None while nobody rests.
+        #: Workers to restore when a job requests again; None while no job pauses.
         self._resume: int | None = None
-        #: When there was a job last, and when any has asked; None before the first step, seconds.
+        #: When there was a job last, and when any has requested; None before the first step, seconds.
         self._read_at = self._requested_at = -math.inf
         #: When jobs last caused a load, seconds.
         self._due_at = -math.inf

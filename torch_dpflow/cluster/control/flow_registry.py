@@ -5,7 +5,7 @@ A pure state machine: each call returns what to do, in order; there is no socket
 ::
 
     register ──> CREATED ──access──> (services start) ──> READY <──> ACCESSED
-                    │                                       │ nobody for idle_s
+                    │                                       │ no job for idle_s
                     │                                       v
                     │<───────────────────────────────────  IDLE ──access──> (services start) ──> READY
                     └──delete──> DELETED <──delete──────────┘

@@ -73,12 +73,12 @@ class ScalingOutcome:
     """What a run has shown. Worker-seconds are counted from a worker's start to its end."""
 
     worker_s: float = 0.0
-    #: Those of somebody who knows all beforehand and starts workers in no time.
-    least_worker_s: float = 0.0
+    #: Worker-seconds of an ideal law that knows the future and starts workers in no time.
+    min_worker_s: float = 0.0
     starts: int = 0
     stall_s: float = 0.0
     reading_s: float = 0.0
-    most_workers: int = 0
+    max_workers: int = 0
     samples: float = 0.0
     #: When the job waited for more than `STALLED` of the time before, seconds.
     stalled_at: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ class ScalingOutcome:
     @property
     def ratio(self) -> float:
         """Worker-seconds per those that were needed."""
-        return self.worker_s / self.least_worker_s if self.least_worker_s else math.inf
+        return self.worker_s / self.min_worker_s if self.min_worker_s else math.inf
 
     def settled_s(self, since: float) -> float:
         """How long after that time the job stalled for the last time, seconds; 0 if it did not."""
@@ -205,7 +205,7 @@ class ScalingRun:
                     self._working.discard(name)
                     fleet.drained(name, now)
                     heapq.heappush(self._agenda, (now + STEP_S, name, True))
-        self._outcome.most_workers = max(self._outcome.most_workers, len(self._working))
+        self._outcome.max_workers = max(self._outcome.max_workers, len(self._working))
 
     def _cold_start_s(self) -> float:
         return self._model.cold_start_s * math.exp(self._random.gauss(0.0, SPREAD))
@@ -229,7 +229,7 @@ class ScalingRun:
         counts.reading_s += STEP_S if wanted else 0.0
         outcome.samples, outcome.stall_s, outcome.reading_s = counts.taken, counts.stall_s, counts.reading_s
         outcome.worker_s += len(self._begun) * STEP_S
-        outcome.least_worker_s += model.needed(now) * STEP_S
+        outcome.min_worker_s += model.needed(now) * STEP_S
         if wanted:
             self._judge(now, stall_s)
 

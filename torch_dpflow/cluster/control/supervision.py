@@ -111,7 +111,7 @@ class Supervisor:
         self._processes: dict[str, _Process] = {}
         self._lease_s = lease_s
         self._most = most
-        self._most_starting = max_starting
+        self._max_starting = max_starting
         #: The latest incarnation; all processes share the counter, so no id has the same one twice.
         self._spawns = 0
         #: Incremented whenever the views change in anything but the status of processes.
@@ -250,7 +250,7 @@ class Supervisor:
         """Return how many services and how many workers may be started."""
         running = [one for one in self._processes.values() if one.due is None]
         free = self._most - len(running)
-        return free, min(free, self._most_starting - sum(one.starting for one in running))
+        return free, min(free, self._max_starting - sum(one.starting for one in running))
 
     def _has_expired(self, process: _Process, now: float) -> bool:
         if process.heartbeat is None:

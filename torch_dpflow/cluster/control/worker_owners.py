@@ -149,7 +149,7 @@ class WorkerOwners:
         return due
 
     def strays(self, found: Iterable[str]) -> list[str]:
-        """Which of the cluster's members nobody knows."""
+        """Return the cluster's workers among `found` that no shard owns."""
         return [name for name in found if name.startswith(self._prefix) and name not in self._members]
 
     def _doom(self, shard: str, end_at: float) -> list[str]:

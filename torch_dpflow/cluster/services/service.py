@@ -262,7 +262,7 @@ def serve(
         if now >= status_at:
             status_at = now + STATUS_S
             stats = server.stats()
-            heartbeats.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}
+            heartbeats.status = {**status(), "malformed": stats.malformed, "without_session": stats.without_session}
 
 
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:

@@ -128,9 +128,9 @@ class SampleSource:
             return
         try:
             announce_order(self._dataset.cacheable, lambda: np.array(keys), STOLEN, extends=True)
-        except Exception:  # the user's own; it is told once, and samples come without
+        except Exception:  # the user's own: logged once, and samples are read without it
             self._tells = False
-            SERVICE.exception("the dataset could not be told which samples come next")
+            SERVICE.exception("the dataset rejected the announcement of the samples that come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
         """The kind of a task's outcome, and the sample, what stands in for it, or an ExceptionWrapper.

@@ -107,7 +107,7 @@ class ShardWorkers:
     ) -> None:
         self._scheduler = Scheduler(
             window=WINDOW,
-            max_window=SAMPLE_WORKERS.most_window,
+            max_window=SAMPLE_WORKERS.max_window,
             poison_limit=POISON_LIMIT,
             overtake_after_s=OVERTAKE_S,
             task_timeout_s=task_timeout_s,

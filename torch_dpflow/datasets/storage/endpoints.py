@@ -1,6 +1,6 @@
 """Endpoints of object stores, and the address of a bucket below them.
 
-Addresses of ordinary S3 buckets are computed here. Those of access points, Outposts and unusual regions come from
+Addresses of ordinary S3 buckets are computed here. Addresses of access points, Outposts and unusual regions come from
 botocore's rules.
 """
 
@@ -30,7 +30,7 @@ _ARN = re.compile(
 _EXPRESS = ("--x-s3", "--xa-s3")
 #: Ends of the names of access points on Outposts.
 _OUTPOSTS = ("--op-s3",)
-#: Regions whose servers have the usual names. Those of others, such as us-iso-east-1, are in botocore's rules.
+#: Regions whose servers have the usual names. Servers of other regions, such as us-iso-east-1, are in botocore's rules.
 _USUAL_REGION = re.compile("(us|eu|ap|sa|ca|me|af|il|mx|cn)-(gov-)?[a-z]+-[0-9]+")
 
 

@@ -110,7 +110,7 @@ class ServerStats:
     #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
     malformed: int = 0
     #: Messages of peers without a session: no handshake yet, or the session was dropped.
-    strangers: int = 0
+    without_session: int = 0
     #: Calls executed.
     calls: int = 0
     #: Repeated calls that were not executed again.

@@ -163,7 +163,7 @@ class RpcServer:
             if isinstance(header, messages.Handshake):
                 self._on_handshake(client, session, header, now)
             elif session is None:
-                self._stats.strangers += 1
+                self._stats.without_session += 1
                 self._listener.send(client, [encode(messages.NoSession())])
             elif (action := self._actions.get(type(header))) is not None:
                 action(session, header, frames[1:])

@@ -48,7 +48,7 @@ class SizeTrials:
         self._step, self._at, self._in_vain = STEP, 0.0, 0
         self._pause_s = FIRST_PAUSE_S
         #: Upper bound at the last useless trial.
-        self._most_in_vain = math.inf
+        self._max_in_vain = math.inf
         self._usual_rate = 0.0
         #: Bytes until measuring begins; bytes, records and seconds measured since.
         self._settling, self._came, self._records, self._seconds = 0.0, 0, 0, 0.0
@@ -63,8 +63,8 @@ class SizeTrials:
     def bound(self, least: float, most: float, unit: int) -> None:
         """Set the bounds of the size. unit: minimum step to a larger size."""
         self._least, self._most, self._unit = least, most, unit
-        if most > 2 * self._most_in_vain:
-            self._most_in_vain, self._step = math.inf, STEP
+        if most > 2 * self._max_in_vain:
+            self._max_in_vain, self._step = math.inf, STEP
             self._at, self._pause_s = 0.0, FIRST_PAUSE_S
 
     def received(self, length: int, now: float) -> float | None:
@@ -128,7 +128,7 @@ class SizeTrials:
         """Try the other direction next, after a pause if neither helped."""
         self._step = 1 / self._step
         self._in_vain += 1
-        self._most_in_vain = self._most
+        self._max_in_vain = self._most
         self._at = now
         if self._in_vain >= 2:
             self._at += self._pause_s

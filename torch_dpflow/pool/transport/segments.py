@@ -2,8 +2,8 @@
 
     header | stripes: number, first record in the index | index: offset and length of each record | records
 
-A segment is a memfd. Its pages are reserved when it is made, so no later access can fail. It is sealed, so that nobody
-shrinks it and only the server writes to it. It belongs to one dataset for ever: when the dataset is dropped, the server
+A segment is a memfd. Its pages are reserved when it is made, so no later access can fail. It is sealed: it cannot
+shrink, and only the server writes to it. It belongs to one dataset for ever: when the dataset is dropped, the server
 closes it, and its pages live on until the last reader has closed it. So no reader can see another dataset's bytes.
 """
 

@@ -32,8 +32,8 @@ class WorkerKind:
     #: As of `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
     #: How many tasks one holds: at least, and at most if round trips are long.
-    least_window: int
-    most_window: int
+    min_window: int
+    max_window: int
     log: logging.Logger
 
 
@@ -80,7 +80,7 @@ class RemoteWorker:
     suspected_at: float = -1.0
 
     def __post_init__(self) -> None:
-        self.window = self.kind.least_window
+        self.window = self.kind.min_window
 
     def note_work(self, now: float) -> None:
         """Record a result of this worker."""
@@ -109,7 +109,7 @@ class RemoteWorker:
 
     def fitting_window(self, round_trip_s: float) -> int:
         """Return how many tasks it should hold if a message to it and its answer take so long."""
-        least, most = self.kind.least_window, self.kind.most_window
+        least, most = self.kind.min_window, self.kind.max_window
         if not self.usual_s:
             return self.window
         more = math.ceil(min(round_trip_s / self.usual_s, most) - NEGLIGIBLE)

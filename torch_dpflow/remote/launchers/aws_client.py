@@ -1,12 +1,11 @@
-"""Clients of AWS, the meaning of their errors, and `dpflow deploy lambda`: the only module that imports boto3."""
+"""Clients of AWS and the meaning of their errors: the only module that imports boto3."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch_dpflow._core.checks import is_loopback
@@ -22,9 +21,6 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.launchers.contract import require, seconds_of
-
-if TYPE_CHECKING:
-    from torch_dpflow.remote.launchers.aws_lambda import Lambda
 
 #: What needs boto3, and the extra that installs it.
 REQUIRED = ("platform='lambda' needs boto3", "aws")
@@ -174,147 +170,3 @@ def _of_answer(what: str, error: Any) -> PlatformError:
         return UnavailableError(text)
     hint = "; create it with `dpflow deploy lambda`" if code == "ResourceNotFoundException" else ""
     return RejectedError(f"{text}{hint}")
-
-
-#: What the image runs: AWS's runtime client, with our handler.
-ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.remote.worker.aws_lambda.handler"
-#: Timeout of a change to the function, and how often to poll, seconds.
-DONE_S, ASK_S = 300.0, 1.0
-#: How long one call may take, seconds.
-CALL_S = 60.0
-
-
-def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
-    """Return the function's configuration, as AWS's client takes it."""
-    vpc = settings.vpc
-    return {
-        "Role": settings.role,
-        # Lambda's own limit comes after the workers', which end by themselves.
-        "Timeout": settings.timeout_s,
-        "MemorySize": settings.memory_mib,
-        "ImageConfig": {"EntryPoint": [*ENTRY_POINT], "Command": [handler]},
-        "VpcConfig": {
-            "SubnetIds": [*vpc.get("subnets", ())],
-            "SecurityGroupIds": [*vpc.get("security_groups", ())],
-        },
-    }
-
-
-def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
-    """Create the function or update it to these settings; yield what is done, for display.
-
-    Args:
-        dry_run: only report what would be done; without credentials nothing is compared.
-        handler: runs the launch specs; another one is for tests of the launcher.
-
-    Raises:
-        OptionError: there is no image or no role.
-        PlatformError: Lambda rejects a call.
-    """
-    if not image:
-        raise OptionError("no image: give --image ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG, of the same region")
-    if not settings.role:
-        raise OptionError(
-            "no role: give the ARN of one that Lambda may assume, as role in [platform.lambda] of dpflow.toml"
-        )
-    client = _client(settings)
-    wanted = function_of(settings, handler)
-    try:
-        there, done = _there(client, settings), ""
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        there, done = None, "created, or changed where it differs"
-        yield f"the existing state is unknown: {error}"
-    done = done or ("changed" if there else "created")
-    yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{done}:"
-    has = {} if there is None else {**there["Configuration"], "image": there["Code"].get("ImageUri")}
-    yield from [*_changes(has, {"image": image, **wanted})] or ["  nothing differs"]
-    if dry_run:
-        return
-    name = settings.function
-    with client.calling(f"function {name!r} cannot be deployed") as lambda_:
-        if there is None:
-            lambda_.create_function(
-                FunctionName=name,
-                Description="a worker of torch_dpflow",
-                PackageType="Image",
-                Code={"ImageUri": image},
-                **wanted,
-            )
-        else:
-            lambda_.update_function_configuration(FunctionName=name, **wanted)
-            _await_done(client, settings)
-            lambda_.update_function_code(FunctionName=name, ImageUri=image)
-    _await_done(client, settings)
-    yield f"  it is ready; try it with `dpflow check {settings.name}`"
-
-
-def remove(settings: Lambda, *, dry_run: bool = False) -> Iterator[str]:
-    """Remove the function; yield what is done, for display. Raises PlatformError."""
-    client = _client(settings)
-    try:
-        if _there(client, settings) is None:
-            yield f"there is no {_place(client, settings)}"
-            return
-    except DeniedError as error:
-        if not dry_run:
-            raise
-        yield f"the existing state is unknown: {error}"
-    if not dry_run:
-        with client.calling(f"function {settings.function!r} cannot be removed") as lambda_:
-            lambda_.delete_function(FunctionName=settings.function)
-    yield f"{_place(client, settings)} {'would be ' if dry_run else ''}removed"
-
-
-def _client(settings: Lambda) -> AwsClient:
-    return AwsClient("lambda", settings.region, read_timeout_s=CALL_S, connections=1)
-
-
-def _place(client: AwsClient, settings: Lambda) -> str:
-    return f"function {settings.function!r} in {client.region}"
-
-
-def _there(client: AwsClient, settings: Lambda) -> Mapping[str, Any] | None:
-    try:
-        with client.calling(f"function {settings.function!r} cannot be read") as lambda_:
-            found: Mapping[str, Any] = lambda_.get_function(FunctionName=settings.function)
-    except RejectedError as error:
-        if "ResourceNotFoundException" in str(error):
-            return None
-        raise
-    if found["Configuration"].get("PackageType") != "Image":
-        raise OptionError(
-            f"{_place(client, settings)} is no container image, and cannot become one: give another name, as function "
-            "in [platform.lambda] of dpflow.toml, or remove it"
-        )
-    return found
-
-
-def _await_done(client: AwsClient, settings: Lambda) -> None:
-    """Wait until the latest change is done. Raises RejectedError if it failed, UnavailableError after a timeout."""
-    deadline = time.monotonic() + DONE_S
-    while True:
-        with client.calling(f"function {settings.function!r} cannot be read") as lambda_:
-            result = lambda_.get_function_configuration(FunctionName=settings.function)
-        states = {result.get("State", "Active"), result.get("LastUpdateStatus", "Successful")}
-        if "Failed" in states:
-            why = result.get("StateReason") or result.get("LastUpdateStatusReason", "")
-            raise RejectedError(f"{_place(client, settings)} cannot run: {why}")
-        if not states & {"Pending", "InProgress"}:
-            return
-        if time.monotonic() >= deadline:
-            raise UnavailableError(f"{_place(client, settings)} is not ready after {DONE_S:g} s; look at AWS's console")
-        time.sleep(ASK_S)
-
-
-def _changes(has: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is to be changed, for display."""
-    for key, value in wanted.items():
-        old = has.get(key)
-        if key == "ImageConfig":
-            old = has.get("ImageConfigResponse", {}).get("ImageConfig", old)
-        if isinstance(value, dict) and isinstance(old, Mapping):  # Lambda adds fields of its own
-            old = {name: old.get(name) for name in value}
-        if old != value and (old or any(value.values()) if isinstance(value, dict) else True):
-            yield f"  {key}: {value}" if old is None else f"  {key}: {old} -> {value}"

@@ -107,9 +107,9 @@ class SubprocessLauncher:
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         with self._lock:
             fates = {name: self._fate(child) for name in workers if (child := self._children.get(name))}
-        if strangers := workers.keys() - fates.keys():
+        if unknown := workers.keys() - fates.keys():
             there = self.list("")
-            for name in strangers:
+            for name in unknown:
                 if name in there:
                     fates[name] = Fate()
                 elif workers[name] is not None:  # it was there, so it has ended
@@ -124,11 +124,11 @@ class SubprocessLauncher:
                     _kill(child.pid)
                     self._fate(child)
                 return
-        stranger = self.list(name).get(name)
-        if stranger is not None:
-            _kill(int(stranger), name)
+        pid = self.list(name).get(name)
+        if pid is not None:
+            _kill(int(pid), name)
             with suppress(ChildProcessError):  # started by another launcher of this process
-                os.waitid(os.P_PID, int(stranger), os.WEXITED | os.WNOHANG)
+                os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOHANG)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
         found: dict[str, Ref] = {}

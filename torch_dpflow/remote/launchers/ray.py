@@ -241,8 +241,8 @@ class RayLauncher:
         ended = self._ray.wait([*runs], num_returns=len(runs), timeout=0)[0] if runs else []
         fates = {name: Fate() for name in runs.values()}
         fates |= {runs[run]: Fate(end=self._end_of(runs[run], run)) for run in ended}
-        if strangers := workers.keys() - fates.keys():
-            fates |= {name: Fate() for name in self.list("") if name in strangers}
+        if unknown := workers.keys() - fates.keys():
+            fates |= {name: Fate() for name in self.list("") if name in unknown}
         return fates
 
     def stop(self, name: str, ref: Ref | None) -> None:

@@ -20,7 +20,7 @@ SAMPLES = "torch_dpflow.cluster.shard.sample_worker"
 
 
 def run(launch_spec: bytes) -> int:
-    """Run the worker of this launch spec, in the main thread of a process, until it is told to end.
+    """Run the worker of this launch spec, in the main thread of a process, until its shard ends it.
 
     Returns:
         The exit code. 0: it was told to end, or is not wanted. Else the reason is on standard error, and at the shard

@@ -14,7 +14,7 @@ from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import FunctionCompute
 from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.fc import FunctionComputeLauncher
-from torch_dpflow.remote.launchers.fc_function import deploy, remove
+from torch_dpflow.remote.launchers.fc_deploy import deploy, remove
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.launchers import PROGRAM, LauncherContract
 

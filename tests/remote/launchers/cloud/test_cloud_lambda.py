@@ -12,9 +12,9 @@ import pytest
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import Lambda
-from torch_dpflow.remote.launchers.aws_client import deploy, remove
 from torch_dpflow.remote.launchers.aws_lambda import LambdaLauncher
 from torch_dpflow.remote.launchers.contract import Launcher
+from torch_dpflow.remote.launchers.lambda_deploy import deploy, remove
 from torch_dpflow.remote.launchers.registry import resolve
 from torch_dpflow.testing.launchers import PROGRAM, LauncherContract
 

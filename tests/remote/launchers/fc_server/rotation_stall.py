@@ -17,7 +17,7 @@ from tests.remote.launchers.fc_server.account import KEYS
 from tests.remote.launchers.fc_server.server import FunctionServer
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.launchers.fc_function import deploy
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 #: How long the loading of a sample and a step of the training take, seconds.
 SAMPLE_S, STEP_S = 0.02, 0.05

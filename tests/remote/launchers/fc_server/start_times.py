@@ -19,7 +19,7 @@ from tests.remote.launchers.fc_server.account import KEYS
 from tests.remote.launchers.fc_server.server import FunctionServer
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.launchers.fc_function import deploy
+from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 
 class Times:

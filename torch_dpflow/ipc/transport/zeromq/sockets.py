@@ -104,7 +104,7 @@ class _SocketEndpoint:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, math.ceil(options.silence_s * 1000))
         if options.keys is None and not is_loopback(self.address):
             raise OptionError(
-                f"{self.address} reaches beyond this host and `keys` is None: whoever connects could run "
+                f"{self.address} reaches beyond this host and `keys` is None: any peer that connects could run "
                 "code. Give the keys of the cluster, or use tcp://127.0.0.1 or ipc://"
             )
 
