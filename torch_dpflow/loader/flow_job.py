@@ -163,8 +163,8 @@ def _replica_of(sampler: Any) -> Replica | None:
 def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None) -> SharedJob:
     """Return an unused job of the loader, opened if there is none; it is closed with the loader.
 
-    So iterations may run concurrently, as torch's may. Iterations of one rank belong to one job, so ranks need not begin
-    equally many.
+    So iterations may run concurrently, as torch's may. Iterations of one rank belong to one job, so ranks need not
+    begin equally many.
 
     Args:
         seed: of the order, if it is the loader's first job.

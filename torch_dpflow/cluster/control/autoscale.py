@@ -15,7 +15,8 @@ gives no more. Then the flow gets as many as carry what was seen, by what a work
 small step tries whether there is more.
 
 **Pauses.** A job that lives and requests nothing, as during a validation, keeps its workers for a time. Then, and soon
-after the last job has left, there are no more than the minimum; a job that requests again has the former number at once.
+after the last job has left, there are no more than the minimum. A job that requests again has the former number at
+once.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class Target(msgspec.Struct, frozen=True):
     """How many workers a flow is to have, and what keeps its jobs from reading faster."""
 
     workers: int
-    #: "workers", "cold start", "storage", "network", "job", "budget", what a platform reports, as "quota"; empty if no job
-    #: reads, or if that is not known yet.
+    #: "workers", "cold start", "storage", "network", "job", "budget", what a platform reports, as "quota"; empty if no
+    #: job reads, or if that is not known yet.
     limited_by: str
 
 

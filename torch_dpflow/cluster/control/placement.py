@@ -46,8 +46,8 @@ def launches_of(
     hosts.update((view.id, view.node) for view in draining)
     lent = _members_of(draining) if has_platform else _workers_of(draining, processes)
     serving = _owners(spec, shards, draining, processes)
-    # Workers that stay until others can serve, and workers of a node that takes no more shards: its processors are of no
-    # use to other flows.
+    # Workers that stay until others can serve, and workers of a node that takes no more shards: its processors are of
+    # no use to other flows.
     extra = [one for one in lent if one[0] in serving or hosts[one[0]] not in nodes]
     lent = [one for one in lent if one not in extra][: max(0, part.workers - part.shards)]
     divided = _divide(part.workers - len(lent), part.shards)

@@ -127,8 +127,8 @@ def check_private(directory: Path) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OptionError(
-            f"{directory} must be a directory of this user that no other user may enter (mode 0700); remove it, or give "
-            "another address"
+            f"{directory} must be a directory of this user that no other user may enter (mode 0700); remove it, or "
+            "give another address"
         )
 
 
