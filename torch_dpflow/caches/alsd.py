@@ -163,13 +163,16 @@ Aggregate = Literal["min", "mean"]
 class ALSD(LookaheadPolicy):
     """Evicts the key whose next use is farthest according to lookaheads; the oldest load among equals.
 
-    Each job's order has the four parts of the thesis. A sample that the job has read (S_v) is N
-    samples away, unless the order of its next epoch is known; the distance of one of the certain order (S_c)
-    is exact; those of a likely one (S_uc) and of any other (S_uk) are estimated by eq. 3-2 and 3-3.
+    Each job's order has the four parts of the thesis, which differ in the distance of a sample:
 
-    A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order: samples that it
-    has read are evicted before the others, the oldest load first. For one job that gives as many
-    hits as never replacing anything. If `keys` is not known either, the oldest load is evicted first.
+    - already read (S_v): N, the length of the epoch, unless the order of the job's next epoch is known
+    - in the certain order (S_c): exact
+    - likely (S_uc): estimated by eq. 3-2
+    - any other (S_uk): estimated by eq. 3-3
+
+    A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order. Samples that it
+    has read are evicted before the others, the oldest load first. For one job, this gives as many hits as if nothing
+    was ever replaced. If `keys` is not known either, the oldest load is evicted first.
 
     Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
 
@@ -204,9 +207,10 @@ class _CertainMean(WeightedMean):
 
 
 class UseDistance(LookaheadPolicy):
-    """Evicts the key of the greatest mean distance; a key that is not certain counts N (thesis, 5.2.1).
+    """Evicts the key whose mean distance over jobs is greatest, without ALSD's estimates (thesis, 5.2.1).
 
-    If orders are known in full it equals ALSD's weighted mean; the difference shows the value of ALSD's estimates.
+    For a job whose lookahead does not have the key as certain, the distance is N, the length of the job's epoch. The
+    difference from ALSD's weighted mean shows the value of the estimates. If orders are known in full, both are equal.
     """
 
     name = "use-distance"

@@ -397,10 +397,10 @@ def _written_beside(path: str, data: bytes) -> str:
 
 
 def _opened_new(path: str) -> IO[bytes]:
-    """Make the directory of a new file and open the file for writing.
+    """Create a file and its directory, and open the file for writing.
 
-    Another process may remove the directory while it is empty (`remove_empty`). The number of such removals depends on
-    the speed of the disk, so they are limited by time, not by count.
+    Another process may remove the directory while it is empty (`remove_empty`); it is then made again. Retries are
+    limited by time, not by count, because their number depends on the speed of the disk.
 
     Raises:
         StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.

@@ -159,12 +159,12 @@ def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batc
 
 @dataclass(frozen=True)
 class _ResumedEpoch:
-    """The part of a state that concerns an order of the router; empty without a state."""
+    """The position in an order of the router that a loader's state has saved; all None without such a state."""
 
-    #: Of the order.
+    #: Seed and epoch of the order.
     seed: int | None = None
     epoch: int | None = None
-    #: The samples that the job had read of the epoch; None at its beginning.
+    #: The samples of the epoch that the job had read; None at its beginning.
     done: dict[str, Any] | None = None
 
     @classmethod
@@ -185,7 +185,7 @@ class _PlannedProgress:
     batches: EpochReader
 
     def state(self) -> LoaderState:
-        """As `EpochProgress.state`."""
+        """Return the state to resume from, as `EpochProgress.state` does."""
         self.batches.note_delivered()
         return self.progress.state()
 
@@ -194,8 +194,8 @@ class RoutedProgress:
     """The progress of an epoch whose order the router decides.
 
     Args:
-        iteration: counts the loader's.
-        epoch: of the order.
+        iteration: number of the loader's iteration.
+        epoch: epoch of the router's order.
     """
 
     def __init__(self, job: SharedJob, loader: Any, iteration: int, epoch: int, base_seed: int) -> None:
@@ -234,7 +234,7 @@ def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
 
 
 class FlowPlanner:
-    """Draws the batches of a sampler whose order may change during the epoch. Of the training thread.
+    """Draws the batches of a sampler whose order may change during the epoch. Only the training thread uses it.
 
     As torch, it draws `prefetch_factor * num_workers` batches when an iteration begins and another one before it
     returns each; without workers it draws a batch when that is requested.

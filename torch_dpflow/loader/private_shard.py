@@ -223,7 +223,7 @@ class PrivateShard:
                 descriptors.require(descriptors.SPARE, "a worker's connection")
 
     def poll(self) -> Event | None:
-        """Return the next event if it has happened already. Raises as `wait`."""
+        """Return the next event as `wait` does, but without waiting; None if there is none. Raises LifetimeError."""
         self._check_owner()
         return self._events[0] if self._events else None
 

@@ -65,7 +65,7 @@ class PoolSamples:
         return self._reading.get().read(numbers, lengths, self._plan, copy=self._copy)
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Have the server read ahead what has no place in memory."""
+        """Announce the order of reads, so that the server reads ahead the samples that do not fit in its memory."""
         if self._announcer != os.getpid():
             # Ranks forked from one process read in different orders.
             self._announcer, self._plan = os.getpid(), secrets.token_hex(8)

@@ -41,12 +41,12 @@ class TransportContract:
     connection_options = TransportOptions()
 
     def new_address(self, tmp_path: Path) -> str:
-        """An address without a listener. With a fixed port or name: a new one for each test."""
+        """Return an address that has no listener. A fixed port or name must be a new one for each test."""
         raise NotImplementedError(f"{type(self).__name__} must say where to listen")
 
     @pytest.fixture
     def endpoints(self) -> Iterator[list[Any]]:
-        """What the test opens; closed after it."""
+        """Endpoints that the test opens; they are closed after it."""
         opened: list[Any] = []
         yield opened
         for endpoint in opened:
@@ -54,7 +54,7 @@ class TransportContract:
 
     @pytest.fixture
     def open_listener(self, tmp_path: Path, endpoints: list[Any]) -> Callable[..., Listener]:
-        """Listen, at a new address unless one is given, with options changed as the keywords say."""
+        """Return a function that listens at a new address, or a given one. Keywords replace transport options."""
 
         def open_listener(address: str | None = None, **changes: Any) -> Listener:
             options = replace(self.listener_options, **changes)
@@ -66,7 +66,7 @@ class TransportContract:
 
     @pytest.fixture
     def open_connection(self, endpoints: list[Any]) -> Callable[..., Connection]:
-        """Connect, with options changed as the keywords say."""
+        """Return a function that connects to an address. Keywords replace transport options."""
 
         def open_connection(address: str, identity: bytes | None = None, **changes: Any) -> Connection:
             options = replace(self.connection_options, **changes)
@@ -320,14 +320,14 @@ def send_often(connection: Connection, times: int) -> None:
 
 
 def next_message(listener: Listener) -> tuple[bytes, list[memoryview]]:
-    """The listener's next message; fails if none arrives."""
+    """Return the listener's next message; fail the test if none arrives."""
     message = listener.receive(TIMEOUT_S)
     assert message is not None, f"nothing came to {listener.address} within {TIMEOUT_S} s"
     return message
 
 
 def answered(connection: Connection) -> list[memoryview]:
-    """The connection's next message; fails if none arrives."""
+    """Return the connection's next message; fail the test if none arrives."""
     frames = connection.receive(TIMEOUT_S)
     assert frames is not None, f"nothing came back within {TIMEOUT_S} s"
     return frames
@@ -349,7 +349,7 @@ def greet(listener: Listener, connection: Connection) -> None:
 
 
 def eventually(holds: Callable[[], bool], listener: Listener) -> bool:
-    """Whether `holds` becomes true while the listener receives."""
+    """Receive messages until `holds` returns True; return whether it did in time."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         if time.monotonic() > deadline:

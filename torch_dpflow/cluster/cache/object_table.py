@@ -24,9 +24,9 @@ _SIZE_WEIGHT = 0.1
 
 
 class ObjectTable:
-    """Entries of a sample cache, and sums over them. Only the cache's policy decides here.
+    """Entries of a sample cache, and their sums of bytes. The cache's policy decides which cached entries stay.
 
-    An entry is held while a ticket refers to it or the cache holds it.
+    An entry is held while a ticket, which is one request of a reader, refers to it or the cache holds it.
     """
 
     def __init__(self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False) -> None:
@@ -146,7 +146,7 @@ class ObjectTable:
         return False
 
     def release(self, entry: CacheEntry) -> None:
-        """Release an entry without tickets."""
+        """Unpin an entry that has no tickets left, and remove it unless it is cached. The caller cancels its load."""
         if entry.loading:
             entry.loading = 0
             self.reserved -= entry.size
@@ -161,7 +161,7 @@ class ObjectTable:
         self.reserved += size
 
     def store(self, entry: CacheEntry, value: Any, size: int) -> None:
-        """Store the result of a load; tickets refer to the entry."""
+        """Store the result of a load, for the tickets that refer to the entry."""
         self.reserved -= entry.size
         entry.store(value, size)
         self.held += size
@@ -172,14 +172,14 @@ class ObjectTable:
             self._note_spare(entry)
 
     def requeue(self, entry: CacheEntry) -> None:
-        """Drop the value of an entry with tickets, which will be loaded again."""
+        """Drop the value of an entry that has tickets; the entry will be loaded again."""
         if entry.cached:
             self._discard(entry)
         self.pinned -= entry.size
         self._drop(entry)
 
     def farthest_spare(self) -> CacheEntry | None:
-        """Return the spare entry that is wanted farthest ahead."""
+        """Return the spare entry whose sample is needed last; None if there is none."""
         while self._spare:
             entry = self._spare.first()
             if entry.is_spare:
@@ -200,10 +200,10 @@ class ObjectTable:
         return self.held + self.reserved + size <= self.capacity
 
     def make_room(self, size: int, *, share: float) -> bool:
-        """Return whether `size` more bytes fit once the cache has evicted what it must.
+        """Evict cached entries until `size` more bytes fit; return whether they fit.
 
-        It evicts only while wanted samples take at most `share` of the capacity; with a share of 1 always, even if
-        that is not enough.
+        With a `share` below 1, it evicts nothing if wanted samples and these bytes take more than that share of the
+        capacity.
         """
         if share < 1 and self.pinned + self.reserved + size > share * self.capacity:
             return self.has_room(size)
@@ -213,7 +213,7 @@ class ObjectTable:
         return True
 
     def evict(self) -> bool:
-        """Evict the policy's next entry; return whether there was any."""
+        """Evict one entry, chosen by the policy; return False if it has none."""
         key = None if self._policy is None else self._policy.evict()
         if key is not None:
             self._uncache(self._cached[key])

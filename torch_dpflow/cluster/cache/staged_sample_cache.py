@@ -211,7 +211,7 @@ class StagedSampleCache:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _of_drawn(self, instructions: list[CacheInstruction]) -> list[CacheInstruction]:
-        """The drawn cache's instructions in terms of tasks: its loads need their inputs first."""
+        """Translate the drawn cache's instructions into tasks; each load first fetches its input from the kept one."""
         out: list[CacheInstruction] = []
         for instruction in instructions:
             match instruction:
@@ -225,7 +225,7 @@ class StagedSampleCache:
         return out
 
     def _of_kept(self, instructions: list[CacheInstruction]) -> list[CacheInstruction]:
-        """The kept cache's instructions in terms of tasks: what it serves to `_INPUTS` is an input."""
+        """Translate the kept cache's instructions into tasks; what it serves to `_INPUTS` starts a per-draw stage."""
         out: list[CacheInstruction] = []
         for instruction in instructions:
             match instruction:
@@ -250,14 +250,14 @@ class StagedSampleCache:
         return self._finish(drawn, value, value.nbytes)
 
     def _finish(self, drawn: _DrawnLoad, value: Loaded, size: int) -> list[CacheInstruction]:
-        """The per-draw stage has run, or its input has failed."""
+        """Release the input and store the result: of the per-draw stage, or the error of its input."""
         number = drawn.load.load
         del self._draws[number]
         out = self._of_kept(self._kept.release(_INPUTS, [number]))
         return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
     def _abandon(self, number: int) -> list[CacheInstruction]:
-        """No job wants this draw any more."""
+        """Cancel a load of the drawn cache that no job wants any more, and release its input."""
         out: list[CacheInstruction] = [Cancel([number])] if self._draws.pop(number).started else []
         return out + self._of_kept(self._kept.release(_INPUTS, [number]))
 

@@ -132,7 +132,7 @@ class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The arguments of a coordinator's role."""
+    """What a coordinator's process is started with."""
 
     #: The state store's address.
     state: str

@@ -51,7 +51,7 @@ SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
 class ServedSample(Body):
-    """One sample; its payload's frames follow."""
+    """One sample in a `Served`, or why there is none. The frames of its payload follow."""
 
     ticket: Count
     kind: Annotated[int, msgspec.Meta(ge=SAMPLE, le=WORKERLESS)]
@@ -59,7 +59,7 @@ class ServedSample(Body):
 
 
 class Served(Body):
-    """From a shard: samples; their frames follow, in order."""
+    """From a shard: samples. The frames of their payloads follow, in order."""
 
     samples: Annotated[list[ServedSample], msgspec.Meta(max_length=MAX_SAMPLES)]
     #: Samples that the shard has sent to jobs (these included) and loaded since it started. In every answer, so that
@@ -77,7 +77,7 @@ class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The arguments of a shard's role."""
+    """What a shard's process is started with."""
 
     #: The id of the router's process.
     router: str
@@ -91,7 +91,7 @@ GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
 
 
 class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The arguments of a worker's role."""
+    """What the process of a shard's worker is started with."""
 
     #: The id of its shard's process.
     shard: str
@@ -104,7 +104,7 @@ _NUMBERS = struct.Struct("<QQQ")
 
 
 class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
-    """Header of an input."""
+    """Header of the input of a per-draw stage."""
 
     table: PayloadTable
     #: Bytes of each of its frames.
@@ -116,7 +116,7 @@ _decoder = msgspec.msgpack.Decoder(_TaskHeader)
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """One sample to be loaded, or the per-draw stage of one."""
+    """A worker's task: load one sample, or run the per-draw stage on an input."""
 
     key: int
     #: Seeds the random draws, with the key.

@@ -36,7 +36,7 @@ _DRAFT, _LOCK = ".part", ".lock"
 
 @dataclass(slots=True)
 class _Draft:
-    """A content that was received in part."""
+    """A content of which some pieces have been received."""
 
     file: IO[bytes]
     size: int
@@ -45,7 +45,7 @@ class _Draft:
 
 
 class ContentFiles:
-    """Contents in a directory, one file each, named by its digest. One thread writes and reads.
+    """A directory of contents, one file each, named by its digest. Not thread-safe: one thread calls the methods.
 
     Args:
         directory: created if it does not exist, for its owner alone.

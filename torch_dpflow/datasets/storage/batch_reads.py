@@ -32,7 +32,7 @@ _MAX_COUNTED_S = 0.0005
 
 @dataclass(frozen=True)
 class Read:
-    """One request, and the positions of the wanted ranges that it covers."""
+    """One request, and the positions in `wanted` of the ranges that it covers."""
 
     span: ByteRange
     positions: list[int] = field(default_factory=list)
@@ -108,7 +108,7 @@ def _alternated(lists: list[deque[Read]]) -> list[Read]:
 
 
 class Overlap:
-    """Threads for the reads of one process, started when they first pay. Thread-safe.
+    """Threads for the reads of one process, started when reads are first slow enough to gain from them. Thread-safe.
 
     Several callers share them. Each caller also runs tasks itself, so a batch proceeds even if all threads are busy.
 
@@ -177,12 +177,13 @@ class Overlap:
 class BatchDeadline:
     """A deadline that each successful read of a batch extends. Thread-safe.
 
-    Each read has a deadline of its own, but not all reads of a batch run at once: on a storage that hangs, each waiting
-    read would take as long again. While reads succeed, a large batch may take any time.
+    Each read has its own deadline, but the reads of a batch do not all run at once. If the storage hangs, reads that
+    start later would each wait for their full deadline in turn; this one ends them all. While reads succeed, a large
+    batch may take any time.
 
     Args:
         seconds: the longest time without a successful read.
-        clock: seconds.
+        clock: returns the time, seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

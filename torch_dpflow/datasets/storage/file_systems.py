@@ -180,13 +180,13 @@ def revision_of(entry: Mapping[str, Any]) -> str | None:
 
 
 def needs_host(kind: type) -> bool:
-    """Whether a class of file systems is for hosts with disks, where a file needs its directory first."""
+    """Whether a file system class connects to a host with disks, where a file's directory must exist first."""
     parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]
     return parameter is not None and parameter.default is parameter.empty
 
 
 def _options_of_chain(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fsspec's options. In a chain they are for its last storage, except those under a scheme."""
+    """Return fsspec's options for a URL. In a chain, options belong to the last storage unless given under a scheme."""
     links: list[str] = []
     rest = url
     while rest:
@@ -258,7 +258,7 @@ def _web_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the access key if `options` have none: ossfs, unlike s3fs, looks for none."""
+    """Return the user's access key if `options` have none: ossfs, unlike s3fs, does not look one up."""
     if options.get("anon") or options.get("key"):
         return {}
     keys = find_oss_credentials(options)
@@ -285,7 +285,7 @@ def _check_names(scheme: str, options: Mapping[str, Any]) -> None:
 
 
 def _parameters(file_system: type) -> set[str]:
-    """Return the parameter names of a class of file systems and its base classes."""
+    """Return the names of the constructor parameters of a file system class and its base classes."""
     found = [
         parameter
         for above in file_system.__mro__

@@ -305,10 +305,9 @@ class Origin(NamedTuple):
 
 
 class Connections:
-    """Pool of the idle connections of one process, the last used first. Thread-safe.
+    """Pool of one process's idle connections; the one used last is taken first. Thread-safe.
 
-    It is a stack and not one connection for each thread, since threads are short-lived, and no more connections are
-    used at once than reads overlap.
+    Threads share connections, because threads are short-lived and only reads that overlap need several connections.
 
     Args:
         tls: makes the context of TLS connections when the first one is needed.
@@ -341,7 +340,7 @@ class Connections:
         return KeepAliveConnection(origin, self._context if origin.is_tls else None)
 
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
-        """Keep a connection whose last response has been read to the end for the next request."""
+        """Return a connection to the pool. Its last response must have been read to the end."""
         self._idle.setdefault(origin, []).append((time.monotonic(), connection))
 
     def close(self) -> None:
@@ -356,7 +355,7 @@ def _close_all(idle: dict[Origin, list[tuple[float, KeepAliveConnection]]]) -> N
 
 
 class KeepAliveConnection:
-    """A connection that is made by its first request. `TimedSocket` has its time limits."""
+    """A connection to one server, opened by its first request. `TimedSocket` enforces the time limits."""
 
     def __init__(self, origin: Origin, context: ssl.SSLContext | None) -> None:
         self._origin = origin

@@ -60,7 +60,7 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Where `memory` begins."""
+        """Address of the first byte of `memory`."""
         return self.segment.address
 
 
@@ -111,7 +111,7 @@ class Arena:
             return None if segment is None else self._lend(segment, nbytes)
 
     def publish(self, block: Block) -> BlockRef:
-        """Make `block` readable; return a reference for the reader. Once for each loan, as the release is one byte."""
+        """Return a reference by which the reader opens `block`. Once for each loan, as one byte records the release."""
         segment = block.segment
         if segment.published:
             raise OptionError(f"block of segment {segment.number} was published before; publish a copy")
@@ -163,7 +163,7 @@ class Arena:
         return None
 
     def _first_free(self, size: int, checked: int | None) -> Segment | None:
-        """The first free segment, which moves to the end, so that the one published longest ago is checked first."""
+        """Return a free segment of this size. Checked ones move to the end: the next search begins behind them."""
         candidates = self._classes.get(size, _NONE)
         for _ in range(len(candidates) if checked is None else min(checked, len(candidates))):
             segment = candidates[0]

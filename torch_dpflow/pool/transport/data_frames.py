@@ -50,7 +50,7 @@ def hello(purpose: int) -> bytes:
 
 
 def purpose_of(content: bytes) -> int:
-    """Return the purpose of the peer's connection. Raises MessageError if it is no hello of this version."""
+    """Return the purpose of the connection from the peer's hello. Raises MessageError unless it has this version."""
     magic, version, purpose = _HELLO.unpack(content)
     if magic != _MAGIC or purpose not in (CONTROL, DATA_CONNECTION):
         raise MessageError("the other side is no server or client of a pool")
@@ -63,13 +63,13 @@ def purpose_of(content: bytes) -> int:
 
 
 class RecordRequest(NamedTuple):
-    """Records of one dataset, or parts of records, that a reader has capacity for."""
+    """A reader's request for records of one dataset, or for parts of them, as many as its request window allows."""
 
     identity: bytes
     parts: Sequence[RecordPart]
 
     def pack(self) -> bytes:
-        """Return the frame."""
+        """Encode the request as one frame."""
         count = len(self.parts)
         table = struct.pack(f"<{3 * count}q", *chain.from_iterable(self.parts))
         return _REQUEST.pack(_QUERY, count, self.identity) + table
