@@ -66,7 +66,10 @@ class LauncherContract:
         raise NotImplementedError(f"{type(self).__name__} must say what to test")
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Launcher]]:
-        """For errors that can be brought about, a launcher whose starts are refused with them."""
+        """For errors that can be brought about, a launcher whose `start` raises them.
+
+        A command that itself starts the worker, such as a shell, hides a missing interpreter: its end is a fate.
+        """
         return {}
 
     @pytest.fixture(autouse=True)

@@ -17,7 +17,9 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers import settings
 from torch_dpflow.remote.launchers.contract import PlatformSpec
 
-#: By name, the module and its class, which has a default for every setting.
+#: By name, the module and its class of settings (`PlatformSpec`), which has a default for every setting. A name is one
+#: word of lower-case letters: variables of the environment, as DPFLOW_PLATFORM_RAY_CPUS, are split at underscores, and
+#: shells set none with a hyphen.
 _KNOWN = {
     "kubernetes": ("torch_dpflow.remote.launchers.kubernetes", "Kubernetes"),
     "lambda": ("torch_dpflow.remote.launchers.aws_lambda", "Lambda"),
