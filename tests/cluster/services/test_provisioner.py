@@ -148,7 +148,7 @@ def test_two_shards_share_one_maximum_and_a_restarted_shard_has_none_left(keepin
     (refused,) = take(second, 1)
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, ThrottledError)
-    assert "the cluster has 3 workers, and may have 2" in str(refused.error)
+    assert "the cluster has 3 workers; 2 are allowed" in str(refused.error)
     second.stop(keeping.name(0))  # which is not its own
     successor = keeping.attach(incarnation=2)
     wait(lambda: all(map(has_ended, pids.values())), what="the end of those of the shard before")

@@ -104,7 +104,7 @@ def test_a_shard_refuses_what_a_job_may_not_ask(cluster: TestCluster, flow: str)
             for ask, message in (
                 (Ask(job, 9, 0, 0, [1], [10], []), "has 10 samples"),
                 (Ask(job, 9, 0, 0, [1, 2], [3], []), "one for each is required"),
-                (Ask(job, 9, 0, 0, [1], [3], [], 2), "no more than all can be"),
+                (Ask(job, 9, 0, 0, [1], [3], [], 2), "at most 1, the number of requested samples"),
                 (Ask(job, 0, 0, 0, [1], [3], []), "is out of date"),
                 (Ask(JobId("intruder", 1, "other:v1"), 9, 0, 0, [1], [3], []), "and not of 'other:v1'"),
             ):
