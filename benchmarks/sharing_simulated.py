@@ -44,9 +44,15 @@ def six(samples: int, seed: int = 0) -> Workload:
     return equal_sets("six", samples, starts=[k / 5 for k in range(6)], speeds=[1.0] * 6)
 
 
+def unequal(samples: int, seed: int = 0) -> Workload:
+    """Five jobs of one start whose models train at five speeds: JOADER's figure 6."""
+    return equal_sets("unequal", samples, starts=[0.0] * 5, speeds=[1.0, 0.8, 0.6, 0.45, 0.3])
+
+
 WORKLOADS: dict[str, Callable[[int, int], Workload]] = {
     **{name: SCENARIOS[name] for name in ("same2", "speed2", "core", "windows")},
     "six": six,
+    "unequal": unequal,
 }
 TITLES = {
     "same2": "4 jobs, a third of an epoch apart",
@@ -54,6 +60,7 @@ TITLES = {
     "core": "4 jobs, half of the samples common to all",
     "windows": "4 jobs, intervals that overlap by half",
     "six": "6 jobs, a fifth of an epoch apart",
+    "unequal": "5 jobs of one start, speeds 1, 0.8, 0.6, 0.45, 0.3",
 }
 
 

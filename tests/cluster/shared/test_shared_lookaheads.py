@@ -136,3 +136,36 @@ def test_two_jobs_of_halves_share_the_memory_as_two_flows_would(loader: Loader, 
         read_in_turns(loaders, epochs=3)
         loaded.append(loads(dataset) - before)
     assert loaded[1] <= 1.02 * loaded[0]
+
+
+def test_a_job_of_more_weight_finds_more_of_its_samples(loader: Loader, dataset: CountedBlocks) -> None:
+    """What another job has loaded stays for this one, or gives way to what the other one needs later."""
+    loaded: list[int] = []
+    for weight in (20.0, 0.05):
+        given = {"policy": "use-distance", "strategy": "independent", "suffix": f"-{weight:g}"}
+        epoch = iter(loader(private(0, 0), weight=weight, **given))
+        other = iter(loader(private(0, 1), **given))
+        next(epoch)  # its order is known from here
+        for _ in range(SAMPLES // 2 // BATCH):
+            next(other)
+        before = loads(dataset)
+        assert sum(1 for _ in epoch) == SAMPLES // BATCH - 1
+        loaded.append(loads(dataset) - before)
+        assert sum(1 for _ in other) == SAMPLES // 2 // BATCH
+    assert loaded[0] + 30 < loaded[1]
+
+
+def test_an_independent_job_of_a_flow_follows_no_other(loader: Loader, dataset: CountedBlocks) -> None:
+    loaded: list[int] = []
+    for independence in (0.0, 1.0):
+        before = loads(dataset) if loaded else 0
+
+        def one(job: int, independence: float = independence) -> Any:
+            sampler = DynaGCSSampler(
+                range(SAMPLES), seed=job_seed(0, job), num_replicas=1, rank=0, independence=independence
+            )
+            return loader(sampler, suffix=f"-{independence:.0f}", strategy="shared-log")
+
+        assert sum(1 for _ in replay(same2(SAMPLES).with_jobs(batch_size=BATCH), 0, one)) == 4 * SAMPLES
+        loaded.append(loads(dataset) - before)
+    assert loaded[1] > 1.2 * loaded[0]
