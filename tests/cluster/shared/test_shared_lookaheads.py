@@ -135,7 +135,8 @@ def test_two_jobs_of_halves_share_the_memory_as_two_flows_would(loader: Loader, 
         ]
         read_in_turns(loaders, epochs=3)
         loaded.append(loads(dataset) - before)
-    assert loaded[1] <= 1.02 * loaded[0]
+    # Idle workers may load a few samples a second time. A cache that kept nothing of either half would load 17% more.
+    assert loaded[1] <= 1.05 * loaded[0]
 
 
 def test_a_job_of_more_weight_finds_more_of_its_samples(loader: Loader, dataset: CountedBlocks) -> None:
