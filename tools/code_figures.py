@@ -95,7 +95,7 @@ def long_sentences(text: str) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
         if paragraph.lstrip().startswith(("|", "#", ">", "<", "    ")):
             continue
-        for sentence in re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split())):
+        for sentence in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())):
             if len(sentence.split()) > LONG_SENTENCE:
                 yield sentence
 
