@@ -8,6 +8,7 @@ from benchmarks.algorithm_timing import Jobs, access_rate, draw_rate
 from benchmarks.algorithms import main
 
 
+@pytest.mark.slow
 def test_json_has_one_object_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--json", "--only", "minio"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

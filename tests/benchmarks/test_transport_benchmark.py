@@ -12,6 +12,7 @@ import pytest
 from benchmarks.transport import CONTESTANTS, contestant
 
 
+@pytest.mark.slow
 def test_our_side_gets_back_what_it_sends(tmp_path: Path) -> None:
     """It compares before it counts, as every side does."""
     side, keeps = CONTESTANTS["dpflow"]

@@ -42,6 +42,7 @@ def kill_shard(cluster: TestCluster) -> int:
     return shard.pid
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_frozen_is_overtaken(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
     (job,) = begin(nursery, cluster, tmp_path, jobs=1, epochs=1, endless=True, workers=2, step_s=0.005)
     wait(lambda: figure(cluster, "working") == 2, what="both workers at their shard")
@@ -98,6 +99,7 @@ def test_a_cluster_that_ends_leaves_nothing(cluster: TestCluster, nursery: Nurse
     job.kill()
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_node_that_is_killed_end_by_themselves(
     cluster: TestCluster, nursery: Nursery, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def assert_is_table(table: str) -> None:
     assert all(cell.strip() for row in rows for cell in row)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_training_leaves_no_process_and_no_file(tmp_path: Path, eventually: Callable[..., None]) -> None:
     images = natural_images.Specification(classes=demo.CLASSES, train=TRAIN, val=VAL)
     natural_images.generate(tmp_path / "images", images, processes=1, progress=False)

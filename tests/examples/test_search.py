@@ -62,6 +62,7 @@ def test_a_cluster_that_runs_is_taken(cluster: TestCluster, monkeypatch: pytest.
     require_answer(argparse.ArgumentParser(), cluster.address)
 
 
+@pytest.mark.slow
 def test_a_trial_learns_with_either_loader(data: Path, cluster: TestCluster) -> None:
     trials = [
         search.Trial(number=0, lr=0.05, loader=loader, address=cluster.address, data=data, epochs=1, workers=1)

@@ -227,6 +227,7 @@ def test_memory_proves_no_number_to_a_process_whose_numbers_are_others() -> None
     assert in_fork(proved, os.getpid(), probe) is True
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_kernel_has_no_descriptors_of_processes_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import errno, os\n"

@@ -145,6 +145,7 @@ def content_of(path: Path) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_what_a_dataset_holds_is_not_kept_with_the_state(tmp_path_factory: pytest.TempPathFactory, flow: str) -> None:
     # A short name: the cluster makes its directory in there, unless a socket's path would be too long.
     tmp_path = tmp_path_factory.mktemp("k")

@@ -130,6 +130,7 @@ def test_a_cluster_ends_quietly_by_control_c_in_its_terminal(own_cluster: TestCl
     assert "Traceback" not in own_cluster.log.read_text()
 
 
+@pytest.mark.slow
 def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
     own_cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def test_what_cannot_be_scaled_is_said(cluster: CommandedCluster, join: Callable
         assert (scaled.spec.workers, scaled.part.workers) == (4, 4)
 
 
+@pytest.mark.slow
 def test_loaders_that_take_turns_share_a_cluster_with_room_for_fewer(flow: str, tmp_path: Path) -> None:
     """As those for training, validation and test: one that is not being iterated makes room for another."""
     cluster = CommandedCluster.up(tmp_path, "--workers", "2")

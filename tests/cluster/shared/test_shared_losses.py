@@ -66,6 +66,7 @@ def open_at(cluster: TestCluster, flow: str, reconnect_timeout_s: float) -> Shar
     return open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=options)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own_and_is_told_when_none_does(
     own: TestCluster, flow: str, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_peeks_at_batches_and_keeps_its_iterator(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
     given = {"meet": str(tmp_path / "meet"), "size": 64, "flow": flow, "address": cluster.address}
     with interpreter(PEEKING, json.dumps(given)) as ranks:

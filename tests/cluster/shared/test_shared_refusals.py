@@ -32,6 +32,7 @@ def no_leaks() -> None:
     """Instances stay, and the vendor's client keeps its connections."""
 
 
+@pytest.mark.slow
 def test_credentials_that_are_valid_no_more_are_told_to_jobs_in_the_log_and_by_the_command(
     functions: FunctionCluster, join: Join, flow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

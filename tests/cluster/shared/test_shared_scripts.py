@@ -171,6 +171,7 @@ def test_cells_that_are_run_again(cluster: TestCluster, flow: str, tmp_path: Pat
     run(tmp_path / "notebook.py", CELLS, flow, cluster.address)
 
 
+@pytest.mark.slow
 def test_modules_are_found_in_the_folder_in_which_the_command_was_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

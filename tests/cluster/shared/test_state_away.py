@@ -155,6 +155,7 @@ def test_a_coordinator_without_its_state_says_why_it_serves_nobody(
     wait(lambda: flows_of(cluster) is not None, what="an answer")
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_store_is_spoilt_before_it_is_up_fails_with_the_reason(tmp_path: Path) -> None:
     program = """
 import sys

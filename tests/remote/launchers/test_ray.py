@@ -119,6 +119,7 @@ def test_a_killed_process_is_told_to_have_ended(listener: socket.socket, victim:
     assert (end.signal is None) == (victim == "actor")
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_ray_once_this_process_has_left_it(ray: Any) -> None:
     """Ray would connect again, or start a cluster, from a thread of ours."""
     launcher = launcher_of()

@@ -186,6 +186,7 @@ def test_what_was_changed_on_its_way_is_not_opened(monkeypatch: pytest.MonkeyPat
     assert len(changed) == 3
 
 
+@pytest.mark.slow
 def test_local_workers_beside_workers_load_the_same_batches_through_kills(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
