@@ -106,7 +106,7 @@ class ObjectTable:
                 self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> CacheEntry | None:
-        """Return an entry of `key` that may be served to this draw of `job`; None if there is none."""
+        """Return an entry of `key` that may be served to `job` for this draw; None if there is none."""
         # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
             if self._by_draw:

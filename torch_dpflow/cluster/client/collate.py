@@ -42,7 +42,7 @@ _SMALL_BYTES = 1 << 15
 
 
 def collate_function(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-    """`collate_fn`, or in place of torch's default (None too) `collate_samples`, which has the same results."""
+    """Return `collate_fn`; for None or torch's default, `collate_samples`, which has the same results."""
     return collate_samples if collate_fn is None or collate_fn is default_collate else collate_fn
 
 
@@ -63,8 +63,8 @@ def collate_payloads(
     """Collate the samples in these payloads without opening each; return None unless all are alike.
 
     Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. The result is
-    that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Opening a payload costs more than all
-    else that a job does for a sample. The frames become the batch's, unless the result is None.
+    that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Opening a payload costs more than
+    everything else that a job does for a sample. The frames become the batch's, unless the result is None.
     """
     found = decode_heads(payloads)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -130,12 +130,12 @@ def _stack(
 
 
 def _kept_results(mapping: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return the functions of `mapping`, whose results can be shared under arrays that were made of them."""
+    """Return the functions of `mapping`, each wrapped by `_kept`."""
     return {kind: partial(_kept, function) for kind, function in mapping.items()}
 
 
 def _kept(function: Callable[..., Any], batch: Any, **keywords: Any) -> Any:
-    """Call `function`, such that `share_memory_` of the result frees no memory that an array refers to.
+    """Call `function`; `share_memory_` of the result will free no memory that an array refers to.
 
     torch's loader gets this from its workers' shared memory. The batch is not copied.
     """
@@ -216,7 +216,7 @@ def build_batch(
 
 
 def received_sample(sample: ServedSample, frames: list[memoryview]) -> Received:
-    """The payload of a sample that a shard has sent, or the error in its place."""
+    """Payload of a sample from a shard, or the error in its place."""
     if sample.kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
     if sample.kind == WORKERLESS:

@@ -41,7 +41,7 @@ class PlanFeed:
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, number: int, keys: list[Any]) -> None:
-        """Append the batch of this number, counted from 0. A number that was put before is ignored."""
+        """Append batch number `number`, counted from 0. A number that was put before is ignored."""
         self._waiting.append((number, keys))
         self._came.put(None)
 
@@ -51,7 +51,7 @@ class PlanFeed:
         self._came.put(None)
 
     def wait(self, within_s: float) -> None:
-        """Wait until a batch or the end is put, or for so long."""
+        """Wait until a batch or the end is put, at most for the given time."""
         with suppress(queue.Empty):
             self._came.get(timeout=within_s)
 

@@ -74,7 +74,7 @@ class _Batch:
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether an error will take its place, whatever else arrives."""
+        """Whether an error will take the batch's place, whatever else arrives."""
         return any(isinstance(value, WorkerError) for value in self.values.values())
 
 
@@ -91,7 +91,7 @@ class EpochReader:
             then; twice after an interrupt.
         meter: counts batches, and the time that the training loop waits for them.
         closed: set to end the epoch early.
-        await_plan: waits until the plan may continue after `LATER`, or for so many seconds.
+        await_plan: waits until the plan may continue after `LATER`, at most for the given seconds.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class EpochReader:
         self._ready.put(ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_answered)
 
     def _request_ahead(self) -> bool:
-        """Request coming batches, several at a time; return whether any are left to deliver, or may follow."""
+        """Request coming batches, several at a time; return whether any batch is left to deliver or may follow."""
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
         together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.fetched)
@@ -359,7 +359,7 @@ class EpochReader:
             self._links.release([], self._of)
 
     def _mend(self, error: DPFlowError, batch: _Batch, since: float, backoff: Backoff) -> None:
-        """Refresh what the error shows to be out of date, so that the next attempt goes where it should.
+        """Refresh routes or connections that the error shows to be out of date, for the next attempt.
 
         since: when a sample came last.
         """

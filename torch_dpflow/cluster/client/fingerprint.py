@@ -1,7 +1,7 @@
-"""A digest of a flow's content that is the same in every process that defines the same content.
+"""Digest of a flow's content, which is the same in every process that defines the same content.
 
-A digest of the pickle is not: cloudpickle gives every class of a script a random number. Here code is digested by its
-bytecode, and everything else by its pickle.
+A digest of the pickle would differ, as cloudpickle gives every class of a script a random number. So code is digested
+by its bytecode, and everything else by its pickle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONSTANTS = (bool, int, float, complex, str, bytes)
 
 
 def fingerprint(obj: Any) -> str:
-    """A digest of `obj`, 16 hexadecimal digits.
+    """Return a digest of `obj`, 16 hexadecimal digits.
 
     Classes and functions of imported modules are digested by name, those of a script by their code, with the functions,
     classes and constants of the script that they use. An object that cannot be pickled is digested by its type.
@@ -52,7 +52,7 @@ def _digestible(obj: Any, memo: _Memo) -> bytes:
 
 
 class _Digester(pickle.Pickler):
-    """Writes a pickle to be digested, which cannot be unpickled."""
+    """Pickler whose output is only digested; it cannot be unpickled."""
 
     def __init__(self, out: io.BytesIO, memo: _Memo) -> None:
         super().__init__(out, protocol=5)
@@ -72,7 +72,7 @@ class _Digester(pickle.Pickler):
         return NotImplemented
 
     def _tell(self, obj: Any) -> str:
-        """The digest of a function or a class of the script."""
+        """Return the digest of a function or class of the script."""
         if id(obj) not in self._memo:
             self._memo[id(obj)] = obj, obj.__qualname__  # stands for it where it refers to itself
             parts = self._class(obj) if isinstance(obj, type) else self._function(obj)
@@ -80,7 +80,7 @@ class _Digester(pickle.Pickler):
         return self._memo[id(obj)][1]
 
     def _each(self, named: Mapping[Any, Any]) -> dict[Any, str]:
-        """A digest of each by itself: one that cannot be pickled does not affect the others."""
+        """Return a digest of each value separately, so that one that cannot be pickled does not affect the others."""
         return {name: _digest(value, self._memo) for name, value in sorted(named.items())}
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class _Digester(pickle.Pickler):
 
 
 def _content(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's values; its pickle would contain a memory address."""
+    """Return a digest of a tensor's values; its pickle would contain a memory address."""
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
 
@@ -112,7 +112,7 @@ def _member(value: Any) -> Any:
 
 
 def _counts(value: Any) -> bool:
-    """Whether a variable of the script is digested with the functions that read it."""
+    """Return whether a variable of the script is digested with the functions that read it."""
     is_code = isinstance(value, type | types.FunctionType) and not _is_importable(value)
     return is_code or isinstance(value, _CONSTANTS)
 
@@ -125,13 +125,13 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _code(code: types.CodeType) -> str:
-    """A function's bytecode and constants, without line numbers."""
+    """Return a function's bytecode and constants, without line numbers."""
     constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, constants))
 
 
 def _globals(code: types.CodeType) -> set[str]:
-    """The global names that it, or a function inside it, looks up."""
+    """Return the global names that the code, or a function inside it, looks up."""
     found = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
     found -= {"__name__", "__file__"}  # they depend on where the script runs
     return found.union(*(_globals(one) for one in code.co_consts if isinstance(one, types.CodeType)))
@@ -142,5 +142,5 @@ def _constant(value: Any) -> str:
 
 
 def _is_importable(obj: Any) -> bool:
-    """Whether another process can import it by name, so that its code is not sent."""
+    """Return whether another process can import it by name, so that its code is not sent."""
     return obj.__module__ not in SCRIPT and "<" not in obj.__qualname__

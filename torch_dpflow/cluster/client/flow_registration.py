@@ -260,7 +260,7 @@ def register(
 
 
 def _note(error: RemoteCallError, spec: FlowSpec, outages: OutageLog, waited_s: float | None) -> None:
-    """Raise an error that a retry cannot mend. waited_s: how long the job has waited, once its time is over."""
+    """Raise an error that a retry cannot mend. waited_s: how long the job has waited; None while it may wait."""
     if error.kind is ErrorKind.USAGE:
         raise UsageError(error.text) from error
     if error.kind is ErrorKind.OVERLOADED:

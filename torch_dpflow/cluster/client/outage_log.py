@@ -71,7 +71,7 @@ class OutageLog:
             self._warn(text, silence_s, self.reconnect_timeout_s, str(error))
 
     def on_wait(self, reason: str, *, limit: str | None = None) -> None:
-        """Record that a service makes the job wait; logged with the reason once that has lasted `SILENCE_S`.
+        """Record that a service makes the job wait. It is logged with the reason once it has lasted `SILENCE_S`.
 
         limit: how long the job waits, for the log; empty: left out; None: up to `reconnect_timeout_s`.
         """

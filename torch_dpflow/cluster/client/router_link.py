@@ -66,7 +66,7 @@ ENDS_CALL_S, MAX_ENDS = 2.0, 3
 
 @dataclass(slots=True)
 class _EpochAtRouter:
-    """The samples that were drawn of an epoch."""
+    """Samples that were drawn of an epoch."""
 
     number: int
     #: A bit for each sample, set once it was drawn; and how many of them are set.
@@ -207,7 +207,7 @@ class RouterLink:
             self.refresh_routes()
 
     def look_at_cost(self, *, every_s: float = COST_S) -> None:
-        """Request the cost, unless that was done shortly before. It stays as it was if there is no answer."""
+        """Request the cost, unless that was done shortly before. Without an answer, the last known cost is kept."""
         coordinator, now = self._coordinator, time.monotonic()
         if coordinator is None or self.outages.is_out or now - self._cost_requested_at < every_s:
             return
@@ -282,7 +282,7 @@ class RouterLink:
         raise PeerLostError("the epoch was abandoned during a call to its router")
 
     def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
-        """Record what is out of date by this error; raise an error that a retry cannot mend."""
+        """Record what this error shows to be out of date; raise an error that a retry cannot mend."""
         self.outages.on_answer()
         match error.kind:
             case ErrorKind.STALE_JOB:

@@ -116,7 +116,7 @@ class ShardLinks:
         return fetches
 
     def comes(self, fetch: Fetch, within_s: float) -> bool:
-        """Wait for up to `within_s`; return whether `finish` would return at once."""
+        """Wait for an answer for up to `within_s`; return whether `finish` would return at once."""
         try:
             return fetch.pending.wait(within_s)
         except DPFlowError:  # `finish` returns it

@@ -115,7 +115,7 @@ class SharedJob:
         return self._router.limited_by
 
     def cost(self) -> Cost:
-        """Return the worker-seconds of its flow, and its part; at most a second old while the cluster answers."""
+        """Return the flow's worker-seconds and this job's part; at most a second old while the cluster answers."""
         if not self._leaving:
             self._router.look_at_cost()
         return self._router.cost
@@ -128,8 +128,9 @@ class SharedJob:
     def traverse(self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None) -> EpochReader:
         """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
 
-        A rank of several waits for the others before its first batch, unless none of them has begun. It waits again if
-        it resumes from a state that differs from what the router knows of it. There is no time limit.
+        If the job has several ranks, each waits for the others before its first batch, unless none of them has begun. A
+        rank waits again if it resumes from a state that differs from what the router knows of it. There is no time
+        limit.
 
         done: a `state`; the samples that were delivered by then are not read again.
         draw_seed: with the epoch, the seed of the random draws; None: the job's seed.
@@ -155,8 +156,8 @@ class SharedJob:
     ) -> EpochReader:
         """Read the batches of a plan, in its order.
 
-        order: the samples of all its batches, if they are known now; the caches then keep what is read next. As in the
-            plan, these are places in the dataset if it is a `Subset`.
+        order: the samples of all batches, if they are known now; the caches then keep what is read next. If the dataset
+            is a `Subset`, these are places in it, as in the plan.
         draw_seed: as for `traverse`.
         passed: called with the number of each delivered batch, from 0 on, and its number of samples. Called before the
             next batch is delivered, or by the reader's `note_delivered`; twice after an interrupt.
@@ -290,7 +291,7 @@ class SharedJob:
 
     @property
     def _samples(self) -> int:
-        """Samples of the job's dataset, which may be a part of the flow's."""
+        """Samples of the job's dataset, which may be a part of the flow's dataset."""
         return self._job.size if self._job.places is None else len(self._job.places)
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
@@ -354,9 +355,9 @@ def _sample_number(key: Any, size: int) -> int:
 
 
 def _draw_of(seed: int, epoch: int) -> int:
-    """Return the seed, with a sample's key, of its random draws: another number for each seed and epoch.
+    """Return a number that seeds the random draws of a sample together with its key; it differs by seed and epoch.
 
-    Jobs with the same seed draw alike, as they would under torch's loader.
+    Jobs with the same seed get the same draws, as with torch's loader.
     """
     packed = struct.pack("<QQ", seed & (1 << 64) - 1, epoch)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"dpflow-draw").digest()

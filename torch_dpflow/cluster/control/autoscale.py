@@ -1,22 +1,23 @@
-"""How many workers a flow is to have: a law, once a second. Pure.
+"""Autoscaling of one flow: once a second, how many workers it should have. Pure.
 
 ::
 
-    demand = what the jobs would take if they never waited: samples per second that they did not wait
+    demand = samples that the jobs read, per second in which they did not wait for data
     need   = demand x loads per sample / loads per second of a busy worker / HEADROOM
 
-**Up** when jobs wait and loading is why, or when workers are busy all the time: in one step to what is needed, at most
-to twice as many and some, corrected upwards for some seconds while the cause comes into view. The next step is made
-once this one's workers work and have been measured. **Down** to the highest need of the last 20 s, or of a
-cold start. Demand and not queues decides: a queue is as long as jobs prefetch, however few workers there are.
+**Up** when jobs wait for loads, or when workers are busy all the time. One step adds what is needed, at most `TIMES` as
+many workers and `MORE`. It is corrected upwards for some seconds, as first measurements are too low. The next step
+follows once the new workers have been measured. **Down** to the highest need of the last 20 s, or of the time of a cold
+start if that is longer. The length of queues plays no part: a queue is as long as jobs prefetch, however few workers
+there are.
 
-**Saturation.** Workers that were added and brought little show that something else is the limit, as a storage that
-gives no more. Then the flow gets as many as carry what was seen, by what a worker did before, and after some minutes a
-small step tries whether there is more.
+**Saturation.** If added workers have increased the rate only little, something else is the limit, such as the storage.
+The flow then gets the workers that are enough for the rate that was measured. After some minutes a small step tests
+whether the limit still holds.
 
-**Pauses.** A job that lives and requests nothing, as during a validation, keeps its workers for a time. Then, and soon
-after the last job has left, there are no more than the minimum. A job that requests again has the former number at
-once.
+**Pauses.** A job that is open but requests nothing, as during a validation, keeps its workers for a time. After that
+time, and soon after the last job has left, the flow has the minimum. When a job requests samples again, the former
+number is restored at once.
 """
 
 from __future__ import annotations
@@ -38,37 +39,37 @@ class JobCounts(msgspec.Struct, frozen=True):
 
 
 class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a flow: counts since any time, and what is so now."""
+    """Figures of a flow: counters since a fixed start, and present numbers."""
 
-    #: The jobs that read, and what is known of them; of one that has just come nothing is.
+    #: The number of jobs that read, and the counts of each; a job that has just joined has none.
     jobs: int
     readings: Mapping[str, JobCounts] = {}
-    #: Samples that jobs have asked for, and loads that this caused or will cause.
+    #: Samples that jobs have requested, and loads that these requests have caused or will cause.
     requested: int = 0
     due: int = 0
-    #: Loads that have ended, seconds in which workers had tasks, and in which there were workers.
+    #: Finished loads, seconds in which workers had tasks, and seconds in which they existed, summed over workers.
     loads: int = 0
     busy_s: float = 0.0
     worker_s: float = 0.0
-    #: Of the seconds in which workers had tasks, those in which their results were on their way and they waited.
+    #: The part of `busy_s` in which workers were idle while their results were in transit.
     away_s: float = 0.0
     #: Seconds in which jobs' requests waited for loads.
     late_s: float = 0.0
     #: Seconds in which samples were on their way from shards to jobs.
     link_s: float = 0.0
-    #: Workers that can work; and those that have been started and cannot yet.
+    #: Workers that are ready to work, and workers that have been started and are not ready yet.
     working: int = 0
     coming: int = 0
     #: Why the platform starts no more workers; empty if nothing limits it.
     refused: str = ""
 
 
-#: What of these only grows, as long as no service starts anew.
+#: The fields that are counters: they only grow, unless a service restarts.
 _COUNTED = ("requested", "due", "loads", "busy_s", "worker_s", "away_s", "late_s", "link_s")
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
-    """What has happened between these; with the jobs' stall and reading time, seconds."""
+    """Return the growth of all counters from `first` to `last`, and the jobs' stall and reading time, seconds."""
     readings = [(one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()]
     counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
     passed = FlowCounts(jobs=last.jobs, **counted)
@@ -76,38 +77,39 @@ def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, flo
     return passed, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
 
 
-#: Figures cover so long, seconds.
+#: Length of the window over which rates are measured, seconds.
 WINDOW_S = 5.0
-#: The share of the time that workers are to be busy, and from which they count as busy all the time.
+#: The intended busy share of workers, and the share above which they count as busy all the time.
 HEADROOM, BUSY = 0.92, 0.95
-#: Jobs that wait for a smaller share of their time do not stall. At least so much of what they wait has to be for
-#: loads, or more workers would not help. So much of their time at least counts as not waited.
+#: Jobs stall if they wait for at least the share `STALLED` of their time. More workers help only if at least the share
+#: `LATE` of the wait is for loads. At least the share `MIN_SHARE` of the time counts as not waited.
 STALLED, LATE, MIN_SHARE = 0.02, 0.5, 0.25
-#: Workers that wait for their links for such a part of the time in which their shard counts them as busy are enough.
+#: No workers are added if they spend this share of their busy time waiting for their links.
 AWAY = 0.5
-#: A step goes to so many times as many workers and so many more; for so long it is corrected, seconds.
+#: A step goes to at most `TIMES` as many workers plus `MORE`; it is corrected for `CORRECT_S` seconds.
 TIMES, MORE, CORRECT_S = 2.0, 4, 6.0
-#: How long a step's workers are measured, seconds, once such a part of all works.
+#: How long a step is measured, seconds, once the share `THERE` of all workers works.
 MEASURE_S, THERE = 4.0, 0.9
-#: Steps by such a part show saturation if they bring less than such a part of what they should.
+#: A step of at least the share `JUDGED` shows saturation if it brings less than the share `BROUGHT` of what it should.
 JUDGED, BROUGHT = 0.2, 0.4
-#: How long what was seen of a saturated flow holds, seconds, and the step that tries whether it still does.
+#: How long a flow counts as saturated, seconds, and the factor of the step that tests whether it still is.
 SATURATED_S, TRIAL = 300.0, 1.25
-#: Down to the highest need of so long, or so many cold starts, if it is below such a part of the present number.
+#: Scale down to the highest need of the last `DOWN_S` seconds, or of `DOWN_STARTS` cold starts, if that is below the
+#: share `DOWN` of the present number.
 DOWN_S, DOWN_STARTS, DOWN = 20.0, 1.0, 0.95
-#: Weight of the latest need among those by which the number falls; a part of a worker that is not one.
+#: Weight of the latest need in the moving average for scaling down; a fraction of a worker that is rounded off.
 SMOOTHING, NEGLIGIBLE = 0.3, 0.05
-#: One worker stays so long after the last load that jobs have caused, seconds: caches hold nearly all.
+#: How long one worker stays after the last load of a flow whose samples are cached, seconds.
 SELDOM_S = 60.0
-#: Workers stay so long after the last job has left, seconds.
+#: How long workers stay after the last job has left, seconds.
 EMPTY_S = 5.0
-#: A job that pauses keeps its workers for so many cold starts, if that is longer than it is said to; and how long one
-#: takes before any was seen, seconds.
+#: A job that pauses keeps its workers for at least this many cold starts; the assumed time of a cold start before the
+#: first is measured, seconds.
 HOLD_STARTS, COLD_S = 6.0, 3.0
 
 
 class Target(msgspec.Struct, frozen=True):
-    """How many workers a flow is to have, and what keeps its jobs from reading faster."""
+    """Number of workers that a flow should have, and what keeps its jobs from reading faster."""
 
     workers: int
     #: "workers", "cold start", "storage", "network", "job", "budget", what a platform reports, as "quota"; empty if no
@@ -117,7 +119,7 @@ class Target(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How many workers a flow may have, and for how long a job that pauses keeps them, seconds."""
+    """Minimum and maximum number of workers of a flow, and for how long a job that pauses keeps them, seconds."""
 
     least: int = 0
     most: int
@@ -126,7 +128,7 @@ class Bounds:
 
 @dataclass(slots=True)
 class _JobDemand:
-    """What is known of a job: what it would take a second, and when it last asked for anything, seconds."""
+    """Demand of a job in samples per second, and when it last requested any, seconds."""
 
     requested_at: float
     demand: float = 0.0
@@ -137,28 +139,28 @@ class _Step:
     """A step up."""
 
     began: float
-    #: How many workers there were, what each of them did a second on the whole, and while it worked.
+    #: The number of workers before it, and their loads per second, `each` over all time and `rate` while busy.
     before: int
     each: float
     rate: float
-    #: To how many it may go.
+    #: The largest number of workers it may reach.
     most: int
-    #: When its workers were there, seconds, and the counts then.
+    #: When its workers were ready, seconds, and the counts at that time.
     there_at: float | None = None
     there: FlowCounts | None = None
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Figures of the latest seconds; nan where nothing is known."""
+    """Figures of the last window; nan if unknown."""
 
     stall: float = 0.0
     late: float = 0.0
     link: float = 0.0
     busy: float = 0.0
-    #: Of the busy time, the part in which workers had nothing to do: their results were on their way.
+    #: Share of the busy time in which workers were idle because their results were in transit.
     away: float = 0.0
-    #: Loads of a worker a second, while it works, and on the whole.
+    #: Loads per second of a worker, while busy and over all time.
     rate: float = math.nan
     each: float = math.nan
     per_sample: float = 1.0
@@ -166,20 +168,20 @@ class _Measured:
 
 @dataclass(slots=True)
 class _Saturation:
-    """What a flow gets, loads a second, of how fast workers, until when."""
+    """The limit of a saturated flow: loads per second, the rate of a worker at that time, and how long it holds."""
 
     load: float = math.inf
     rate: float = 0.0
     until: float = -math.inf
-    #: Whether the next step is a trial.
+    #: Whether the next step tests if the limit still holds.
     tries: bool = False
-    #: What gives no more: "storage" or "network".
+    #: What is saturated: "storage" or "network".
     by: str = "storage"
 
 
 @dataclass(slots=True)
 class _Known:
-    """What lasts longer than a window."""
+    """Figures that are kept for longer than a window."""
 
     per_sample: float = 1.0
     rate: float = math.nan
@@ -188,11 +190,11 @@ class _Known:
 
 
 class Autoscaler:
-    """The law for one flow. Not thread-safe; a step is O(jobs).
+    """Autoscaler of one flow. Not thread-safe; a step is O(jobs).
 
     Args:
         bounds: of the number of workers.
-        first: with how many to begin.
+        first: initial number of workers.
     """
 
     def __init__(self, bounds: Bounds, first: int) -> None:
@@ -200,7 +202,7 @@ class Autoscaler:
         self._target = self._within(first)
         #: Workers to restore when a job requests again; None while no job pauses.
         self._resume: int | None = None
-        #: When there was a job last, and when any has requested; None before the first step, seconds.
+        #: When a job was last open, and when one last requested samples, seconds.
         self._read_at = self._requested_at = -math.inf
         #: When jobs last caused a load, seconds.
         self._due_at = -math.inf
@@ -214,26 +216,26 @@ class Autoscaler:
 
     @property
     def target(self) -> int:
-        """How many there are to be."""
+        """The number of workers that the flow should have."""
         return self._target
 
     @property
     def cold_start_s(self) -> float:
-        """How long workers take from their start until they work, seconds."""
+        """Time from a worker's start until it works, seconds."""
         return self._known.cold_s
 
     def bound(self, bounds: Bounds) -> None:
-        """Keep within these from now on."""
+        """Set the bounds."""
         self._bounds = bounds
         self._target = self._within(self._target)
 
     def begin(self, now: float) -> None:
-        """A job is about to read."""
+        """Record that a job is about to read."""
         self._read_at = self._requested_at = max(now, self._read_at)
         self._wake(now)
 
     def step(self, counts: FlowCounts, now: float) -> Target:
-        """The number from now on."""
+        """Process the present counts; return the new target."""
         if not self._history:
             self._read_at = self._requested_at = max(now, self._read_at)
         self._note(counts, now)
@@ -251,7 +253,7 @@ class Autoscaler:
     # -- what is seen ----------------------------------------------------------------------------------------
 
     def _note(self, counts: FlowCounts, now: float) -> None:
-        """Remember these counts, and measure what has happened since those of a window ago."""
+        """Record these counts, and measure the changes over the window."""
         history = self._history
         if history and (counts.loads < history[-1][1].loads or counts.requested < history[-1][1].requested):
             history.clear()  # a service has restarted, and counts anew
@@ -301,7 +303,7 @@ class Autoscaler:
         self._measured = measured
 
     def _demand(self, now: float, hold_s: float) -> float:
-        """What the jobs would take a second; of those that pause, what they took before."""
+        """Return the demand of all jobs, samples per second; a job that pauses counts with its last demand."""
         return sum(job.demand for job in self._known.jobs.values() if now - job.requested_at < hold_s)
 
     # -- what follows ----------------------------------------------------------------------------------------
@@ -322,7 +324,7 @@ class Autoscaler:
             self._begin_needs(now)
 
     def _begin_needs(self, now: float) -> None:
-        """Nothing is known of the need: the present number is kept for a time."""
+        """Keep the present number for a time, as the need is not known yet."""
         self._needs.clear()
         self._needs.append((now, self._target))
         self._usual_need = self._target
@@ -352,7 +354,7 @@ class Autoscaler:
                 self._target = highest
 
     def _need(self, demand: float, now: float) -> int | None:
-        """How many are needed; None if that is not known."""
+        """Return how many workers are needed; None if that is not known."""
         measured, saturation = self._measured, self._saturation
         load, rate = measured.per_sample * demand, measured.rate
         if load == 0 and demand > 0:
@@ -379,7 +381,7 @@ class Autoscaler:
         self._target = self._within(max(self._target, min(need, step.most)))
 
     def _settle(self, counts: FlowCounts, need: int, now: float) -> None:
-        """Look whether the latest step's workers are there, and what they have brought."""
+        """Check whether the workers of the latest step are ready, and how much they have increased the rate."""
         step = self._step
         if step is None:
             return

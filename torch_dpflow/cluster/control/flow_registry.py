@@ -128,7 +128,7 @@ class Flow:
         return is_open and now - self.last_read >= UNREAD_S
 
     def view(self, part: Part | None, now: float) -> FlowView:
-        """Return the flow for people. part: its part of the cluster while its services run."""
+        """Return the flow for display. part: its part of the cluster while its services run."""
         waits = self.state is FlowState.READY and not self.replaced
         return FlowView(
             self.spec,
@@ -229,7 +229,7 @@ class FlowRegistry:
         return flow, [StartFlow(flow.spec)]
 
     def report(self, instance: str, jobs: int, now: float, *, reading: int | None = None) -> list[FlowInstruction]:
-        """Process a report of this instance's router, which serves so many jobs.
+        """Process a report of a router. jobs: how many it serves.
 
         reading: how many of them are in the middle of an epoch; None: all.
         """
@@ -299,7 +299,7 @@ class FlowRegistry:
         return flow, [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
 
     def tick(self, now: float) -> list[FlowInstruction]:
-        """Stop the services that no job has used for long."""
+        """Stop services that no job has used for `idle_s`."""
         out: list[FlowInstruction] = []
         for instance, flow in [*self._flows.items()]:
             idle_s = LOWER_S if flow.replaced else flow.spec.idle_s

@@ -1,6 +1,6 @@
 """Number of workers of each flow of a cluster, what limits it, and its worker-seconds. Pure.
 
-The law for one flow is in `autoscale`; this module computes its input once a second, from the reports of services.
+`autoscale` decides for one flow; this module computes its input once a second, from the reports of services.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 
 #: Most jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024
-#: How often the law is asked, seconds.
+#: Time between two steps of the autoscalers, seconds.
 STEP_S = 1.0
-#: Delay of ending a local worker after its shard has the smaller number, and so blames no sample for it, seconds:
-#: longer than the pause between heartbeats.
+#: How long a superfluous local worker stays, seconds: longer than the pause between heartbeats. By then its shard has
+#: received the smaller number, and blames no sample for the worker's end.
 LINGER_S = 2.0
-#: States of remote workers that have been started and cannot work yet.
+#: States of remote workers that have been started and are not ready yet.
 _COMING = ("requested", "starting", "on deck")
 
 
@@ -46,7 +46,7 @@ class _ScaledFlow:
 
 
 class FlowScaling:
-    """The laws of all running flows. Not thread-safe.
+    """Autoscalers of all running flows. Not thread-safe.
 
     Args:
         limits: of the workers of all flows; None: each flow has as many as it requests, and is only observed.
@@ -60,7 +60,7 @@ class FlowScaling:
 
     @property
     def sets_numbers(self) -> bool:
-        """Whether the law sets the numbers of workers."""
+        """Whether the numbers of workers are scaled; otherwise flows are only observed."""
         return self._limits is not None
 
     def begin(self, spec: FlowSpec, now: float) -> None:
@@ -73,7 +73,7 @@ class FlowScaling:
             del self._flows[instance]
 
     def observe(self, running: Mapping[str, FlowSpec], processes: Sequence[ProcessView], now: float) -> bool:
-        """Process reports of running flows; return whether any flow's number or limit has changed."""
+        """Process reports of running flows; return whether a flow's number of workers or its limit has changed."""
         self.keep(running)
         own: dict[str, list[ProcessView]] = {}
         for view in processes:
@@ -97,12 +97,12 @@ class FlowScaling:
         return max([flow.law.target, *(target for at, target in flow.targets if at > now - LINGER_S)])
 
     def limited_by(self, instance: str) -> str:
-        """Return what limits its jobs; empty: nothing that is known."""
+        """Return what limits the jobs of a flow; empty if nothing is known to."""
         flow = self._flows.get(instance)
         return "" if flow is None else flow.limited_by
 
     def worker_seconds(self, instance: str) -> WorkerSeconds:
-        """Return its worker-seconds, of all jobs and of each."""
+        """Return the worker-seconds of a flow, in total and of each job."""
         flow = self._flows.get(instance)
         if flow is None:
             return WorkerSeconds(0.0, {}, self._price)
@@ -141,7 +141,7 @@ class FlowScaling:
         return (before, limited_by) != (flow.law.target, flow.limited_by)
 
     def _count(self, flow: _ScaledFlow, own: Sequence[ProcessView], counts: FlowCounts) -> None:
-        """Add the worker-seconds since the last call, each job's part by the samples that it has read."""
+        """Add the worker-seconds since the last call; divide them among jobs by the samples that each has read."""
         passed = 0.0
         for view in own:
             if view.role == "shard":

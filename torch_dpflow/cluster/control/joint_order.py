@@ -10,10 +10,10 @@ a repeated draw of the same places returns the same samples.
 Ranks need not be in step. The first one to finish begins the next epoch, which draws the rest of the last one for the
 others. Epochs are kept until every rank has passed them, at most `MAX_EPOCHS`.
 
-Only a rank itself knows for certain what it has read. So before the first draw, and again when a rank's report
-contradicts what it was given (another checkpoint), every rank has to report what it has of which epoch; then the open
-slots are filled anew, and no sample that some rank has is drawn again. A rank that begins its first epoch, and so has
-nothing, need not wait for ranks that have not reported: `draw` with `alone`.
+Only a rank itself knows for certain what it has read. So every rank reports its epoch and its samples before the first
+draw. It does so again if a rank's report contradicts what it was given, as after loading another checkpoint. Then the
+open slots are filled anew, and no sample that a rank has is drawn again. A rank that begins its first epoch has
+nothing, so it need not wait for ranks that have not reported: `draw` with `alone`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class JointOrder:
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks that have to report what they have before any rank can draw."""
+        """Ranks that have to report their samples before any rank can draw."""
         if self._epochs:
             return ()
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
@@ -93,11 +93,11 @@ class JointOrder:
         return self._epochs[max(self._epochs)].done
 
     def start(self, rank: int, held: Sequence[Held], *, reader: str = "", fresh: bool = False) -> None:
-        """A rank begins or resumes an epoch: `held[0]` is what it has of it, the rest of those before.
+        """Begin or resume an epoch for a rank. held: what the rank has of this epoch, then of earlier ones.
 
         Args:
-            reader: which reader of the rank, where it has several.
-            fresh: whether it has read nothing, of this epoch or another.
+            reader: name of the reader, if the rank has several.
+            fresh: whether the rank has read nothing, of this epoch or another.
 
         Raises:
             UsageError: the ranks are too far apart, or this one has samples that are not the job's.
@@ -119,7 +119,7 @@ class JointOrder:
             self._refill(rank)
 
     def leave(self, rank: int, reader: str = "") -> None:
-        """A reader has left; the rank may come back."""
+        """Remove a reader; its rank may begin again later."""
         epoch = self._at.pop((rank, reader), None)
         if epoch is not None and all(rank != other for other, _ in self._at):
             self._at[rank, ""] = epoch
@@ -134,9 +134,9 @@ class JointOrder:
         *,
         alone: bool = False,
     ) -> IndexArray:
-        """The samples in `count` of a rank's places from `position` on; fewer at the end of its part.
+        """Return the samples in `count` places of a rank, from `position` on; fewer at the end of its part.
 
-        alone: whether ranks that have not reported can be taken to have nothing, where none of the others has.
+        alone: whether ranks that have not reported count as having nothing, if all others have nothing.
 
         Raises:
             AwaitedRanksError: other ranks have not started.
@@ -157,12 +157,12 @@ class JointOrder:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _agrees(self, rank: int, held: Held) -> bool:
-        """Whether a rank has what it was given."""
+        """Return whether a rank has what it was given."""
         joint = self._epochs.get(held.epoch)
         return joint is not None and joint.agrees(rank, held)
 
     def _begin_next(self, held: Held) -> bool:
-        """Begin the next epoch if this rank is the first to reach it; returns whether it is."""
+        """Begin the next epoch if this rank is the first to reach it; return whether it is."""
         newest = max(self._epochs)
         if held.position or held.epoch <= newest:
             return False
@@ -177,7 +177,7 @@ class JointOrder:
         return True
 
     def _begin_alone(self, rank: int) -> bool:
-        """Begin this rank's first epoch without those that have not reported; returns whether it may."""
+        """Begin this rank's first epoch without ranks that have not reported; return whether that is allowed."""
         (epoch,) = self._reported[rank] if len(self._reported[rank]) == 1 else (-1,)
         if any(other not in self._fresh or [*held] != [epoch] for other, held in self._reported.items()):
             return False
@@ -188,7 +188,7 @@ class JointOrder:
         return True
 
     def _refill(self, latest: int) -> None:
-        """Fill the open slots anew: every rank has reported, `latest` as the last one."""
+        """Fill the open slots anew, once every rank has reported; `latest` is the rank that reported last."""
         current = [next(iter(self._reported[rank].values())).epoch for rank in range(self._shares.replicas)]
         epochs = sorted(set(current))
         try:
@@ -206,7 +206,7 @@ class JointOrder:
         self._epochs, self._reported, self._fresh = joint, {}, set()
 
     def _held_in(self, epoch: int) -> list[Held]:
-        """What each rank has of an epoch that it is in, has passed, or has not reached."""
+        """Return what each rank has of an epoch; nothing if the rank has not reached it."""
         held: list[Held] = []
         for rank in range(self._shares.replicas):
             reported = self._reported[rank]
@@ -234,7 +234,7 @@ class JointOrder:
 
 
 class _JointEpoch:
-    """The slots of one epoch, filled in order as ranks draw.
+    """Slots of one epoch, filled in order as ranks draw.
 
     Args:
         shares: how many slots there are.
@@ -275,11 +275,11 @@ class _JointEpoch:
         return self._slots[self._open[: self._filled - self._padded]]
 
     def first_of(self, rank: int) -> int:
-        """The first place that this rank can draw."""
+        """Return the first place that this rank can draw."""
         return self._held[rank].position
 
     def agrees(self, rank: int, held: Held) -> bool:
-        """Whether `held` is what the rank has if it received its places in order."""
+        """Return whether `held` is what the rank has if it received its places in order."""
         mine = self._held[rank]
         if held.position < mine.position:
             return False
@@ -289,13 +289,13 @@ class _JointEpoch:
         )
 
     def part(self, rank: int, start: int, end: int, now: float | None) -> IndexArray:
-        """The samples in the places `start` to before `end` of a rank."""
+        """Return the samples in a rank's places from `start` to before `end`."""
         if end > start:
             self._fill(rank + self._replicas * (end - 1), now)
         return self._slots[rank :: self._replicas][start:end].astype(np.int64)
 
     def finish(self) -> None:
-        """Fill every slot: the group draws another epoch from now on."""
+        """Fill every slot, before the group begins another epoch."""
         self._fill(len(self._slots) - 1, None)
 
     def _fill(self, last: int, now: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Lookaheads of jobs: what a router knows of a job's future reads, and what a shard makes of it (thesis 3.4.3, 3.4.4).
+"""Lookaheads of jobs: a job's future reads as its router knows them, and as a shard uses them (thesis 3.4.3, 3.4.4).
 
 Pure: there is no socket, thread or clock inside. The router has each job's future from its sampling group, or from the
 job itself, and cuts it to the shard's keys. It does not know which of the samples that it drew were requested from the
@@ -38,7 +38,7 @@ class KnownEpoch:
     done: Keys
 
     def cut(self, first: int, end: int, size: int) -> tuple[JobLookahead, list[Any]]:
-        """The answer to a shard that owns the keys from `first` to before `end`, and its arrays.
+        """Return the answer to a shard that owns the keys from `first` to before `end`, and its arrays.
 
         size: samples of the flow.
         """
@@ -75,12 +75,12 @@ class KnownEpoch:
 
 
 def speed_step(speed: float | None) -> int | None:
-    """The same number for speeds that differ by less than `SPEED_STEP`; None for one that is not measured."""
+    """Return the speed on a logarithmic scale with steps of `SPEED_STEP`; None if it is not measured."""
     return None if speed is None else round(math.log(speed, SPEED_STEP))
 
 
 def joint_order(parts: dict[int, IndexArray], replicas: int) -> IndexArray:
-    """The order of a job whose ranks have announced theirs, as if they read in turn; of those that have, by rank."""
+    """Return the order of a job from the orders of its ranks, as if the ranks read in turn. parts: orders by rank."""
     if replicas == 1:
         return parts[0]
     places = np.concatenate([np.arange(len(part)) * replicas + rank for rank, part in parts.items()])
@@ -92,7 +92,8 @@ def _within(keys: Keys, first: int, end: int) -> Keys:
     return keys[(keys >= first) & (keys < end)]
 
 
-#: Requests in an epoch for a job whose order is known to its end, which only its speed changes; for any other job.
+#: Lookahead requests per epoch: for a job whose order is known to its end, where only the speed changes; for other
+#: jobs.
 _REQUESTS_FIXED, _REQUESTS = 8, 32
 
 
@@ -107,7 +108,7 @@ class LookaheadParts(NamedTuple):
 
     @classmethod
     def of(cls, frames: Sequence[memoryview], size: int) -> LookaheadParts | None:
-        """Copies of the arrays in these frames, of a flow of `size` samples; None without frames."""
+        """Return copies of the arrays in these frames, of a flow of `size` samples; None without frames."""
         if not frames:
             return None
         dtypes = [compact(size), compact(size), np.float64, compact(size), compact(size)]
@@ -126,7 +127,7 @@ class _JobEpoch:
     epochs: dict[str, int] = field(default_factory=dict)
     #: The version of the latest lookahead of this epoch; 0 before the first.
     version: int = 0
-    #: How many samples it requests before the next lookahead is due.
+    #: How many samples the job requests before the next lookahead is requested.
     left: int = 0
     is_requested: bool = False
 
@@ -156,8 +157,8 @@ class ShardLookaheads:
     def wanted(self, reader: str, name: str, epoch: int, keys: Sequence[int]) -> bool:
         """Record that a reader of the job `name` requests these keys.
 
-        Returns whether it is in the job's epoch: the latest that any of its ranks has begun. The reads of a rank that
-        is still in the epoch before would be taken for reads of this one.
+        Returns whether the reader is in the job's epoch, which is the latest that any of its ranks has begun. The
+        policy must not count reads of a rank that is still in the epoch before.
         """
         job = self._jobs.get(name)
         if job is None:
@@ -191,11 +192,11 @@ class ShardLookaheads:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything to request."""
+        """Whether any lookahead has to be requested."""
         return bool(self._due)
 
     def requests(self) -> list[LookaheadRequest]:
-        """What to request from the router now; each once."""
+        """Return the lookaheads to request from the router now, each once."""
         due, self._due = self._due, []
         requests: list[LookaheadRequest] = []
         for name in due:
@@ -208,7 +209,7 @@ class ShardLookaheads:
     def answered(
         self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
     ) -> Lookahead | None:
-        """The lookahead for the policy in a router's answer; None if it has nothing new, or is of another epoch."""
+        """Return the lookahead in a router's answer; None if it has nothing new, or is of another epoch."""
         job = self._jobs.get(request.job)
         if job is None or (request.first, request.end) != (self._first, self._end):
             return None

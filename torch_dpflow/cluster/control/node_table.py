@@ -6,8 +6,8 @@
                └────── no report for lease_s ─────────────> (removed: its next report is refused, so it joins again)
 
 A name belongs to one node at a time. A node that joins again under its name has a higher generation, and its processes
-higher incarnations, so that routers take them for successors of the earlier ones. A coordinator that was restarted
-awaits the nodes that it has stored for one lease: else it would give their keys to others, and back a second later.
+higher incarnations, so that routers take them for successors of the earlier ones. A restarted coordinator waits for the
+nodes in its store for one lease. Otherwise it would give their keys to other shards, and back a second later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NodeTable:
     Times are seconds on one monotonic clock, which should stand still while the coordinator is suspended.
 
     Args:
-        cluster: of records.
+        cluster: id of the cluster, for records.
         generations: nodes get generations above this number; it grows with each coordinator of a cluster.
         lease_s: a node without a report for so long is removed, seconds.
     """
@@ -116,7 +116,7 @@ class NodeTable:
         return [view for node in self._nodes.values() for view in node.processes]
 
     def views(self, now: float) -> list[NodeView]:
-        """Return the nodes for people, by name."""
+        """Return the nodes for display, by name."""
         return [
             NodeView(
                 name,

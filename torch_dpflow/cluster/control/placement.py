@@ -30,7 +30,7 @@ def launches_of(
     limited_by: str = "",
     nodes: Sequence[str] = ("",),
 ) -> list[Launch]:
-    """The processes of one flow: a router, its shards with their workers, evenly distributed, and draining shards.
+    """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
 
     part: the flow's part of the cluster. processes: the running ones, of any flow. has_platform: whether shards have
     their workers from a platform, and not from the node. lingering: so many workers stay for now, of which shards
@@ -68,9 +68,10 @@ def launches_of(
 
 
 def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
-    """The ids of a flow's shards, and the node of each.
+    """Return the ids of a flow's shards, and the node of each.
 
-    Each node counts its own: when one goes, the shards of the others keep their ids, and so their pools.
+    Shards are numbered on each node separately. When a node leaves, shards of other nodes keep their ids and their
+    caches.
     """
     found: dict[str, str] = {}
     for place in range(shards):
@@ -82,9 +83,9 @@ def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
 def _owners(
     spec: FlowSpec, wanted: list[str], draining: Sequence[ProcessView], processes: Sequence[ProcessView]
 ) -> list[str]:
-    """The shards that are to own keys: those that are wanted, but others until all of these listen.
+    """Return the shards that should own keys: the wanted ones; draining ones too until all wanted ones listen.
 
-    Where a flow moves to another node, whose first process has yet to import torch, its jobs read on meanwhile.
+    So jobs continue to read while a flow moves to a node whose first process has yet to import torch.
     """
     owners = [view.id for view in draining if view.status.get("keys") and view.runs]
     listening = [view.id for view in processes if view.id in wanted and view.address and view.runs]
@@ -94,7 +95,7 @@ def _owners(
 
 
 def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:
-    """Whether this is a shard of the flow that is to be removed and that jobs may still read from."""
+    """Return whether this is a shard of the flow that will be removed, and that jobs may still read from."""
     return (
         view.role == "shard"
         and view.id.rpartition("/")[0] == spec.instance
@@ -104,14 +105,14 @@ def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:
 
 
 def _workers_of(draining: Sequence[ProcessView], processes: Sequence[ProcessView]) -> list[tuple[str, int]]:
-    """The workers of shards that still own keys: their shard and number."""
+    """Return shard and number of each worker of draining shards that still own keys."""
     shards = {view.id for view in draining if view.status.get("keys")}
     found = [view.id.rpartition("/worker-") for view in processes if view.role == "worker"]
     return sorted((shard, int(number)) for shard, _, number in found if shard in shards)
 
 
 def _members_of(draining: Sequence[ProcessView]) -> list[tuple[str, int]]:
-    """One worker of each shard that still owns keys."""
+    """Return shard and number of one worker for each draining shard that still owns keys."""
     return sorted((view.id, 0) for view in draining if view.status.get("keys"))
 
 
@@ -135,13 +136,13 @@ def parts_of(
     unread: Collection[str] = (),
     targets: Sequence[int] | None = None,
 ) -> list[Part | None]:
-    """The part of each flow, by max-min fairness; None if nothing is left for it.
+    """Return the part of each flow, by max-min fairness; None if nothing is left for it.
 
     No flow gets more than it requests, and what one leaves goes to the others. Each shard has at least one worker, so
     a flow with fewer workers than shards gets fewer shards.
 
     unread: instances without jobs; if workers or shards are scarce, each keeps one.
-    targets: how many workers each is to have, if not as many as it requests; shards may have none then.
+    targets: intended number of workers of each flow, if they are autoscaled; shards may then have none.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
     if targets is None and limits.workers is not None and sum(requests) > limits.workers:
@@ -158,17 +159,17 @@ def parts_of(
 
 
 def spread(part: Part, nodes: int, *, may_rest: bool) -> Part:
-    """A flow's part with a shard for each node at least, if there is a worker and the least memory for each.
+    """Return a flow's part with at least one shard for each node, if workers and memory are enough.
 
-    may_rest: whether shards may have no worker: their number is that of the nodes then, whatever workers there are, as
-    each change of it has keys change their shards.
+    may_rest: whether shards may have no worker. The number of shards then does not follow the number of workers, as
+        each change of it moves keys between shards.
     """
     most = nodes if may_rest else min(nodes, part.workers)
     return msgspec.structs.replace(part, shards=max(part.shards, min(most, part.memory_bytes // MIN_MEMORY)))
 
 
 def max_min(requests: Sequence[int], total: int | None) -> list[int]:
-    """Max-min fair parts of `total`, or the requests themselves if they fit or there is no limit."""
+    """Return max-min fair parts of `total`, or the requests themselves if they fit or there is no limit."""
     if total is None or sum(requests) <= total:
         return [*requests]
     parts = [0] * len(requests)

@@ -71,7 +71,7 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """Let these shards own keys, once they have registered, and no others.
+        """Set the shards that own keys once they have registered; no others do.
 
         Raises:
             OptionError: there are none.
@@ -143,5 +143,5 @@ class RouteMap:
         self._ends = np.array(ends)
 
     def places_of(self, keys: Sequence[int]) -> IndexArray:
-        """The number of the route that owns each key, shape (n,)."""
+        """Return the index of the route that owns each key, shape (n,)."""
         return np.searchsorted(self._ends, np.asarray(keys, np.int64), side="right")

@@ -1,6 +1,7 @@
-"""A model of one flow whose number of workers a law sets: samples flow like water, members start and end one by one.
+"""Simulation of one flow whose number of workers an autoscaling policy sets.
 
-It ranks laws and answers questions of size; it knows no stragglers, no network, and one job. Pure.
+Samples are a continuous quantity; workers start and end one by one. It compares policies and predicts numbers of
+workers. It models one job, without stragglers and without a network. Pure.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Ended
 from torch_dpflow.workers.platform import End, Limits
 
-#: The model's step, and how often the job tells what it has read, seconds.
+#: The model's step, and the time between the job's reports, seconds.
 STEP_S, HEARTBEAT_S = 0.25, 2.0
-#: A stall is judged over so long, seconds, and is one from such a share on.
+#: The window over which a stall is measured, seconds, and the share of it from which waiting counts as a stall.
 JUDGED_S, STALLED = 5.0, 0.05
-#: How widely cold starts are spread: the deviation of their logarithm.
+#: Standard deviation of the logarithm of cold start times.
 SPREAD = 0.35
 
-#: The number of workers that a law wants, each second.
+#: A policy: returns the number of workers, each second.
 Law: TypeAlias = Callable[[FlowCounts, float], int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowModel:
-    """A flow and its job.
+    """A flow with one job.
 
     Args:
-        demand: samples a second that the job takes at a time, if it never waits; 0 while it pauses.
-        rate: samples a second of a worker.
+        demand: samples per second that the job takes if it never waits, as a function of time; 0 while it pauses.
+        rate: samples per second of a worker.
         cold_start_s: the median of the time from a worker's start until it works, seconds.
-        per_sample: loads per sample that the job reads, at a time: fewer than one where it is served from a cache.
-        storage: samples a second that the storage gives at most.
+        per_sample: loads per sample that the job reads, as a function of time; below 1 if a cache serves a part.
+        storage: maximum samples per second of the storage.
         prefetch: samples that are loaded ahead.
-        first: workers at the beginning, which work.
-        noise: the deviation of demand and of workers' rates from second to second, as a share.
-        starts_per_s: how many workers may be started a second.
+        first: workers that work from the beginning.
+        noise: relative deviation of the demand and of workers' rates from second to second.
+        starts_per_s: how many workers may be started per second.
     """
 
     demand: Callable[[float], float]
@@ -64,16 +65,16 @@ class FlowModel:
     starts_per_s: float = 10.0
 
     def needed(self, now: float) -> int:
-        """How many workers the job keeps busy."""
+        """Return how many workers the job keeps busy."""
         return math.ceil(min(self.demand(now) * self.per_sample(now), self.storage) / self.rate - 1e-9)
 
 
 @dataclass(kw_only=True)
 class ScalingOutcome:
-    """What a run has shown. Worker-seconds are counted from a worker's start to its end."""
+    """Result of a run. Worker-seconds are counted from a worker's start to its end."""
 
     worker_s: float = 0.0
-    #: Worker-seconds of an ideal law that knows the future and starts workers in no time.
+    #: Worker-seconds of an ideal policy that knows the future and starts workers in no time.
     min_worker_s: float = 0.0
     starts: int = 0
     stall_s: float = 0.0
@@ -90,21 +91,21 @@ class ScalingOutcome:
 
     @property
     def ratio(self) -> float:
-        """Worker-seconds per those that were needed."""
+        """Worker-seconds divided by those of the ideal policy."""
         return self.worker_s / self.min_worker_s if self.min_worker_s else math.inf
 
     def settled_s(self, since: float) -> float:
-        """How long after that time the job stalled for the last time, seconds; 0 if it did not."""
+        """Return how long after `since` the job last stalled, seconds; 0 if it did not stall."""
         return max([0.0, *(at - since for at in self.stalled_at)])
 
 
 def cold_start_percentile(median_s: float, deviations: float = 1.645) -> float:
-    """The time within which so many workers start, seconds: by default the 95th percentile."""
+    """Return the time within which most workers start, seconds: by default the 95th percentile."""
     return median_s * math.exp(SPREAD * deviations)
 
 
 class ScalingRun:
-    """One run of a model under a law."""
+    """One run of a model under an autoscaling policy."""
 
     def __init__(self, model: FlowModel, law: Law, seed: int) -> None:
         self._model, self._law = model, law
@@ -117,7 +118,7 @@ class ScalingRun:
             start_timeout_s=(10.0, max(120.0, 6 * model.cold_start_s)),
         )
         self._fleet = Fleet("dpf-00000000-0000000000-", limits, draw=self._random.random)
-        #: What is to happen, by time: members call, and end.
+        #: Coming events by time: workers connect, and end.
         self._agenda: list[tuple[float, str, bool]] = []
         self._working: set[str] = set()
         self._begun: dict[str, float] = {}
@@ -129,7 +130,7 @@ class ScalingRun:
         self._recent: list[tuple[float, float]] = []
 
     def run(self, duration_s: float) -> ScalingOutcome:
-        """What happens in so many seconds."""
+        """Simulate this many seconds."""
         self._begin()
         steps = round(1 / STEP_S)
         demand_noise = rate_noise = 1.0
@@ -147,7 +148,7 @@ class ScalingRun:
         return max(0.1, self._random.gauss(1.0, self._model.noise / math.sqrt(workers)))
 
     def _begin(self) -> None:
-        """Workers that are there already: they were not started by the law, and cost from now on."""
+        """Add the workers that run from the beginning: the policy has not started them, and they cost from now on."""
         self._fleet.target(self._model.first)
         before = -1e6
         while len(self._working) < self._model.first:
@@ -252,7 +253,7 @@ class _Sums:
     reading_s: float = 0.0
 
     def note(self, taken: float, due: float, loads: float, busy_s: float) -> None:
-        """So much has happened in a step."""
+        """Add the quantities of one step."""
         self.taken += taken
         self.due += due
         self.loads += loads

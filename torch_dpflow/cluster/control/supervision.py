@@ -1,7 +1,7 @@
 """Processes that a node keeps running: a pure state machine without a process, thread or clock inside.
 
-A process that ends is restarted under a higher incarnation, with growing pauses while it ends at once; one that sends
-no heartbeats is killed first. Only desired processes are restarted.
+A process that ends is restarted under a higher incarnation; if it ends at once repeatedly, the pauses grow. A process
+that sends no heartbeats is killed first. Only desired processes are restarted.
 
 Workers are started a few at a time: if all started at once on few cores, they would delay all heartbeats. If nearly
 all heartbeats are late, the host is short of processor time, and no process is killed for that.
@@ -151,7 +151,7 @@ class Supervisor:
         self.revision += 1
 
     def on_ended(self, id: str, incarnation: int, now: float, how: str = "") -> list[SupervisorInstruction]:
-        """Record that a process has ended, for any reason. how: a description for people."""
+        """Record that a process has ended, for any reason. how: a description for display."""
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
             return []
@@ -196,7 +196,7 @@ class Supervisor:
         return self._processes[id].launch.settings
 
     def tick(self, now: float) -> list[SupervisorInstruction]:
-        """Apply time limits. To be called after all events that had happened by then."""
+        """Apply time limits. Call this after all events up to `now` were recorded."""
         out: list[SupervisorInstruction] = []
         for process in self._processes.values():
             process.starting &= now - process.began < START_PACE_S
@@ -230,7 +230,7 @@ class Supervisor:
 
     @property
     def next_due(self) -> float | None:
-        """When the next process is to be started, seconds; None if none is waiting for that time only."""
+        """When the next process will be started, seconds; None if no process only waits for its time."""
         services, workers = self._capacity()
         dues = [
             one.due

@@ -3,8 +3,8 @@
 A shard's fleet names each worker before it requests it, and the provisioner has the name before it calls the platform.
 If either dies, the other still has all names. A worker that neither knows, as after the death of both, is a stray.
 
-A shard that attaches under a higher incarnation has lost the workers of the earlier one, which had their keys. A shard
-loses its workers also if it is silent for as long as they would wait for it.
+A shard that attaches under a higher incarnation has lost the workers of the earlier one, which held their keys. A shard
+also loses its workers if it is silent for longer than they wait for it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WorkerOwners:
         return owner.seen
 
     def hears(self, shard: str, incarnation: int, now: float) -> bool:
-        """Record a call of a shard; return whether it has attached."""
+        """Record a call from a shard; return whether the shard is attached."""
         owner = self._owners.get(shard)
         if owner is None or owner.incarnation != incarnation:
             return False
@@ -87,7 +87,7 @@ class WorkerOwners:
         return True
 
     def start(self, shard: str, name: str) -> bool:
-        """Return whether to start a worker. If not, it has been started, or an outcome tells the shard the reason."""
+        """Return whether to start a worker. If not, it was started before, or an outcome reports the reason."""
         if name in self._members:
             if self._members[name] is None:
                 self._owners[shard].news.append(Refused(name, UnavailableError(f"{name} is being ended")))
@@ -121,7 +121,7 @@ class WorkerOwners:
             self._owners[shard].news.append(outcome)
 
     def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
-        """Return the outcomes that follow the first `seen` of a shard, and their count with these."""
+        """Return a shard's outcomes after the first `seen` ones, and the count of all."""
         owner = self._owners[shard]
         had = min(max(0, seen - owner.seen), len(owner.news))
         del owner.news[:had]
