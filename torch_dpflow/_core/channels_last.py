@@ -36,7 +36,7 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether this is an image, (channels, height, width), with the channels of each pixel beside each other."""
+    """Return whether this is an image, (channels, height, width), with the channels of each pixel beside each other."""
     if tensor.dim() != 3 or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     return tensor.permute(1, 2, 0).is_contiguous()

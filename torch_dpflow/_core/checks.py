@@ -176,7 +176,7 @@ def parse_duration(name: str, value: float | str, *, maximum: float | None = Non
 
 
 def format_duration(seconds: float) -> str:
-    """Format a time with its unit, for people."""
+    """Format a time with its unit, for display."""
     unit = next((unit for unit in "dhm" if seconds >= _TIME_UNITS[unit] and seconds % _TIME_UNITS[unit] == 0), "s")
     return f"{seconds / _TIME_UNITS[unit]:g} {unit}"
 

@@ -198,7 +198,7 @@ class StopSignal:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
-        """Whether it is set; it stays so."""
+        """Return whether it is set; it stays so."""
         return self._set
 
     def set(self) -> None:

@@ -65,7 +65,7 @@ class ShardPacks:
 
 
 def is_pack(path: str) -> bool:
-    """Whether a path or URL has the name of a pack."""
+    """Return whether a path or URL has the name of a pack."""
     return _PACK_NAME.fullmatch(path.rpartition("/")[2]) is not None
 
 

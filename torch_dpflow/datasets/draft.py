@@ -46,7 +46,7 @@ class Draft:
         dataset_id: "namespace/name".
         version: a version that is not published.
         parent: a published version that this one continues: it has all of its samples and those added.
-        description: a line or two for people.
+        description: a line or two for display.
 
     Raises:
         PublishedError: the version is published.

@@ -151,7 +151,7 @@ class Files:
             raise StorageError(f"{self._url(path)}: this is a pipe, socket or device; give a regular file")
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a directory."""
+        """Return whether there is a file or a directory."""
         if self.url.startswith(_WEB):
             return self._is_on_web(path)
         fs, full = self.filesystem, self._full(path)
@@ -374,7 +374,7 @@ def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
 
 
 def _has_no_path(entry: Mapping[str, Any], folder: str) -> bool:
-    """Whether `children` leaves out an entry that is, or has below it, an object with bytes."""
+    """Return whether `children` leaves out an entry that is, or has below it, an object with bytes."""
     name = entry["name"].rstrip("/")
     if name == folder.rstrip("/"):  # otherwise an empty object that represents the directory
         return bool(entry["type"] == "directory" or entry.get("size"))

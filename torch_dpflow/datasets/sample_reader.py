@@ -70,7 +70,7 @@ class Through(Protocol):
         """
 
     def is_of(self, stored: StoredDataset) -> bool:
-        """Whether the source has samples of this dataset."""
+        """Return whether the source has samples of this dataset."""
 
     def close(self) -> None:
         """Close what this process has opened. The source may be used again."""

@@ -145,7 +145,7 @@ def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
 
 
 def matches(data: bytes | memoryview, checksum: str) -> bool:
-    """Whether the bytes have this checksum, which names its algorithm."""
+    """Return whether the bytes have this checksum, which names its algorithm."""
     algorithm, _, digest = checksum.partition(":")
     return _ALGORITHMS[algorithm](data) == digest
 

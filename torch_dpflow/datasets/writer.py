@@ -149,7 +149,7 @@ class VariantWriter:
         return items
 
     def _is_same(self, item: Item, sample: SampleMeta) -> bool:
-        """Whether an item was written as this sample."""
+        """Return whether an item was written as this sample."""
         if encode_annotations(item.meta, sample.path) != sample.meta:
             return False
         if item.data is not None:

@@ -17,7 +17,7 @@ from torch_dpflow.errors import StateError
 
 
 def has_state(part: Any) -> bool:
-    """Whether `part` has a state of its own that can be restored."""
+    """Return whether `part` has a state of its own that can be restored."""
     return callable(working(part, "state_dict")) and callable(working(part, "load_state_dict"))
 
 
@@ -78,7 +78,7 @@ def copied(part: Any, state: Any) -> Any:
 
 
 def takes(part: Any, argument: str) -> bool:
-    """Whether the `state_dict` of `part` has this argument."""
+    """Return whether the `state_dict` of `part` has this argument."""
     try:
         return has_state(part) and argument in inspect.signature(part.state_dict).parameters
     except Exception:  # not every function has a signature
@@ -193,7 +193,7 @@ class Stream:
             self._skip(skip * (batch_size or 1))
 
     def fetch(self, index: Any) -> Any:
-        """The next batch. Raises StopIteration at the end of the stream."""
+        """Return the next batch. Raises StopIteration at the end of the stream."""
         return self._fetcher.fetch(index)
 
     @property

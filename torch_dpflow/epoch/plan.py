@@ -327,7 +327,7 @@ def restore_sampler_generators(states: Sequence[str], generators: Sequence[torch
 
 
 def is_drawn_at_start(index_sampler: Any) -> bool:
-    """Whether an epoch's order is fixed at its first batch, so that drawing further ahead cannot change it.
+    """Return whether an epoch's order is fixed at its first batch, so that drawing further ahead cannot change it.
 
     True for known samplers only: others may draw from a generator that the training loop uses too.
     """

@@ -193,7 +193,7 @@ class EpochProgress:
         return cls(shape, start, plan, generator=generator, held=held, streams=state.streams, resumed=state)
 
     def was_delivered(self, position: int) -> bool:
-        """Whether the batch at this position was delivered."""
+        """Return whether the batch at this position was delivered."""
         return position < self.position or position in self._ahead
 
     def passed(self, position: int, samples: int) -> None:

@@ -52,7 +52,7 @@ def check_options_type(options: object) -> None:
 
 
 def has_processes(context: Any) -> bool:
-    """Whether a multiprocessing context starts processes; None is torch's own context.
+    """Return whether a multiprocessing context starts processes; None is torch's own context.
 
     Some contexts, such as MONAI's for `use_thread_workers=True`, start threads instead.
     """
@@ -60,7 +60,7 @@ def has_processes(context: Any) -> bool:
 
 
 def name_of(context: Any) -> str:
-    """The name of a multiprocessing context in messages."""
+    """Return the name of a multiprocessing context in messages."""
     kind = type(context)
     is_pythons = kind.__module__.startswith("multiprocessing.")  # only these have a start method
     return repr((context.get_start_method(allow_none=True) if is_pythons else "") or kind.__name__)
@@ -123,7 +123,7 @@ def check_platform(loader: Any) -> None:
 
 
 def listen_address(platform: PlatformSpec, options: LoaderOptions) -> str:
-    """The address to listen at by the options or the settings; empty: the platform chooses.
+    """Return the address to listen at by the options or the settings; empty: the platform chooses.
 
     Raises OptionError as `PlatformSpec.check_listen`.
     """

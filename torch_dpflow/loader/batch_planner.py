@@ -21,7 +21,7 @@ GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 
 
 def interrupted_draw() -> WorkerError:
-    """The error in place of the end of an epoch if Control-C interrupted the sampler."""
+    """Return the error in place of the end of an epoch if Control-C interrupted the sampler."""
     return WorkerError(
         "this iteration was interrupted while the sampler drew indices, so the rest of the epoch is not known; "
         "begin another iteration"
@@ -65,7 +65,7 @@ class InFlight:
             batch.outcome = outcome
 
     def due(self) -> PlannedBatch | None:
-        """The batch to deliver next, the same one until it is removed; None while it has not arrived."""
+        """Return the batch to deliver next, the same one until it is removed; None while it has not arrived."""
         if self._in_order:
             batch = next(iter(self._batches.values()), None)
             return batch if batch is not None and batch.outcome is not None else None
@@ -81,15 +81,15 @@ class InFlight:
         self._batches.pop(position, None)
 
     def waiting(self, worker: int) -> list[int]:
-        """The positions of the batches that this worker has not loaded yet."""
+        """Return the positions of the batches that this worker has not loaded yet."""
         return [b.position for b in self._batches.values() if b.worker == worker and b.outcome is None]
 
     def workers(self) -> list[int]:
-        """The workers of the batches in flight, by position."""
+        """Return the workers of the batches in flight, by position."""
         return [batch.worker for batch in self._batches.values() if batch.worker is not None]
 
     def first_waiting(self) -> PlannedBatch | None:
-        """The oldest batch that has not arrived."""
+        """Return the oldest batch that has not arrived."""
         return next((batch for batch in self._batches.values() if batch.outcome is None), None)
 
 
@@ -117,13 +117,13 @@ class InFlightLimit:
         return max(self._workers, min(self._usual, self._budget // largest if largest else 0))
 
     def next(self, largest: int, in_flight: int) -> int:
-        """How many to plan in place of the batch that is due, which is still in flight."""
+        """Return how many to plan in place of the batch that is due, which is still in flight."""
         if self._budget is None:
             return 1
         return max(0, min(2, self.at_start(largest) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int, limit: int) -> bool:
-        """Whether so many may be in flight while a worker is idle, at most `limit`."""
+        """Return whether so many may be in flight while a worker is idle, at most `limit`."""
         if batches > limit or not largest:
             return False
         more = (batches - self._usual) * largest
@@ -162,11 +162,11 @@ class Rotation:
         return None
 
     def after(self, worker: int) -> int:
-        """The worker after this one."""
+        """Return the worker after this one."""
         return (worker + 1) % len(self._active)
 
     def is_active(self, worker: int) -> bool:
-        """Whether the worker's stream has not ended."""
+        """Return whether the worker's stream has not ended."""
         return self._active[worker]
 
     def end(self, worker: int) -> None:

@@ -125,7 +125,7 @@ def routed_order(loader: Any) -> RoutedOrder | None:
 
 
 def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool:
-    """Whether all ranks have a name for their job, or can agree on one."""
+    """Return whether all ranks have a name for their job, or can agree on one."""
     if replica is None or (options is not None and options.name is not None):
         return True
     return process_rank() == (replica.rank, replica.num_replicas)

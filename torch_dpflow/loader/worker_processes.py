@@ -63,7 +63,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
 
 
 def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
-    """Whether batches are bound to workers, each of which has a random stream of its own."""
+    """Return whether batches are bound to workers, each of which has a random stream of its own."""
     if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
         return True
     if has_state(loader.dataset):  # its state depends on what the worker loaded before
@@ -276,7 +276,7 @@ class Restarts:
 
 
 def described(index: Any) -> str:
-    """The indices of a batch, for messages."""
+    """Return the indices of a batch, for messages."""
     if index is None or (isinstance(index, list) and all(i is None for i in index)):
         return "the next samples of the stream"
     text = repr(index)

@@ -83,7 +83,7 @@ class PooledArray(Dataset[Rows]):
         return [*self._read(indices, self._lend)]
 
     def fill_batches(self, lend: Lend) -> None:
-        """Read a loader's batches into memory that it lends and sends as it is."""
+        """Read a loader's batches into memory that the loader lends and sends without a copy."""
         self._lend = lend
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:

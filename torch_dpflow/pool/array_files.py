@@ -75,7 +75,7 @@ def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
 
 
 def array_identity(source: ArraySource) -> bytes:
-    """Return its identity: of its location, what changes with its content, dtype and shape."""
+    """Return an array's identity: its location, size, time of change or ETag, dtype and shape."""
     where = [source.url or source.ref, source.path]
     facts = {"where": where, "stamp": source.stamp, "dtype": source.dtype, "shape": source.shape}
     return identity("array", facts)
@@ -165,7 +165,7 @@ def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any],
 
 
 def _stamp(url: str, options: dict[str, Any]) -> tuple[int, str]:
-    """Return the size of a file, and what changes with its content. Raises StorageError."""
+    """Return the size of a file, and its ETag or time of change. Raises StorageError."""
     with Objects(options) as objects:
         entry = objects.entry(url)
     if isinstance(entry, DPFlowError):

@@ -82,9 +82,9 @@ class PoolSamples:
 class PooledDataset(DatasetReader):
     """A `DatasetReader` whose samples come from a pool server, which reads each from storage once for all processes.
 
-    The server begins to cache the dataset when it is first read. It drops it some time after the last reading process
-    has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. If there is no server, no memory
-    left, or the server dies, samples are read from storage as by a DatasetReader.
+    The server begins to cache the dataset when it is first read. It drops the dataset some time after the last reading
+    process has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. If there is no server, no
+    memory left, or the server dies, samples are read from storage as by a DatasetReader.
 
     Args:
         stored: a variant from `DatasetStore.open`.

@@ -114,7 +114,7 @@ class AheadOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Place of each record in that memory; in place of a length `ON_ITS_WAY` or `IN_STORAGE_ONLY`."""
+    """Place of each record in that memory; the length may be `ON_ITS_WAY` or `IN_STORAGE_ONLY`."""
 
     memory: int
     offsets: list[int]
@@ -126,7 +126,8 @@ AheadAnswer: TypeAlias = AheadOpened | AheadPlaces
 
 
 def memory_name(memory: int) -> bytes:
-    """Return the name of that memory on data connections, in place of a dataset's identity; offsets are its records."""
+    """Return the memory's name on data connections, in place of a dataset's identity; offsets replace record
+    numbers."""
     return memory.to_bytes(16, "big")
 
 

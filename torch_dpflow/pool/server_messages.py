@@ -133,14 +133,14 @@ class DropDataset(msgspec.Struct, frozen=True, tag=True):
 
 
 class Instructions(msgspec.Struct, frozen=True, tag=True):
-    """What a follower has to do, in order, and the number of the last instruction."""
+    """Instructions for a follower, in order, and the number of the last one."""
 
     instructions: list[DatasetPart | DropDataset]
     last: int
 
 
 class GetStripeTable(msgspec.Struct, frozen=True, tag=True):
-    """Request who holds the stripes of a dataset from this one on; answered by StripeTablePart."""
+    """Request the owners of a dataset's stripes from this one on; answered by StripeTablePart."""
 
     identity: bytes
     first: int = 0

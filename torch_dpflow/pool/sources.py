@@ -56,7 +56,7 @@ class StripePart(NamedTuple):
 
 
 class OpenedSource(NamedTuple):
-    """What a server needs of a dataset."""
+    """An opened source: layout and reader, as a server needs them."""
 
     url: str
     records: SampleLayout

@@ -76,7 +76,7 @@ def verify_pool(
 
 
 def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, int, int]:
-    """Return a reader of records from storage, the samples of each record, and the number of records per read."""
+    """Return a reader of records from storage, the number of samples of each record, and of records per read."""
     if not isinstance(stored, ArraySource):
         return SampleReader(stored, check=True), 1, _AT_ONCE
     if stored.is_pushed:
@@ -86,7 +86,7 @@ def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, i
 
 
 def _problems(own: range, held: bytes, found: tuple[bytes, object] | DPFlowError) -> Iterator[Problem]:
-    """Yield what is wrong with the samples of one record, which are one sample or rows of the same length."""
+    """Yield the differences in one record, which is one sample or several rows of the same length."""
     if isinstance(found, DPFlowError):
         what = f"is in memory, and cannot be compared: {type(found).__name__}: {found}"
         yield Problem(own.start, len(own), what)

@@ -256,5 +256,5 @@ def unevenness(factors: Sequence[tuple[int, int]]) -> int:
 
 
 def _ends(data: bytes | bytearray | memoryview, start: int) -> bool:
-    """Whether the image has an end mark. One that was cut short has none, and Pillow refuses it."""
+    """Return whether the image has an end mark. One that was cut short has none, and Pillow refuses it."""
     return (data if isinstance(data, bytes | bytearray) else bytes(data)).rfind(EOI, start) > 0

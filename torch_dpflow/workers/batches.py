@@ -254,7 +254,7 @@ class ThreadedFetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read", initializer=settings)
 
     def fetch(self, index: Any) -> Any:
-        """The batch of these indices."""
+        """Return the batch of these indices."""
         return self._collate_fn(list(self._pool.map(self._dataset.__getitem__, index)))
 
 
@@ -272,7 +272,7 @@ def failure(worker: int, *, dataset: Any = None, index: Any = None) -> Exception
 
 
 def _can_be_raised(kind: Any) -> bool:
-    """Whether `ExceptionWrapper.reraise` can make it: it calls a type with a `message` with that keyword."""
+    """Return whether `ExceptionWrapper.reraise` can make it: it calls a type with a `message` with that keyword."""
     if getattr(kind, "message", None):
         try:
             kind(message="")

@@ -67,7 +67,7 @@ class Requester(Protocol):
         """Return why this process is not a worker of this shard (any more); empty if it is."""
 
     def shares_memory(self, handshake: WorkerHandshake) -> bool:
-        """Whether this worker's shared memory can be read here.
+        """Return whether this worker's shared memory can be read here.
 
         Raises DescriptorLimitError: the worker is not admitted and repeats its handshake.
         """
@@ -175,7 +175,7 @@ class Shard:
         self._apply(self._scheduler.handle(SetWindow(worker, window, self._clock())))
 
     def is_starting(self, worker: int) -> bool:
-        """Whether the worker is admitted and not ready."""
+        """Return whether the worker is admitted and not ready."""
         return worker in self._starting
 
     @property

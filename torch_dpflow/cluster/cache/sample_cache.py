@@ -150,7 +150,7 @@ class SampleCache:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def is_wanted(self, job: str, ticket: Ticket) -> bool:
-        """Whether a reader holds this ticket."""
+        """Return whether a reader holds this ticket."""
         return ticket in self._reader(job).wants
 
     def want(

@@ -67,7 +67,7 @@ class _Process:
     launch: Launch
     desired: bool = True
     incarnation: int = 0
-    #: Whether it runs, and its pid, for people; 0 while it does not run, or has none.
+    #: Whether it runs, and its pid, for display; 0 while it does not run, or has none.
     runs: bool = False
     pid: int = 0
     began: float = 0.0
@@ -85,7 +85,7 @@ class _Process:
     #: How many incarnations in a row have ended at once, and how many there have been after the first.
     failures: int = 0
     restarts: int = 0
-    #: How the latest that has ended did so, for people.
+    #: How the latest that has ended did so, for display.
     ended: str = ""
     #: Where the latest incarnation that reported an address listens, and whether that is the running one.
     address: str = ""

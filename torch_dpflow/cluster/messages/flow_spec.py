@@ -90,7 +90,7 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
     def difference(self, other: FlowSpec) -> str:
-        """Return how the descriptions differ, for people; empty if they agree."""
+        """Return how the descriptions differ, for display; empty if they agree."""
         differing: list[str] = []
         for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")

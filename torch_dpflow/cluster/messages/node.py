@@ -60,7 +60,7 @@ class Heartbeat(Body):
     incarnation: Count
     #: At which it listens; empty if it does not listen.
     address: Text
-    #: Figures for people and for the coordinator.
+    #: Figures for display and for the coordinator.
     status: dict[Name, Any]
 
 
@@ -80,7 +80,7 @@ class ProcessView(Body):
     role: Name
     #: Counts the processes that have had this id.
     incarnation: Count
-    #: Process id on its host, for people; 0 while it does not run, or if it has none.
+    #: Process id on its host, for display; 0 while it does not run, or if it has none.
     pid: Count
     #: Empty until its first heartbeat.
     address: Text
@@ -88,7 +88,7 @@ class ProcessView(Body):
     #: How often it has been restarted.
     restarts: Count = 0
     runs: bool = True
-    #: How the process before it ended, for people; empty for the first.
+    #: How the process before it ended, for display; empty for the first.
     ended: Text = ""
     #: The joined node that runs it; empty: the cluster's own.
     node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
@@ -116,7 +116,7 @@ class NodeJoin(Body):
     versions: Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
     #: Proof that it has the server key: see `connection_file.node_proof`.
     proof: Name
-    #: Address of its host, at which its shards listen; for people, like the number of processors.
+    #: Address of its host, at which its shards listen; for display, like the number of processors.
     address: Name
     processors: Count
 
@@ -167,7 +167,7 @@ class NodeRecord(Body):
 
 
 class NodeView(Body):
-    """What a coordinator knows of a joined node, for people."""
+    """What a coordinator knows of a joined node, for display."""
 
     name: NodeName
     address: Name

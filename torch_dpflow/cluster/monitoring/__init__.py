@@ -1,1 +1,1 @@
-"""Figures of a cluster, for people."""
+"""Figures of a cluster, for display."""

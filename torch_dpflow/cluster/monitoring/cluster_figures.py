@@ -1,4 +1,4 @@
-"""Figures of a cluster for people: rows for jobs, flows and processes, and how much jobs share. Pure."""
+"""Figures of a cluster for display: rows for jobs, flows and processes, and how much jobs share. Pure."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
 
 
 def state_words(state: str) -> str:
-    """Return the state of a flow in words for people."""
+    """Return the state of a flow in words for display."""
     return "being read" if state == FlowState.ACCESSED.value else state
 
 

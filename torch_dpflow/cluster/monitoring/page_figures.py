@@ -27,7 +27,7 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     flow: str
     role: str
     state: str
-    #: Host and process id, for people.
+    #: Host and process id, for display.
     where: str = ""
     restarts: int = 0
     #: How the process before it ended; empty if there was none, or if that is not known.
@@ -68,7 +68,7 @@ class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
     room_bytes: int
     restarts: int
-    #: In one word for programs, and in words for people.
+    #: In one word for programs, and in words for display.
     limited_by: str
     limit: str
     #: What to change; empty for nothing.
@@ -148,7 +148,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     whole: bool
-    #: "cluster" or "loader", and its name for people.
+    #: "cluster" or "loader", and its name for display.
     kind: str
     title: str
     version: str
@@ -200,4 +200,4 @@ def _remote_workers_of(status: dict[str, Any]) -> list[RemoteWorkerView]:
     try:
         return msgspec.convert(status.get("remote_workers", []), list[RemoteWorkerView])
     except msgspec.ValidationError:
-        return []  # a figure for people: that of a later release is no error
+        return []  # a figure for display: that of a later release is no error

@@ -43,7 +43,7 @@ class PageHistory:
 
     Args:
         kind: "cluster" or "loader".
-        title: name for people.
+        title: name for display.
     """
 
     def __init__(self, kind: str, title: str) -> None:

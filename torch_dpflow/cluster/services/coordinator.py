@@ -177,7 +177,7 @@ class Coordinator:
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
-        """Return flows and processes, for people."""
+        """Return flows and processes, for display."""
         now, parts = self._clock(), self._parts()
         return [self._view(flow, parts, now) for flow in self._registry.flows], self._processes
 

@@ -74,7 +74,7 @@ class Joining:
         cluster: how its coordinator is reached.
         keys: of the cluster, with the server key.
         name: of this node.
-        address: of this host, for people.
+        address: of this host, for display.
     """
 
     def __init__(self, cluster: Cluster, keys: ConnectionFile, name: str, address: str) -> None:

@@ -118,7 +118,7 @@ class Provisioner:
         self._answer_watching()
 
     def status(self) -> dict[str, Any]:
-        """Figures for people."""
+        """Return figures for display."""
         return {
             "platform": self._spec.name,
             "kept": len(self._owners),

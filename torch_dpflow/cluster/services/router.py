@@ -185,7 +185,7 @@ class Router:
             self._waiting = [one for one in self._waiting if now < one[2]]
 
     def status(self) -> dict[str, Any]:
-        """Figures for the coordinator and for people."""
+        """Return figures for the coordinator and for display."""
         jobs = sorted(self._jobs)
         return {
             "jobs": len(jobs),

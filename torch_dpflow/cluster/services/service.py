@@ -170,7 +170,7 @@ class HeartbeatSender:
     Args:
         address: at which the process listens; empty if it does not listen.
         apply_settings: called in this thread with settings that have changed.
-        status: the first figures for people.
+        status: the first figures for display.
         leave: called in this thread before the process ends because the node does not desire it.
         stuck_s: no heartbeat is sent once an iteration of the main loop takes this long, seconds.
     """
@@ -190,7 +190,7 @@ class HeartbeatSender:
         self._address = address
         self._apply_settings = apply_settings
         self._settings = service.settings
-        #: Figures for people. The main thread replaces it, as only that thread may read their sources.
+        #: Figures for display. The main thread replaces it, as only that thread may read their sources.
         self.status = status or {}
         self._stuck_s = stuck_s
         self._iterated_at = time.monotonic()
@@ -239,7 +239,7 @@ def serve(
 ) -> None:
     """Serve until the process ends. All functions except `leave` are called in this thread.
 
-    status: returns figures for people.
+    status: returns figures for display.
     poll: called between messages, at least every `poll_s` seconds.
     apply_settings: called with settings that have changed.
     leave: as for `HeartbeatSender`.

@@ -267,7 +267,7 @@ class ProvisionedWorkers:
             self._remote.kill(worker, "its shard has ended it; the cluster's log has the reason")
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for people."""
+        """Return figures for the coordinator and for display."""
         if self._remote is None:
             return {"remote_workers": [], "remote_worker_s": 0.0, "away_s": 0.0}
         samples = self._shard.workers.samples_of

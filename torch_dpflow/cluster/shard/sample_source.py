@@ -133,7 +133,7 @@ class SampleSource:
             SERVICE.exception("the dataset rejected the announcement of the samples that come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
-        """The kind of a task's outcome, and the sample, what stands in for it, or an ExceptionWrapper.
+        """Return the kind of a task's outcome, and the sample, what stands in for it, or an ExceptionWrapper.
 
         Never raises an Exception.
         """

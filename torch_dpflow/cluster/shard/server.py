@@ -202,7 +202,7 @@ class SampleShard:
             self._cache.hint(request.job, lookahead, weight=answer.weight)
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for people."""
+        """Return figures for the coordinator and for display."""
         cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {
@@ -412,7 +412,7 @@ class SampleShard:
 
 
 def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
-    """The tickets of a fetch for one of these keys."""
+    """Return the tickets of a fetch for one of these keys."""
     return [ticket for ticket, key in ask.awaited if key in keys] if keys else []
 
 

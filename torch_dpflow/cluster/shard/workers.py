@@ -263,7 +263,7 @@ class ShardWorkers:
         return counters.delivered + counters.duplicates - self._draws_done
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the coordinator and for people."""
+        """Return figures for the coordinator and for display."""
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),

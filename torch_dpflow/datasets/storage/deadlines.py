@@ -26,7 +26,7 @@ _SERIAL_LOCK = PerProcess(threading.Lock)
 
 
 def is_thread_safe(file_system: Any) -> bool:
-    """Whether several threads may call a file system of fsspec at once. Asynchronous ones run in one loop."""
+    """Return whether several threads may call a file system of fsspec at once. Asynchronous ones run in one loop."""
     if isinstance(file_system, DirFileSystem):
         return is_thread_safe(file_system.fs)
     module = type(file_system).__module__

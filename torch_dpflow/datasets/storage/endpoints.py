@@ -76,7 +76,7 @@ def _is_host_name(bucket: str, *, is_tls: bool) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether the host is an IP address or localhost, where buckets have no host names."""
+    """Return whether the host is an IP address or localhost, where buckets have no host names."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -111,7 +111,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def needs_vendor(bucket: str) -> bool:
-    """Whether only botocore can sign requests: sessions of S3 Express, SigV4A of multi-region access points."""
+    """Return whether only botocore can sign requests: sessions of S3 Express, SigV4A of multi-region access points."""
     return bucket.endswith(_EXPRESS) or (bucket.startswith("arn:") and bucket.split(":")[3] == "")
 
 

@@ -105,7 +105,7 @@ def error_of_status(status: int, text: str) -> StorageError | None:
 
 
 def is_transient(error: StorageError) -> bool:
-    """Whether a network or server failed, which may recover, and not an object."""
+    """Return whether a network or server failed, which may recover, and not an object."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 
 
@@ -120,7 +120,7 @@ def max_attempts(error: StorageError) -> float:
 
 
 def _is_connection_of_vendor(error: Exception) -> bool:
-    """Whether a vendor's client, which need not be installed, lost its connection or found no server."""
+    """Return whether a vendor's client, which need not be installed, lost its connection or found no server."""
     names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
     return not names.isdisjoint(_CONNECTIONS) and type(error).__name__ != "SSLError"
 

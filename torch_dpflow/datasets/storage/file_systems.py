@@ -180,7 +180,7 @@ def revision_of(entry: Mapping[str, Any]) -> str | None:
 
 
 def needs_host(kind: type) -> bool:
-    """Whether a file system class connects to a host with disks, where a file's directory must exist first."""
+    """Return whether a file system class connects to a host with disks, where a file's directory must exist first."""
     parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]
     return parameter is not None and parameter.default is parameter.empty
 

@@ -287,7 +287,7 @@ def _sign_v4(algorithm: str, secret: str, scope: tuple[str, ...], time: str, can
 
 @functools.lru_cache(maxsize=64)
 def _keyed(secret: str, scope: tuple[str, ...]) -> hmac.HMAC:
-    """An HMAC with the key of one day, region and service, for all requests of that day. Copy it before use."""
+    """Return an HMAC with the key of one day, region and service, for all requests of that day. Copy it before use."""
     key = secret.encode()
     for part in scope:
         key = hmac.digest(key, part.encode(), "sha256")

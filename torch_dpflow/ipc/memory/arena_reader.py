@@ -61,7 +61,7 @@ class ArenaReader:
         self._take(ref).memory[0] = FREE
 
     def probe(self, ref: ProbeRef) -> bool:
-        """Whether this process can read what the writer shares, and both have the same pid namespace."""
+        """Return whether this process can read what the writer shares, and both have the same pid namespace."""
         if ref.block.nbytes != TOKEN_BYTES:  # before it is copied, as the writer chooses its size
             return False
         # In a pid namespace that has no /proc of its own the numbers there are not those of the system's calls.

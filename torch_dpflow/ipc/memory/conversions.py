@@ -33,7 +33,7 @@ def storage_over(memory: Memory) -> torch.UntypedStorage:
 
 
 def keeps_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether it was made by `from_array` or `storage_over`."""
+    """Return whether it was made by `from_array` or `storage_over`."""
     return hasattr(storage, "memory")
 
 
@@ -75,7 +75,7 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def is_aligned(memory: memoryview, alignment: int) -> bool:
-    """Whether writable memory begins at a multiple of `alignment`."""
+    """Return whether writable memory begins at a multiple of `alignment`."""
     # Three times as fast as with numpy.
     return not memory.nbytes or ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment == 0
 

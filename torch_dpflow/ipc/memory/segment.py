@@ -53,7 +53,7 @@ class Forks:
         return -1 if self._running else self._count
 
     def since(self, stamp: int) -> bool:
-        """Whether this process may have forked since a loan with this stamp."""
+        """Return whether this process may have forked since a loan with this stamp."""
         return stamp != self._count
 
     def _begin(self) -> None:

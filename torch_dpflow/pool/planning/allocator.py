@@ -3,9 +3,9 @@
 Memory for a dataset is reserved before any of it is read, so no server runs full halfway. Each stripe has one owner,
 which reads it from storage; a stripe that fits nowhere stays there. An explicit dataset stays until it is unloaded. An
 implicit one is dropped once no process has read it for `idle_s`, or as soon as another dataset needs its memory, the
-longest idle first. The stripes of a lost server go to others with free memory, which read them again; other stripes
+longest idle first. The stripes of a lost server go to others with free memory, which read them again. All other stripes
 stay where they are. A server that joins gets only stripes without an owner: memory that readers have mapped cannot
-move, so rebalancing would mean reading from storage again. Storage is the second copy: a reader needs none of this.
+move, so rebalancing would mean reading from storage again. If no server holds a stripe, readers use storage.
 
     preload -> Fill to each owner        unload, idle, lack of memory -> Drop to each owner
     server lost -> Fill to the new owners of its stripes, under a new generation of the table
@@ -115,7 +115,7 @@ AllocatorInstruction: TypeAlias = Fill | Drop
 
 
 class StripeAllocator:
-    """Decides what is held where. One thread owns it.
+    """Decides which server holds which stripes. One thread owns it.
 
     Args:
         lease_s: a server is lost after this much silence, seconds.
@@ -162,7 +162,7 @@ class StripeAllocator:
         return {name: (self._capacity[name], room) for name, room in sorted(self._room.items())}
 
     def leave(self, server: str, generation: int, now: float) -> list[AllocatorInstruction]:
-        """Remove a server that ends, or whose end was seen."""
+        """Remove a server that ends or has ended."""
         self._lose(self._leases.handle(Leave(server, generation, now)), now)
         return self._place_all()
 
@@ -190,7 +190,7 @@ class StripeAllocator:
         only: str | None = None,
         base: bytes = b"",
     ) -> list[AllocatorInstruction]:
-        """Reserve memory for a dataset, and have it read; for a cached one, `whole` adds the stripes without an owner.
+        """Reserve memory for a dataset, and have servers read it; if cached, `whole` adds stripes without an owner.
 
         only: the one server that may hold it; None for any.
         base: the dataset whose memory it shares, which then stays as long as this one; shared stripes take 0 bytes.
@@ -211,7 +211,8 @@ class StripeAllocator:
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
-        """Return each server's bytes for a further dataset: free ones, and those of droppable datasets but `base`."""
+        """Return each server's bytes for another dataset: free ones, and those of datasets other than `base` that may
+        go."""
         may_go = (one for one in self._datasets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 
@@ -224,7 +225,7 @@ class StripeAllocator:
         *,
         explicit: bool,
     ) -> list[AllocatorInstruction]:
-        """Add a dataset that servers hold and this machine does not know; held: their stripes, as for `renew`."""
+        """Add a dataset that servers hold and this object does not know. held: their stripes, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
         self._datasets[identity] = AllocatedDataset(
@@ -248,7 +249,7 @@ class StripeAllocator:
         return [*self._drop(identity), *self._place_all()]
 
     def table(self, identity: bytes) -> StripeTable:
-        """Return who owns the stripes of a dataset. Raises UsageError if it is not cached."""
+        """Return the owners of a dataset's stripes. Raises UsageError if it is not cached."""
         one = self._set(identity)
         names = sorted({owner for owner in one.owners if owner is not None})
         place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
@@ -281,7 +282,7 @@ class StripeAllocator:
         return not (one.is_explicit or one.readers or is_base)
 
     def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[AllocatorInstruction]:
-        """Add stripes that a server already holds; Drop if most of them have other owners by now."""
+        """Add stripes that a server already holds; return Drop if most of them have other owners by now."""
         known = self._datasets.get(identity)
         if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
             own = [one for one in {*stripes} if known.owners[one] is None]

@@ -1,9 +1,10 @@
 """Placement of stripes on servers (weighted rendezvous hashing with capacities), and of records in memory. Pure.
 
 Each server has a score for each stripe, which depends on its name, the dataset's identity and its weight only; the
-highest score with capacity left wins. So everyone who knows the servers agrees without communication. A server added
-to n others takes 1/(n+1) of the stripes, and nothing else moves; only the stripes of a lost server move. The patent's
-`mod N` moves nearly all stripes, as do ranges of equal length, and a hash ring needs many points per server.
+highest score with capacity left wins. So all processes with the same list of servers agree without communication. A
+server added to n others takes 1/(n+1) of the stripes, and nothing else moves; only the stripes of a lost server move.
+The patent's `mod N` moves nearly all stripes, as do ranges of equal length, and a hash ring needs many points per
+server.
 
 If a dataset does not fit, a hash of each record's number decides once which records stay in memory. So every batch of
 every order finds the same share of its records there, and nothing is ever replaced. For a random order, a share c that
@@ -80,7 +81,10 @@ def _with_room(scores: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], ro
 def _scores(
     identity: bytes, server: str, weight: int, stripes: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.float64]:
-    """Return -weight / ln(u), u uniform by hash: each is the highest with probability of its share of the weights."""
+    """Return -weight / ln(u), u uniform by hash.
+
+    A server has the highest score with probability weight / sum of weights.
+    """
     seed = int.from_bytes(hashlib.blake2b(server.encode(), key=identity, digest_size=8).digest(), "little")
     uniform = (mixed(stripes.astype(np.uint64) + np.uint64(seed)) >> np.uint64(11)).astype(float)
     scores: npt.NDArray[np.float64] = -weight / np.log((uniform + 0.5) / 2.0**53)
@@ -132,7 +136,7 @@ def _cut(sizes: npt.NDArray[np.int64], scores: npt.NDArray[np.uint64], room: int
 
 
 def resident_layout(records: SampleLayout, cut: int) -> SampleLayout:
-    """Return the layout with 0 bytes for records that do not stay."""
+    """Return the layout with 0 bytes for records that do not stay in memory."""
     if cut == ALL:
         return records
     lengths = np.where(resident(records.identity, records.records, cut), records.lengths, 0)

@@ -91,7 +91,7 @@ class KnownOrder:
         return max(0, end - self._nearest) - sum(position < end for position in self._taken)
 
     def following(self, position: int, count: int) -> list[int]:
-        """Return up to `count` positions, not taken, that one request takes together with `position`."""
+        """Return up to `count` positions that were not taken, for one request together with `position`."""
         found: list[int] = []
         for one in self.behind(position):
             if len(found) >= count:
@@ -101,7 +101,7 @@ class KnownOrder:
         return found
 
     def behind(self, position: int) -> Iterable[int]:
-        """Return `position` and the later ones that a request may take with it, rising."""
+        """Return `position` and later ones that a request may take with it, ascending."""
         return range(position, len(self))
 
     def take(self, positions: Sequence[int]) -> None:
@@ -181,7 +181,7 @@ class ReadAhead:
 
     @property
     def room(self) -> int:
-        """Samples that fit for each reader; the number in a request until the size of one is known."""
+        """Samples that fit for each reader; `k` until the size of a sample is known."""
         if not self._arrived:
             return self._k
         return int(self._cache.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
@@ -280,7 +280,7 @@ class ReadAhead:
         return self._run(self._cache.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
-        """Request what the window lacks, together with what follows in its list, as far as capacity allows."""
+        """Request missing samples of the window, with those that follow in their lists, as far as capacity allows."""
         state, out = self._readers[reader], list[ReadAheadInstruction]()
         end = min(state.next + self.lead, len(state.order))
         while (first := state.order.nearest()) is not None and first < end:

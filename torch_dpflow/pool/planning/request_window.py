@@ -107,11 +107,11 @@ class SizeTrials:
         self._settling, self._came, self._records, self._seconds = self.size, 0, 0, 0.0
 
     def _is_worth(self, rate: float, power: float) -> bool:
-        """Return whether the rate follows the size on trial."""
+        """Return whether the rate has grown with the tried size."""
         return rate >= self._usual_rate * math.pow(self.size / self._clamped(self._kept), power)
 
     def _is_clear(self, rate: float) -> bool:
-        """Return whether a larger size is clearly better, or a smaller one clearly worse."""
+        """Return whether a larger size was clearly better, or a smaller one clearly worse."""
         return self._tried is not None and self._is_worth(rate, CLEARLY) == (self._step > 1)
 
     def _judge(self, rate: float, now: float) -> None:
@@ -375,7 +375,7 @@ class ConnectionQueues:
         return taken
 
     def _next(self) -> str:
-        """Return the current connection until its run is long enough, then the least loaded one."""
+        """Return the current connection until `together` bytes were requested over it, then the least loaded one."""
         if self._current not in self._waiting or self._run >= self._together:
             self._current = min(self._waiting, key=lambda one: (self._out[one], -len(self._waiting[one])))
             self._run = 0

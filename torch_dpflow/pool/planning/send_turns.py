@@ -65,7 +65,7 @@ class SendTurns(Generic[ConnectionT]):
         return len(self._line)
 
     def has_room(self, now: float) -> bool:
-        """Return whether another turn may begin now, rather than after one ends or stalls."""
+        """Return whether another turn may begin now; otherwise one has to end or stall first."""
         if len(self._sending) < self._most:
             return True
         return sum(now - since < self._stall_s for since in self._sending.values()) < self._most

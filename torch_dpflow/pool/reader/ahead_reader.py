@@ -53,7 +53,7 @@ class RemoteMemory:
 class AheadReader:
     """Reads one dataset for one process, one call at a time.
 
-    silence_s: the rest is left to storage after this long without a sample, seconds.
+    silence_s: after this long without a sample, the rest comes from storage, seconds.
     """
 
     def __init__(self, identity: bytes, silence_s: float) -> None:

@@ -39,8 +39,9 @@ class LocalServer:
 
     Args:
         directory: of its socket.
-        silence_s: the server is left after this long without an answer, seconds.
-        ready: completely loaded stripes and their segments, also of other and earlier servers; this adds its own.
+        silence_s: the connection is closed after this long without an answer, seconds.
+        ready: completely loaded stripes and their segments, also of other and earlier servers; this object adds its
+            own.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class LocalServer:
         self._pause_s = FIRST_PAUSE_S
 
     def _leave_regions(self, held: int) -> None:
-        """Begin a new holding: states are of earlier segments only, while whole stripes stay."""
+        """Begin with a new set of segments: forget states of records in earlier ones, and keep whole stripes."""
         self._held, self._states, self._mapped, self._segments = held, {}, [], {}
         self._known &= {*self._ready.values()}
 

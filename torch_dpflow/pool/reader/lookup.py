@@ -1,4 +1,4 @@
-"""Finds out which servers hold a dataset, by asking the configured server or another one that it has reported."""
+"""Looks up which servers hold a dataset, at the configured server or another one that it has reported."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class PoolLookup:
         self._reported, self._reported_at = (0, 0), 0.0
 
     def table(self) -> StripeOwners | None:
-        """Return who holds the dataset, and have the pool cache it if it does not; None if that is not known yet.
+        """Return the owners of the dataset's stripes, and make the pool cache it if it does not; None if not known yet.
 
-        Raises PeerLostError if no server answers; and what keeps the dataset from being cached.
+        Raises PeerLostError if no server answers, or the error that keeps the dataset from being cached.
         """
         for address in [self._address, *self._others]:
             if self.connection is None:

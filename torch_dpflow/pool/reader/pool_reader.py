@@ -116,7 +116,7 @@ class PoolReader:
         return found
 
     def places(self, records: npt.NDArray[np.int64]) -> list[tuple[PoolSegment, npt.NDArray[np.int64]]]:
-        """Return segments in which some of these records are mapped, and where each begins there; -1 for the others."""
+        """Return segments in which some of these records are mapped, and the offset of each there; -1: not there."""
         found: list[tuple[PoolSegment, npt.NDArray[np.int64]]] = []
         with self._lock:
             if not self._is_closed:
@@ -142,7 +142,7 @@ class PoolReader:
         return [content is not None for content in found]
 
     def count(self, hits: int, misses: int) -> None:
-        """Count further samples that `places` found in memory, and did not find."""
+        """Add the samples that `places` has found in memory, and those that it has not found."""
         with self._lock:
             self.hits += hits
             self.misses += misses
@@ -158,7 +158,7 @@ class PoolReader:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _is_unanswered(self) -> bool:
-        """Return whether no server has said yet whether it reads ahead for this process."""
+        """Return whether no server has reported yet if it reads ahead for this process."""
         return self._table is None or (self._table.is_part and self._lookup.connection is None)
 
     def _ahead_from(self) -> PoolConnection | None:
@@ -172,7 +172,7 @@ class PoolReader:
         return RemoteMemory(self._data_reader, self._asked)
 
     def _read_ahead(self, plan: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
-        """Fill in what the server reads ahead."""
+        """Fill in records that the server reads ahead."""
         if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
@@ -248,7 +248,7 @@ class PoolReader:
                 return
 
     def _is_unplaced(self, record: int) -> bool:
-        """Return whether a record is only in storage as far as is known, though another server may have it by now."""
+        """Return whether a record is only in storage by the last report; another server may have it by now."""
         server = self._server_of(record)
         return server is None or (isinstance(server, LocalServer) and server.lacks(record))
 
@@ -289,7 +289,7 @@ class PoolReader:
                 server.refresh()
 
     def _open(self, info: ServerInfo, table: StripeOwners) -> LocalServer | str | None:
-        """Return how to read from a server; None if it cannot be reached."""
+        """Return a reader of a server's records; None if the server cannot be reached."""
         address = self._lookup.address_of(info)
         if address is not None and address.directory is not None:
             server = LocalServer(address.directory, self._identity, table.per_stripe, self._silence_s, self._ready)
@@ -313,7 +313,7 @@ class PoolReader:
                 return  # the servers' storage does not answer; this reader's may
 
     def _send(self, records: Sequence[int]) -> list[tuple[LocalServer, Sequence[int]]]:
-        """Request the states that only the servers know."""
+        """Request the states of records that only the servers know."""
         by_server = dict[LocalServer, list[int]]()
         for record in records:
             server = self._server_of(record)

@@ -1,9 +1,9 @@
 """Reading ahead in a server: records without a place in memory are read in the order that readers announce.
 
-A record that was read for one reader is served to all that want it soon; its place is freed when none does. Its bytes
-lie in memory that readers map and copy from, and that is written to again. So a place is kept while a reader may copy
-from it, and a copy counts only once the server has confirmed that the place was still the reader's (`confirm`). A
-reader whose connection ends before that discards its copy.
+A record that was read for one reader is served to all readers that need it soon; then its place is freed. Readers map
+the memory and copy from it, and the server writes to freed places again. So a place is kept while a reader may copy
+from it. A copy is valid only once the server has confirmed that the place was still the reader's (`confirm`). A reader
+whose connection ends before that discards its copy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AccessPlan:
     """One reader's order of the records that have no place in memory.
 
     owner: the connection that announced it.
-    grows: whether more of it may be on its way.
+    grows: whether more of the plan may follow.
     """
 
     def __init__(self, owner: str, spread: int, keys: Keys, *, grows: bool = False) -> None:
@@ -145,7 +145,7 @@ class AheadReading:
         self._is_closed = False
 
     def announce(self, connection: str, part: AnnounceAccessPlan) -> None:
-        """Take a part of a plan; reading begins with the last one. Raises UsageError for an invalid part."""
+        """Accept a part of a plan; reading begins with the last part. Raises UsageError for an invalid part."""
         keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
         if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
             raise UsageError(f"an access plan with records that the dataset of {len(self._may_read)} does not have")
@@ -161,7 +161,7 @@ class AheadReading:
                     self._begin(part.plan, AccessPlan(connection, spread, keys, grows=grows))
 
     def want(self, connection: str, name: str, records: Sequence[int], wait_s: float) -> AheadPlaces:
-        """Return where records are, once none is on its way, after `wait_s`, or when they do not all fit."""
+        """Return the places of records, once none is in transit, after `wait_s`, or if they do not all fit."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             plan = self._known(name, records)
@@ -190,7 +190,7 @@ class AheadReading:
         requested: list[tuple[int, int]],
         awaited: set[int],
     ) -> AheadPlaces:
-        """Return the answer, which allows the connection to copy; consume what cannot be read."""
+        """Return the answer, which allows the connection to copy; consume records that cannot be read."""
         lent = self._lent.setdefault(connection, {})
         places: list[tuple[int, int]] = []
         for record, position in requested:
@@ -234,7 +234,7 @@ class AheadReading:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no plan."""
+        """Whether no plan is left."""
         return not self._plans and not any(self._parts.values())
 
     def close(self) -> None:

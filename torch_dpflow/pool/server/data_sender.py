@@ -68,7 +68,7 @@ class _Connection:
         return bool(self.outgoing or self.ready or self.requests)
 
     def send(self) -> bool:
-        """Send what the turn allows; return whether the socket accepted all of it. Raises OSError."""
+        """Send the bytes that the turn allows; return whether the socket accepted all of them. Raises OSError."""
         try:
             while self.outgoing and self.turn > 0:
                 if self.is_tls:
@@ -92,7 +92,7 @@ class _Connection:
             self._advance(at)
 
     def _next_views(self) -> list[memoryview]:
-        """Return what to send next, within the turn's bytes."""
+        """Return the memory to send next, within the turn's bytes."""
         views, room = list[memoryview](), self.turn
         for view in self.outgoing:
             views.append(view if len(view) <= room else view[:room])
@@ -243,7 +243,7 @@ class DataSender:
         self._guarded(connection, self._send)
 
     def _send(self, connection: _Connection) -> None:
-        """Send until the turn ends, or the socket accepts no more."""
+        """Send until the turn ends or the socket accepts no more."""
         is_taken = True
         while is_taken and connection.turn > 0 and (connection.outgoing or self._prepare(connection)):
             is_taken = connection.send()

@@ -309,7 +309,7 @@ def _check_reach(listen: PoolAddress | None, leader: PoolAddress) -> None:
 
 
 def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socket, int]:
-    """Return the socket, and the lock that shows that the address is taken, and by whom."""
+    """Return the socket, and the lock that marks the address as taken by this process."""
     path = find_directory(directory)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

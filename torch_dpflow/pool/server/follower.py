@@ -150,7 +150,7 @@ class PoolFollower:
     # -- membership ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Stay in the pool, until `close`. For a thread."""
+        """Keep this server in the pool until `close`. The target of a thread."""
         is_lost = False
         while not self._stop.is_set():
             try:

@@ -1,4 +1,4 @@
-"""One dataset in a server: what of it is in memory, and the threads that read it from storage, each sample once."""
+"""One dataset in a server: its samples in memory, and the threads that read each of them once from storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_dpflow.pool.transport.segments import PoolSegment, check_pushed, crea
 
 
 class RecordQueue:
-    """Records to read before others, each once, in the order of requests."""
+    """Queue of records to read before others, each once, in the order of requests."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()
@@ -258,7 +258,7 @@ class HeldDataset:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _want(self, record: int) -> None:
-        """Have a record read before others, unless it is taken."""
+        """Queue a record to be read before others, unless a thread has taken it."""
         if self._reader is not None and self._states[record] == PENDING and not self._taken[record]:
             self._wanted.add(record)
 
@@ -292,7 +292,7 @@ class HeldDataset:
             self._read_again(own)
 
     def _leave(self, stripes: Sequence[int], error: Exception) -> None:
-        """Record that stripes get no memory."""
+        """Record that these stripes get no memory."""
         self._note(error)
         with self._changed:
             self._making -= 1
@@ -308,7 +308,7 @@ class HeldDataset:
             self._read(records[start : start + _AT_ONCE])
 
     def _read_again(self, records: Sequence[int]) -> None:
-        """Read records again whose storage did not answer, until all are in memory."""
+        """Retry records whose storage did not answer, until all are in memory."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while records := [one for one in records if self._states[one] in (PENDING, ELSEWHERE)]:
             before = self._loaded
@@ -328,7 +328,7 @@ class HeldDataset:
             self._read(wanted)
 
     def _read(self, records: Iterable[int]) -> None:
-        """Read those of these records that no thread reads or has read."""
+        """Read those of the given records that no other thread reads or has read."""
         with self._changed:
             own = [one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]]
             for one in own:
@@ -360,7 +360,7 @@ class HeldDataset:
             self._changed.notify_all()
 
     def _put(self, record: int, content: bytes) -> DPFlowError | None:
-        """Write a record to its place; return what is wrong with it, if anything."""
+        """Write a record to its place; return a description if it is wrong, else nothing."""
         stripe, number = divmod(record, self.records.per_stripe)
         segment = self._segment_of[stripe]
         length = segment.place(stripe, number)[1]

@@ -44,7 +44,10 @@ class AheadMemory:
         self._readings: dict[bytes, AheadReading] = {}
 
     def announce(self, held: HeldDataset, connection: str, part: AnnounceAccessPlan) -> None:
-        """Take a part of a plan. Raises PoolFullError if there is no memory for it, UsageError for an invalid part."""
+        """Accept a part of a plan.
+
+        Raises PoolFullError if there is no memory for it, UsageError for an invalid part.
+        """
         with self._lock:
             reading = self._readings.get(part.identity)
             if reading is None:
@@ -60,7 +63,10 @@ class AheadMemory:
             return AheadOpened(reading.number), [os.dup(reading.fd)]
 
     def of(self, identity: bytes, records: Sequence[int] = ()) -> AheadReading:
-        """Return what reads a dataset ahead. Raises UsageError if nothing does, or too many records are requested."""
+        """Return the `AheadReading` of a dataset.
+
+        Raises UsageError if it has none, or too many records are requested.
+        """
         if len(records) > MAX_RECORDS:
             raise UsageError(f"{len(records)} records: at most {MAX_RECORDS} are allowed")
         with self._lock:
@@ -70,7 +76,7 @@ class AheadMemory:
                 raise UsageError(f"no access plan of dataset {identity.hex()} is announced; announce one") from None
 
     def named(self, name: bytes) -> AheadReading | None:
-        """Return what reads into the memory of this name; None if it is gone. Never blocks."""
+        """Return the `AheadReading` whose memory has this name; None if it is gone. Never blocks."""
         return next((one for one in [*self._readings.values()] if memory_name(one.number) == name), None)
 
     def leave(self, connection: str) -> None:
@@ -142,7 +148,7 @@ class Holdings:
             self._datasets[identity] = _Holding(is_explicit, held)
 
     def apply(self, instruction: DatasetPart | DropDataset) -> None:
-        """Hold more or less. Raises PoolFullError if no thread can start."""
+        """Apply the leader's instruction for a dataset. Raises PoolFullError if no thread can start."""
         if isinstance(instruction, DropDataset):
             self.drop(instruction.identity, instruction.why)
             return
@@ -189,7 +195,7 @@ class Holdings:
         return held
 
     def on_data_connection(self, name: bytes) -> HeldDataset | AheadReading | None:
-        """Return what data connections call so: a dataset, or what is read ahead of one. None if it was dropped."""
+        """Return the dataset, or its memory for reading ahead, of this name on data connections; None if dropped."""
         return self._held(name) if name in self._datasets else self.ahead.named(name)
 
     def all(self) -> list[HeldDataset]:
@@ -244,7 +250,7 @@ class Holdings:
     # -- reports to the leader -------------------------------------------------------------------------------
 
     def reports(self) -> list[DatasetPart]:
-        """Return what is in memory."""
+        """Return the parts of datasets that are in memory."""
         with self._lock:
             held = [(one.is_explicit, one.held) for one in self._datasets.values() if one.held is not None]
         return [
@@ -287,7 +293,7 @@ class Holdings:
         return None if holding is None else holding.held
 
     def _open(self, instruction: DatasetPart, holding: _Holding) -> None:
-        """Read a dataset's metadata, repeatedly if its storage does not answer; then hold it."""
+        """Read a dataset's metadata, with retries if its storage does not answer; then hold the dataset."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while (held := self._opened(instruction, holding)) is None and holding.is_gone:
             with self._changed:

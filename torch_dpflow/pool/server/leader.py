@@ -1,7 +1,7 @@
 """Leader of a pool: decides what each server holds.
 
-It knows nothing that its followers do not know too. If it dies, reads continue. A new leader at its address learns from
-them what they hold, and gives none of that to others before they had time to return.
+Its followers hold everything that it holds. If it dies, reads continue. A new leader at its address receives their
+reports of what they hold. It reassigns none of that before they had time to return.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class PoolLeader:
     # -- for clients -----------------------------------------------------------------------------------------
 
     def preload(self, request: PreloadDataset) -> CachedDataset:
-        """Cache a dataset, and return its progress. Raises PoolFullError, and what kept it from being cached."""
+        """Cache a dataset, and return its progress.
+
+        Raises PoolFullError, or the error that kept it from being cached.
+        """
         with self._changed:
             known = self._datasets.get(request.identity)
             if known is None:
@@ -204,7 +207,7 @@ class PoolLeader:
             self._forget_lost()
 
     def run(self) -> None:
-        """Advance time, until `close`. For a thread."""
+        """Apply leases and time limits until `close`. The target of a thread."""
         with self._changed:
             while not self._is_closed:
                 self._tick()
@@ -271,7 +274,7 @@ class PoolLeader:
                 held.close()
 
     def _await_followers(self, known: KnownDataset) -> None:
-        """Wait for followers of an earlier leader: what they hold decides which part of a dataset is held."""
+        """Wait for followers of an earlier leader: what they hold decides which part of a dataset is kept."""
         identity = known.request.identity
         while known.pushed is None and not known.returned and self._datasets.get(identity) is known:
             left_s = self._returns_until - self._clock()

@@ -1,4 +1,4 @@
-"""What the leader of a pool knows: its followers, and each dataset. Not thread-safe."""
+"""State of a pool's leader: its followers, and each dataset. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FILE = "followers"
 
 @dataclass(eq=False)
 class FollowerRecord:
-    """One follower since it has joined."""
+    """Record of one follower."""
 
     info: ServerInfo
     generation: int
@@ -119,7 +119,7 @@ class Followers:
         self._followers[name].instruct(instruction)
 
     def forget(self, lives: Callable[[str, int], bool]) -> None:
-        """Remove followers that do not live."""
+        """Remove followers whose leases have expired."""
         for name, follower in list(self._followers.items()):
             if not lives(name, follower.generation):
                 SERVICE.warning("server %s of the pool is lost", name)
@@ -127,7 +127,7 @@ class Followers:
                 self._write()
 
     def infos(self, leader: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
-        """Return the leader and its followers. rooms: total and free bytes of each server that counts."""
+        """Return the leader and its followers. rooms: total and free bytes of each live server."""
         infos = {leader.name: leader, **{name: follower.info for name, follower in self._followers.items()}}
         return {
             name: msgspec.structs.replace(info, free=rooms[name][1]) for name, info in infos.items() if name in rooms
@@ -154,7 +154,7 @@ _REFUSAL_S = 2.0
 
 @dataclass(eq=False)
 class KnownDataset:
-    """A dataset since it was first requested."""
+    """Record of a dataset that was requested."""
 
     request: PreloadDataset
     is_explicit: bool
@@ -188,7 +188,7 @@ class KnownDataset:
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
     def take_back(self, server: str, report: DatasetPart) -> bool:
-        """Take a part that a returning follower holds; return whether it belongs to what is held."""
+        """Accept a part that a returning follower holds; return whether it fits what is held."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
             self.cut = cut
@@ -196,7 +196,7 @@ class KnownDataset:
         return report.cut == cut
 
     def info(self) -> CachedDataset:
-        """Return what is known without asking any server."""
+        """Return what the leader knows without a request to other servers."""
         return CachedDataset(
             identity=self.request.identity,
             ref=self.request.source.ref,
@@ -232,7 +232,7 @@ class KnownDataset:
         )
 
     def is_forgotten(self, now: float) -> bool:
-        """Return whether it was refused, and the next request begins anew."""
+        """Return whether it was refused, so that the next request begins anew."""
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
     def instruction(self, stripes: list[int]) -> DatasetPart:
@@ -262,7 +262,7 @@ def check_pushed_dataset(request: PreloadDataset, others: Iterable[KnownDataset]
 
 
 def cut_in(records: SampleLayout, rooms: list[int]) -> int:
-    """Return the cut with as many records as fit into servers with these free bytes."""
+    """Return the cut that keeps as many records as fit into servers with these free bytes."""
     room = sum(rooms) - _index_bytes(records.stripes, records.records)
     return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
 
@@ -281,7 +281,7 @@ def _index_bytes(stripes: int, records: int) -> int:
 
 
 class SharedStripes(NamedTuple):
-    """First stripes of a version, as many as a further one shares."""
+    """First stripes of a version that a later version shares."""
 
     older: HeldDataset
     stripes: int
@@ -295,7 +295,7 @@ class SharedStripes(NamedTuple):
 def find_base(
     known: KnownDataset, opened: OpenedSource, holdings: Holdings, allocator: StripeAllocator
 ) -> SharedStripes | None:
-    """Return what a dataset shares with an older version, if it then fits completely or has to.
+    """Return what a dataset shares with an older version, if it then fits completely, or if it has to share.
 
     Stored datasets share in a pool of one server only: elsewhere each version's stripes have owners of their own.
 

@@ -54,8 +54,8 @@ class PoolListener:
 
     Args:
         address: where; port 0 for any free one.
-        talk: serves one control connection until it ends.
-        holdings: what data connections are answered from.
+        talk: serves one control connection until its end.
+        holdings: the datasets that data connections read.
 
     Raises OptionError if the address cannot be bound, or there are no keys.
     """
@@ -125,7 +125,7 @@ class PoolListener:
     # -- unauthenticated peers ---------------------------------------------------------------------------------
 
     def _is_full(self, now: float) -> bool:
-        """Return whether no further peer may be accepted before the oldest had its minimum time."""
+        """Return whether no further peer may be accepted until the oldest has had its minimum time."""
         oldest = next(iter(self._unauthenticated.values()), None)
         return (
             oldest is not None
@@ -134,12 +134,12 @@ class PoolListener:
         )
 
     def _wait_s(self, now: float, age_s: float) -> float:
-        """Return how long until the oldest reaches this age, at most `_LOOK_S`."""
+        """Return the time until the oldest peer reaches this age, at most `_LOOK_S`, seconds."""
         oldest = next(iter(self._unauthenticated.values()), None)
         return _LOOK_S if oldest is None else min(_LOOK_S, max(0.0, oldest.since + age_s - now))
 
     def _accept(self, poll: select.epoll) -> None:
-        """Accept waiting peers as far as there is capacity; the oldest may have to make room."""
+        """Accept waiting peers as far as there is capacity; the oldest peer may be closed for a new one."""
         while not self._is_full(now := time.monotonic()):
             try:
                 connection, _ = self._listener.accept()

@@ -76,7 +76,7 @@ class TLSStream:
         return self._fed(lambda: self._tls.read(count))
 
     def recv_into(self, view: memoryview) -> int:
-        """Fill all of `view`, or as much as comes before the connection ends; return the number of bytes."""
+        """Fill `view`, or the part of it that is received before the connection ends; return the number of bytes."""
         read, size, at = self._tls.read, len(view), 0
         while at < size:
             if not self.has_bytes:  # `ssl` takes longer to say so than to look

@@ -42,8 +42,8 @@ class ReceiveMemory:
 
     Fresh memory costs a page fault per 4 KiB, which takes longer than receiving into it.
 
-    max_bytes: memory that is reused, lent or not. Memory beyond it is not reused; once as much was lent beyond it, all
-        blocks are dropped, as record sizes may have changed.
+    max_bytes: memory that is reused, lent or not. Memory beyond this limit is not reused. Once that much was lent
+        beyond the limit, all blocks are dropped, as record sizes may have changed.
     """
 
     def __init__(self, max_bytes: int = _MAX_REUSED_BYTES) -> None:

@@ -51,7 +51,7 @@ class DataReader:
 
     Args:
         pool: address of any of its servers; the others have the same keys.
-        silence_s: a server is left after this long without an expected byte, seconds.
+        silence_s: a server's connection is closed after this long without an expected byte, seconds.
         window: limit of outstanding bytes; None for a measured one, or 8 MiB if all servers are on this host.
 
     Raises OptionError if there are no keys.
@@ -128,7 +128,7 @@ class DataReader:
                     self._lose(batch, owner, error)
 
     def _take(self, busy: _Connections, batch: _RecordBatch) -> None:
-        """Receive one answer from each connection that has one; leave those that were silent for too long."""
+        """Receive one answer from each connection that has one; close those that were silent for too long."""
         for owner, connection in self._having(busy, batch):
             try:
                 taken = connection.take(copy=batch.copy)

@@ -8,13 +8,14 @@
                      └ no handshake in time ──> LEAVING        target lowered, warned, lifetime ──> DRAINING
     unfit, goodbye, silent, drained ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
 
-A fleet has as many places as its target; a place's number lasts, and each worker in it has a higher incarnation. Before
-its lifetime ends, a worker gets a successor in its place, which waits on deck until the worker is drained: what belongs
-to a number, as a stream does, moves then. At most a tenth of the target, or one worker, is replaced at a time.
+A fleet has as many places as its target. A place keeps its number, and each new worker in it has a higher incarnation.
+Before a worker's lifetime ends, a successor is started for its place. The successor waits on deck until the worker is
+drained, and then takes over the number and its stream. At most a tenth of the target, or one worker, is replaced at a
+time.
 
-The lease at its shard decides whether a connected worker lives (`silent`); all other states have a time limit. Outcomes
-of the platform arrive by `handle`. Events of unknown workers are answered if a process waits for the answer, and
-otherwise ignored.
+The lease at its shard decides whether a connected worker is alive (`silent`); all other states have a time limit.
+Outcomes of the platform arrive by `handle`. Events of unknown workers are answered if a process waits for the answer,
+and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ MAX_REASONS = 64
 
 
 class Fleet:
-    """Keeps as many workers as the target says. Not thread-safe; an event is O(1), a tick O(workers).
+    """Fleet of remote workers, as many as its target. Not thread-safe; an event is O(1), a tick O(workers).
 
     Args:
         prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
@@ -150,7 +151,7 @@ class Fleet:
             self._out.append(RejectWorker(name, unfit or "it is to leave"))
 
     def unfit(self, name: str, reason: str, now: float) -> None:
-        """Handle a connected worker that cannot be used after all."""
+        """Handle a worker that has connected and then turns out to be unusable."""
         worker = self._workers.get(name)
         if worker is not None and worker.state is WorkerState.ON_DECK:
             self._note_unfit(worker, reason, now)
@@ -164,7 +165,7 @@ class Fleet:
             worker.ready = True
 
     def drained(self, name: str, now: float) -> None:
-        """Handle a draining worker that has no task left and was told to leave."""
+        """Handle a draining worker that has no task left and was requested to leave."""
         self._gone_quiet(name, now, WorkerState.DRAINING)
 
     def goodbye(self, name: str, now: float) -> None:
@@ -174,12 +175,12 @@ class Fleet:
     def silent(self, name: str, now: float, last_seen: float | None = None) -> None:
         """Handle a worker whose lease at the shard has expired: its tasks are given to others.
 
-        heard: when it was last heard; None: now.
+        heard: when its last message arrived; None: now.
         """
         self._give_up(name, now, now if last_seen is None else last_seen)
 
     def tick(self, now: float) -> list[FleetInstruction]:
-        """Return what is to be done, in order. To be called after events, and at least once a second."""
+        """Return instructions, in order. Call it after events, and at least once a second."""
         self._expire(now)
         self._vacate(now)
         self._drain_old(now)
@@ -196,13 +197,13 @@ class Fleet:
     def worker_s(self, now: float, last_seen: Mapping[str, float] | None = None) -> float:
         """Return how long workers have run, all of them together, seconds.
 
-        As functions are billed: from a worker's connection until it was last heard, or as its platform reports, so that
-        nothing has to be taken back. heard: when each was last heard; the others now.
+        Counted as functions are billed: from a worker's connection until its last message, or as its platform reports.
+        So the sum never shrinks. heard: when the last message of each worker arrived; without an entry: now.
         """
         return self._gone_s + sum(one.ran_s((last_seen or {}).get(one.name, now)) for one in self.workers)
 
     def end(self, now: float) -> None:
-        """End the fleet: workers that are left count no longer."""
+        """End the fleet; workers that are left no longer count."""
         for worker in self.workers:
             self._remove(worker, now)
 
@@ -218,7 +219,7 @@ class Fleet:
                 self._limit("starts without an answer", outcome.text)
 
     def _on_warned(self, worker: FleetWorker, until_s: float, now: float) -> None:
-        """Treat it as the end of its lifetime; half of the time is for its successor, half for its tasks."""
+        """Treat a warning as the end of a lifetime: half of the time is for the successor, half for tasks."""
         worker.ends = min(worker.ends, now + until_s)
         worker.rotates = min(worker.rotates, now)
         worker.drains = min(worker.drains, now + until_s / 2)
@@ -333,12 +334,12 @@ class Fleet:
 
     @property
     def _spare(self) -> int:
-        """How many workers there may be beyond the target, while others leave."""
+        """Return how many workers may exist beyond the target while others leave."""
         return max(1, self._target // 10) if self._target else 0
 
     @property
     def _lead_s(self) -> float:
-        """How much earlier successors are started, seconds: they take a while, and few start at a time."""
+        """Return how much earlier successors are started, seconds, as they take a while and few start at a time."""
         if self._lifetime_s is None:
             return 0.0
         rounds = math.ceil(self._target / max(1, self._spare))

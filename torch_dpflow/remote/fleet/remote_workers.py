@@ -1,4 +1,4 @@
-"""The remote workers of one shard: started, connected, given what they load, and missed.
+"""The remote workers of one shard: their start, connections and content, and the log of missing ones.
 
 Runs in the shard's thread. The fleet decides about lifetimes.
 """
@@ -79,7 +79,7 @@ class RemoteWorkers:
         first: the number of the first of them.
         listen_at: where they connect, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free;
             empty: chosen by the platform.
-        least: how many must be there before any works; 0: none.
+        least: how many must be connected before any loads; 0: any number.
         kind: what they load.
         cluster: the first part of their names, 8 hexadecimal digits; empty: random ones.
 
@@ -149,7 +149,7 @@ class RemoteWorkers:
         self.look()
 
     def resize(self, workers: int) -> None:
-        """Set how many there should be."""
+        """Set the number of workers."""
         self._count = self._shortage.workers = workers
         self._fleet.target(workers)
         self._has_events = True
@@ -167,17 +167,17 @@ class RemoteWorkers:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable if there is something to do: see `ZeroMQListener.descriptors`."""
+        """Descriptors that are readable if `look` or a message needs handling: see `ZeroMQListener.descriptors`."""
         return [*self.listener.descriptors, self._platform.wakeup_fd]
 
     @property
     def limited_by(self) -> str:
-        """Why there are fewer than there should be: see `Fleet`."""
+        """What limits the number of workers: see `Fleet`."""
         return self._fleet.limited_by
 
     @property
     def shortage(self) -> str:
-        """The same with the details, for display."""
+        """What limits the number of workers, with details, for display."""
         return self._shortage.reason
 
     def views(self) -> list[RemoteWorkerView]:
@@ -196,14 +196,14 @@ class RemoteWorkers:
         return "" if worker is not None and worker.is_working else "it was not admitted"
 
     def kill(self, number: int, why: str) -> None:
-        """End a worker's process, and give its place to another, soon."""
+        """End a worker's process; another worker soon gets its place."""
         self._condemned[number] = why
         self._has_events = True
         self.listener.wake()
 
     @property
     def awaits_more(self) -> bool:
-        """Whether too few are there for any to work."""
+        """Whether too few workers are connected for any to load."""
         return self._least > 0
 
     @property
@@ -212,7 +212,7 @@ class RemoteWorkers:
         return len(self._working)
 
     def dismiss(self, *, all_: bool = False) -> None:
-        """End the shard: dismiss idle workers, or all of them, and start nothing any more."""
+        """Prepare the end of the shard: dismiss idle workers, or all of them, and start no more."""
         self._leaving = True
         for worker in self._workers.values():
             if all_ or not worker.is_working:
@@ -301,7 +301,7 @@ class RemoteWorkers:
             self.shell.set_window(worker.number, window)
 
     def _part(self, worker: RemoteWorker, end: str, now: float) -> None:
-        """Handle a worker that has left or ended, once all its messages are here."""
+        """Handle a worker that has left or ended, once all its messages have arrived."""
         report = "" if worker.goodbye is None else worker.goodbye.report
         if report and not worker.is_working:
             self._fleet.unfit(worker.name, report, now)
@@ -316,7 +316,7 @@ class RemoteWorkers:
     # -- what follows ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Handle the platform's outcomes, check leases, and follow the fleet. Cheap if nothing is due."""
+        """Handle the platform's outcomes, check leases, and apply the fleet's instructions. Cheap if nothing is due."""
         outcomes = self._platform.take()
         now = self._clock()
         if self.listener.losses != self._losses and now >= self._ask_at:
@@ -388,7 +388,7 @@ class RemoteWorkers:
                 self.shell.fail(WorkerStartError(why))
 
     def _begin(self) -> None:
-        """Admit the workers that may work, once there are enough."""
+        """Admit the connected workers, once at least the required number is connected."""
         if self._least > len(self._workers.keys() & set(self._admitted)):
             return
         self._least = 0

@@ -1,4 +1,4 @@
-"""When a fleet may start another worker: its rate, its pauses after failures, its ceiling, its timeout. Pure."""
+"""Limits of a fleet's starts: rate, pauses after failures, maximum number, timeout. Pure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class StartLimits:
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:
-        """Return how many workers there may be, as far as is known."""
+        """Return the known maximum number of workers."""
         return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
 
     def may_start(self, now: float, *, requested: bool) -> bool:
@@ -112,7 +112,7 @@ class StartLimits:
             self._note_capacity(begun)
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
-        """Record a refused start beside so many other workers; return what limits the fleet."""
+        """Record a refused start while `others` workers run; return what limits the fleet."""
         if now - self._refused_at >= APART_S:
             self._refused_since, self._denials = now, 0
         self._refusal, self._refused_at = error, now
@@ -137,7 +137,8 @@ class StartLimits:
     def gives_up(self, now: float, *, alone: bool) -> bool:
         """Return whether a fleet without workers should fail, given the latest refusal.
 
-        alone: whether no other workers do its work. Capacity is awaited forever: it is others' to release.
+        alone: whether no other workers do its work. A fleet waits for capacity without a limit, as other users release
+            it.
         """
         match self._refusal:
             case None | QuotaError():
@@ -159,15 +160,16 @@ class StartLimits:
         self._pause(now, self._false_starts.pause_s())
 
     def retry(self) -> None:
-        """Forget what has failed."""
+        """Forget earlier failures."""
         self._forget_refusals()
         self._false_starts.reset()
         self._resume_at = -math.inf
 
     def lower(self, ceiling: int, now: float, *, accepts: bool = False) -> None:
-        """Record that the platform has capacity for so many and no more; it rises by one each `RAISE_S`.
+        """Record the platform's capacity; the assumed capacity rises by one each `RAISE_S`.
 
-        accepts: it has accepted more, which do not connect: only one that connects shows that there is capacity again.
+        accepts: the platform has accepted more starts whose workers do not connect. Then only a worker that connects
+            shows that there is capacity again.
         """
         self._ceiling, self._shown_at = min(max(1, ceiling), self._most), now
         self._accepts_too_many = accepts

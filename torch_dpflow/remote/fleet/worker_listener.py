@@ -69,7 +69,10 @@ def ports_in(listen: str) -> int | None:
 
 
 def to_bind(listen: str) -> str:
-    """Return the address to listen at: libzmq takes no names. Raises OptionError if a name has no address."""
+    """Return the address to listen at, with names resolved, as libzmq accepts no names.
+
+    Raises OptionError if one has no address.
+    """
     host, port = _split(listen)
     if _is_literal(host) or host == "*":
         return listen
@@ -82,7 +85,10 @@ def to_bind(listen: str) -> str:
 
 
 def to_tell(listen: str, bound: str) -> list[str]:
-    """Return the addresses at which others reach it. listen: as configured; bound: as it is."""
+    """Return the addresses at which other hosts reach the listener.
+
+    listen: the configured one; bound: the actual one.
+    """
     host, _ = _split(listen)
     own, port = _split(bound)
     if own in ("0.0.0.0", "[::]", "*"):
@@ -120,7 +126,7 @@ class PortsInUseError(TransportError):
 
 
 class WorkerListener:
-    """A listener with one key for each worker, and the launch specs that name it.
+    """Listener with one key for each worker; creates the launch specs that contain its address.
 
     Args:
         listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.

@@ -1,4 +1,4 @@
-"""What a shard records of its remote workers: each of them, what they are sent, how many are missing."""
+"""A shard's records of its remote workers: each worker, the content they are sent, how many are missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WEIGHT = 0.2
 
 @dataclass(frozen=True)
 class WorkerKind:
-    """What the workers of a fleet load."""
+    """Kind of a fleet's workers, by what they load."""
 
     #: As of `LaunchSpec`.
     role: Literal["worker", "sample-worker"]
@@ -98,8 +98,8 @@ class RemoteWorker:
     def has_lost_message(self, sent: int, losses: int, now: float) -> bool:
         """Return whether one of the `sent` messages is lost.
 
-        losses: how many connections have ended here. If none has, a late message is under way, for as long as a slow
-        link takes.
+        losses: how many connections have ended here. If none has, a late message may still be in transit over a slow
+            link.
         """
         if sent <= self.received:
             self.short_since, self.losses = None, losses
@@ -142,15 +142,15 @@ class Shell(Protocol):
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         """Handle a worker that has ended or does not answer.
 
-        how: empty if it was told to. had_tasks: it was admitted; else another may have its number. may_blame: its task
-        may be the reason.
+        how: empty if its end was requested. had_tasks: it was admitted; else another worker may have its number.
+            may_blame: its task may be the reason.
         """
 
     def set_window(self, worker: int, window: int) -> None:
         """Set how many tasks a worker holds."""
 
     def fail(self, error: Exception) -> None:
-        """There will be no worker any more."""
+        """Handle that no worker will be started any more."""
 
 
 def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
@@ -162,7 +162,7 @@ def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:
 
 
 class RemoteContent:
-    """What each worker is sent.
+    """Content that each worker is sent.
 
     Args:
         data: what it loads, pickled.
@@ -261,7 +261,7 @@ class Shortage:
     def check(self, working: int, called: int, now: float) -> str:
         """Log once how many are missing; return an error if too few have connected in time, else nothing.
 
-        called: all that have connected, also those that work.
+        called: number of workers that have connected, including those that work.
         """
         if working == self.workers:
             self._complains_at = self._fails_at = math.inf

@@ -28,12 +28,12 @@ class WorkerState(enum.Enum):
 
     @property
     def holds_place(self) -> bool:
-        """Whether it has its number, or will get it."""
+        """Whether the worker has its number, or will get it."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING, WorkerState.ON_DECK, WorkerState.WORKING)
 
     @property
     def is_expected(self) -> bool:
-        """Whether it has been started and has not connected."""
+        """Whether the worker has been started and has not connected."""
         return self in (WorkerState.REQUESTED, WorkerState.STARTING)
 
 
@@ -62,7 +62,7 @@ class FleetWorker:
     until: float | None = None
 
     def ran_s(self, last_seen: float) -> float:
-        """Return how long it has run, seconds: from its connection until it left, or was last heard."""
+        """Return how long the worker has run, seconds: from its connection until it left, or until its last message."""
         until = last_seen if self.until is None else self.until
         return 0.0 if self.since is None else max(0.0, until - self.since)
 
@@ -96,7 +96,7 @@ class DrainWorker(msgspec.Struct, frozen=True):
 
 
 class CheckWorker(msgspec.Struct, frozen=True):
-    """Ask the platform about this worker."""
+    """Query the platform about this worker."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""What the clients for Alibaba Cloud share: credentials, one attempt of a call, and its errors.
+"""Common part of the clients for Alibaba Cloud: credentials, one attempt of a call, and its errors.
 
 Errors are those of `PlatformError`, by the status and code of the answer, and quote nothing of what was sent. The
 vendor's modules are imported late.
@@ -52,7 +52,7 @@ class AlibabaClient(ABC):
     Args:
         region: as "cn-hangzhou".
         endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
-        subject: what rights are needed for, for display.
+        subject: the object that a call needs rights for, for display.
     """
 
     def __init__(self, region: str, endpoint: str, subject: str) -> None:
@@ -66,11 +66,11 @@ class AlibabaClient(ABC):
         """Create the vendor's client from its `Config`."""
 
     def missing(self, code: str) -> str:
-        """Return what to do if the platform does not find something; empty: nothing."""
+        """Return advice for an object that the platform does not find; empty: none."""
         return ""
 
     def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
-        """Make a call; return its answer. what: cannot be done if it fails, for the message. Raises PlatformError."""
+        """Make a call; return its answer. what: the action, for the message of an error. Raises PlatformError."""
         from darabonba.runtime import RuntimeOptions
 
         runtime = RuntimeOptions(
@@ -185,5 +185,5 @@ class AlibabaClient(ABC):
 
 
 def _is_others(record: logging.LogRecord) -> bool:
-    """Return whether a log record is of no call that this module makes in this thread."""
+    """Return whether a log record belongs to a call that this module does not make in this thread."""
     return not getattr(_CALLS, "under_way", False)

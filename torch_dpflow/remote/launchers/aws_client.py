@@ -1,4 +1,4 @@
-"""Clients of AWS and the meaning of their errors: the only module that imports boto3."""
+"""Clients of AWS and translation of their errors: the only module that imports boto3."""
 
 from __future__ import annotations
 

@@ -70,10 +70,13 @@ class Launcher(Protocol):
         """
 
     def look(self, workers: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
-        """Return the fates of these workers; unknown ones are left out. A ref of None: go by the name."""
+        """Return the fates of these workers; unknown ones are left out.
+
+        If a ref is None, the name identifies the worker.
+        """
 
     def stop(self, name: str, ref: Ref | None) -> None:
-        """End a worker by force, by its name without a ref. One that is gone or has ended is no error."""
+        """End a worker by force; without a ref, by its name. A worker that has ended is no error."""
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
         """Return the workers whose names begin with `prefix`, whichever process started them."""
@@ -108,7 +111,7 @@ class Answerless:
 
 @dataclass(frozen=True)
 class Warned:
-    """The platform will end this worker in so many seconds."""
+    """The platform will end this worker at `until_s`."""
 
     name: str
     until_s: float
@@ -136,13 +139,16 @@ class RemotePlatform(Protocol):
         """Start this worker. Raises OptionError if the name is taken or the launch spec too long."""
 
     def stop(self, name: str, why: str = "") -> None:
-        """End this worker by force, whatever the state of its start. Nothing is reported of others' workers."""
+        """End this worker by force, whatever the state of its start.
+
+        Nothing is reported about workers of other processes.
+        """
 
     def suspect(self, name: str) -> None:
-        """Ask the platform about this worker soon: it has not connected, is silent, or has said goodbye."""
+        """Query the platform about this worker soon, as it has not connected, is silent, or has sent a goodbye."""
 
     def take(self) -> Sequence[Outcome]:
-        """Return what has happened since the last call, in order. `Refused` or `Ended` is the last of a name."""
+        """Return the outcomes since the last call, in order. `Refused` or `Ended` is the last one for a name."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
         """End all workers that it has started, after `grace_s` in which they may end themselves. Idempotent."""
@@ -178,7 +184,7 @@ class PlatformSource(Protocol):
 class PlatformSpec(PlatformSource, Protocol):
     """What users give as `platform=`: a small frozen dataclass of settings, which pickles. It holds no connection.
 
-    Its fields have defaults, so that its name alone gives one: see `registry`.
+    Its fields have defaults, so a platform's name alone is enough: see `registry`.
     """
 
     @property
@@ -189,7 +195,7 @@ class PlatformSpec(PlatformSource, Protocol):
         """Raise MissingExtraError if its library is not installed; imports and connects nothing."""
 
     def check_workers(self, workers: int) -> None:
-        """Raise OptionError if there may not be so many workers, as `max_workers` of a billed platform says."""
+        """Raise OptionError if a limit of the settings, such as `max_workers`, allows fewer workers."""
 
     def launcher(self) -> Launcher:
         """Return its control plane, for commands. Raises as `open`."""
@@ -271,7 +277,7 @@ def seconds_of(text: Any) -> float:
 
 
 def line_of(text: object) -> str:
-    """Return an error's text on one line."""
+    """Return the text of an error on one line."""
     return " ".join(str(text).split())[:600]
 
 
@@ -295,11 +301,13 @@ PERIOD_S = 10.0
 
 
 class RateLimit:
-    """At most so many in any `PERIOD_S`, possibly all at once: control planes count so. Time is an argument.
+    """Rate limit: at most a fixed number in any `PERIOD_S`, possibly all at once, as control planes count.
+
+    Time is an argument.
 
     A token bucket of that size and rate would let twice as many through.
 
-    per_s: a second, on average, above 0. Below one in a period, one in as much time as it takes.
+    per_s: average number per second, above 0. If a period allows less than one, the period is longer.
     """
 
     def __init__(self, per_s: float) -> None:
@@ -308,7 +316,7 @@ class RateLimit:
         self._latest: deque[float] = deque(maxlen=max(1, int(per_s * self.period_s)))
 
     def wait_s(self, now: float) -> float:
-        """Return how long until the next is allowed, seconds; 0 if it is now."""
+        """Return how long until the next one is allowed, seconds; 0 if it is allowed now."""
         if len(self._latest) < (self._latest.maxlen or 1):
             return 0.0
         return max(0.0, self.period_s - (now - self._latest[0]))

@@ -241,7 +241,7 @@ class KubernetesLauncher:
         self._pods.close()
 
     def _log_waiting(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """Log once why pods find no node: they wait, for as long as one may take to be added."""
+        """Log once why pods have no node. They wait for as long as adding a node may take."""
         whys = {
             str(condition.get("message", ""))
             for pod in pods

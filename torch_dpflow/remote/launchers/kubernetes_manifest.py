@@ -328,7 +328,7 @@ class ClusterManifest:
     def _policy(
         self, pods: Mapping[str, str], ingress: Sequence[Mapping[str, Any]], *, suffix: str = ""
     ) -> dict[str, Any]:
-        """Let these in, and nothing else."""
+        """Return a policy that allows connections from these peers only."""
         spec = {**_pods(pods), "policyTypes": ["Ingress"], "ingress": [*ingress]}
         policy = self._object("networking.k8s.io/v1", "NetworkPolicy", spec=spec)
         policy["metadata"] |= {"name": f"{self.name}{suffix}"}

@@ -80,7 +80,7 @@ class Pods:
         self.namespace, self.host = client.namespace, client.host
 
     def create(self, body: Mapping[str, Any], *, is_trial: bool = False) -> str:
-        """Create a pod, and return its uid; an existing one of its name is taken for it.
+        """Create a pod, and return its uid; an existing pod of this name counts as created.
 
         is_trial: only check it.
         """
@@ -110,7 +110,10 @@ class Pods:
         return found["metadata"]["uid"] if found else None
 
     def give(self, name: str, uid: str, labels: Mapping[str, str], content: bytes, *, is_trial: bool = False) -> None:
-        """Create the secret of its name that a pod waits for, and that ends with it; an existing one stays."""
+        """Create the secret that a pod waits for, with the pod's name.
+
+        It is deleted with the pod; an existing one stays.
+        """
         options = {"dry_run": "All"} if is_trial else {}
         owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
         body = {
@@ -129,7 +132,7 @@ class Pods:
                     raise
 
     def delete(self, name: str, *, grace_s: int, is_trial: bool = False) -> None:
-        """End a pod by force after so long; a missing one is no error."""
+        """End a pod by force after `grace_s`; a missing one is no error."""
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be stopped", missing=True) as client:
             _sent(
@@ -164,7 +167,7 @@ class Pods:
 
     @contextmanager
     def _calling(self, what: str, *, missing: bool = False) -> Iterator[_CoreClient]:
-        """Yield the client and translate its errors. missing: a missing object is no error."""
+        """Yield the client, and raise its errors as ours. missing: whether a missing object is no error."""
         try:
             yield self._current()
             self._was_known = True

@@ -1,4 +1,4 @@
-"""What our pods have in common, checks of what users add to them, and what their status means."""
+"""Common parts of our pods, checks of users' additions, and the meaning of a pod's status."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HOME = ({"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "dpflow"})
 
 
 def field_env(name: str, path: str) -> dict[str, Any]:
-    """Return a variable with a field of the pod."""
+    """Return an environment variable whose value is a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
@@ -76,7 +76,10 @@ def check_label(
 
 
 def safe_pod(user: int) -> dict[str, Any]:
-    """Return what that standard requires of a pod. Its secrets are root's, readable by the group."""
+    """Return the fields that the restricted pod security standard requires.
+
+    Secrets belong to root and are readable by the group.
+    """
     return {
         "runAsNonRoot": True,
         "runAsUser": user,
@@ -129,9 +132,9 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
 
 
 def is_left(pod: Mapping[str, Any], now: float) -> bool:
-    """Return whether a pod's starter must be gone, given that the pod has ended or waits for long.
+    """Return whether the process that started a pod must be gone, as the pod has ended or waited for too long.
 
-    now: seconds since the epoch. If the cluster's clock differs, a pod stays longer, or its last words are lost.
+    now: seconds since the epoch. If the cluster's clock differs, a pod stays longer, or its last output is lost.
     """
     status = pod.get("status", {})
     ends = [one.get("state", {}).get("terminated") or {} for one in status.get("containerStatuses", [])]

@@ -70,8 +70,7 @@ class SubprocessLauncher:
     environment, which only this user may read.
 
     Args:
-        module: what workers run.
-        python: the interpreter.
+        module: the module that workers run. python: the interpreter.
         env: variables for workers, beside those of this process.
         prefix: a command that runs another one, which is given to it; its first word is a path.
     """
@@ -146,7 +145,7 @@ class SubprocessLauncher:
                 child.errors.close()
 
     def _command_of(self, name: str) -> tuple[str, ...]:
-        """Return what is run for this worker."""
+        """Return the command that runs this worker."""
         return self._command
 
     def _spawn(self, name: str, launch_spec: bytes) -> _Child:
@@ -191,9 +190,9 @@ class SubprocessLauncher:
 
 
 def _kill(pid: int, name: str = "") -> None:
-    """Kill a session's leader and all that it has started, and wait a little for its end.
+    """Kill a session's leader and all processes that it has started, and wait a little for its end.
 
-    name: of the worker, if it may have ended meanwhile and its pid be reused.
+    name: of the worker; given if the worker may have ended meanwhile, and its pid may be reused.
     """
     with suppress(ProcessLookupError), ExitStack() as stack:
         poller, timeout_s = select.poll(), 0.0
@@ -273,10 +272,10 @@ class Processes:
         return bool(self.python)  # this one's workers have its path
 
     def check_installed(self) -> None:
-        """Nothing: there is no library."""
+        """Do nothing: there is no library."""
 
     def check_workers(self, workers: int) -> None:
-        """Nothing: it costs nothing beyond what is there."""
+        """Do nothing: it costs nothing beyond what is there."""
 
     def launcher(self) -> Launcher:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

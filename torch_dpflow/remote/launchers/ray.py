@@ -73,9 +73,10 @@ class Ray:
         memory: that Ray reserves for each actor, as "2GiB" or a number of bytes; empty: none.
         resources: of each actor, of the cluster's own kinds.
         address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
-        runtime_env: Ray's, of each actor. With "working_dir" or "py_modules" the user's modules are not sent besides.
-        wait_s: after how long an actor that does not run in a full cluster counts as refused, seconds. Raise it if an
-            autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`. Without an
+        runtime_env: Ray's option, of each actor. With "working_dir" or "py_modules", the user's modules are not sent as
+            well.
+        wait_s: after how long an actor counts as refused if the cluster is full and the actor does not run, seconds.
+            Raise it for a slow `runtime_env`, and for an autoscaler, which adds nodes for waiting actors. Without an
             autoscaler the loader fails after this time if no node can hold an actor.
 
     Raises:
@@ -125,7 +126,7 @@ class Ray:
         require(*REQUIRED)
 
     def check_workers(self, workers: int) -> None:
-        """Nothing: it costs nothing beyond what is there."""
+        """Do nothing: it costs nothing beyond what is there."""
 
     def launcher(self) -> Launcher:
         return RayLauncher(self)
@@ -264,7 +265,7 @@ class RayLauncher:
         return {name: name for name in names if name.startswith(prefix)}
 
     def close(self) -> None:
-        """Nothing: the connection is the process's, which may use Ray for more."""
+        """Do nothing: the connection is the process's, which may use Ray for more."""
 
     def _check_connected(self) -> None:
         """Raise RejectedError without a connection: Ray would connect again, or start a cluster, by itself."""
@@ -320,7 +321,7 @@ class RayLauncher:
         return QuotaError(f"{name} has no room in Ray: {self._capacity.explain(kind, running, wanted)}")
 
     def _end_of(self, name: str, run: Any) -> End:
-        """Return how a worker has ended whose `run` has, and drop its actor."""
+        """Return how a worker has ended, once its `run` has, and drop its actor."""
         try:
             pid, code, report = self._ray.get(run)
         except Exception as error:
@@ -348,13 +349,13 @@ def _bytes_of(memory: int | str) -> int:
 
 
 def _parent(name: str) -> str:
-    """Return a worker's place, or a place's fleet."""
+    """Return the name without its last part: of a worker its place, of a place its fleet."""
     return name.rpartition("-")[0]
 
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raise errors of Ray as ours."""
+    """Convert errors of Ray to ours."""
     try:
         yield
     except Exception as error:

@@ -152,7 +152,7 @@ def _ips(ray: Any, host: str) -> set[str]:
 
 
 def _no_connection(where: str, error: Exception) -> PlatformError:
-    """Return the error for an unusable cluster. where: it is, for display."""
+    """Return the error for an unusable cluster. where: its address, for display."""
     chain: list[BaseException] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
@@ -206,7 +206,7 @@ def nodes_of(ray: Any) -> list[Mapping[str, Any]]:
 
 
 class RayCapacity:
-    """What actors need, by Ray's names of resources, and what the cluster has of it."""
+    """Resources that actors need, by Ray's names, and the cluster's capacity of them."""
 
     def __init__(self, ray: Any, needs: Mapping[str, float]) -> None:
         self._ray = ray
@@ -236,7 +236,7 @@ class RayCapacity:
         return {kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0) for kind in self._needs}
 
     def lacking(self) -> str:
-        """Return the resource of which too little is left for another actor; empty if there is none."""
+        """Return the resource that another actor lacks; empty if none is lacking."""
         # First what no node has at all: what others hold may be free a moment later.
         resources = (self._largest(), self._ray.available_resources())
         return next(
@@ -267,7 +267,7 @@ def amount(kind: str, quantity: float) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """Return what an error says, on one line, without a traceback of another process."""
+    """Return the text of an error on one line, without the traceback of another process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     is_traceback = any(line.startswith("Traceback") for line in lines)
     return f"{type(error).__name__}: {lines[-1] if is_traceback else ' '.join(lines)[:600]}" if lines else repr(error)

@@ -1,7 +1,7 @@
 """Settings of platforms from files and the environment, for a platform that is given by its name.
 
-Files, of which the first one that has a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
-`pyproject.toml`, of the nearest directory from the current one upwards that has one; `~/.config/dpflow/config.toml`.
+Files, in this order; the first one with a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
+`pyproject.toml`, in the nearest directory from the current one upwards that has one; `~/.config/dpflow/config.toml`.
 `DPFLOW_CONFIG` names one file that is read in place of all of these. Variables take precedence over files:
 `DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is `listen` of `network`,
 `DPFLOW_AUTOSCALE_MAX` is `max` of `autoscale`.
@@ -109,7 +109,7 @@ class _Source:
 def read(kinds: Mapping[str, type[Any]]) -> dict[str, dict[str, Setting]]:
     """Return the settings of each table, as `platform.ray` or `network`: arguments of its class.
 
-    All tables are checked, whichever is wanted: a mistake in another one is a mistake too.
+    All tables are checked, not only the one that is used.
 
     kinds: the dataclasses of all tables' settings, which have defaults.
 
@@ -188,7 +188,7 @@ def _files() -> Iterator[_Source]:
 
 
 def _is_of_ours(text: str) -> bool:
-    """Return whether a pyproject.toml, which has much else, has a table of this package."""
+    """Return whether a pyproject.toml has a table of this package."""
     if "[tool.dpflow" in text or "dpflow" not in text:
         return "[tool.dpflow" in text  # also if it is invalid TOML, which is reported then
     with suppress(ValueError, TypeError, RecursionError, MissingExtraError):
@@ -239,7 +239,7 @@ def _environment() -> _Source:
 
 
 def _variables() -> list[str]:
-    """Return the variables of the environment that are settings, or are meant to be."""
+    """Return the environment variables with our prefix, which should be settings."""
     tables = tuple(f"{_variable(table)}_" for table in ("platform", "network", "autoscale"))
     return sorted(name for name, text in os.environ.items() if text and f"{name}_".startswith(tables))
 

@@ -67,9 +67,9 @@ class _Requested:
 class ThreadedPlatform:
     """The `RemotePlatform` of a launcher, which it closes at the end.
 
-    One thread decides which call is next, and each call has a thread of its own, so that one that hangs delays no
-    other: a start counts as lost after `deadline_s`, and can be stopped by its name then. Stops come first, and are
-    repeated until the platform has accepted them; starts are never repeated.
+    One thread chooses the next call, and each call has a thread of its own, so that a call that hangs delays no other.
+    A start counts as lost after `deadline_s`; the worker can then be stopped by its name. Stops come first, and are
+    repeated until the platform has accepted them. Starts are never repeated.
 
     Args:
         deadline_s: how long a start may take, seconds.
@@ -251,7 +251,7 @@ class ThreadedPlatform:
         return min((wait for wait in waits if wait > 0), default=None)
 
     def _give_up(self, now: float) -> None:
-        """Count overdue starts as lost, and old suspicions as answered."""
+        """Count overdue starts as lost, and drop old suspicions."""
         for name, worker in [*self._starting.items()]:
             if now >= worker.overdue_at:
                 del self._starting[name]

@@ -1,4 +1,4 @@
-"""Packs what workers on other hosts load: with the code of the script, without keys of storages, and not too much.
+"""Packs what workers on other hosts load: with the script's code, without storage keys, and within a size limit.
 
 cloudpickle includes the code of a script's, or a notebook's, classes. But a sample is pickled with the names of its
 classes, and pickle looks them up by these names when it writes and when it reads. So a worker puts them where the
@@ -158,7 +158,7 @@ def _keys_left_out() -> AbstractContextManager[None]:
 
 
 class _Bounded:
-    """A file that takes so many bytes only."""
+    """File that accepts a limited number of bytes."""
 
     def __init__(self, out: IO[bytes] | None, limit: int) -> None:
         self._out = out
@@ -177,7 +177,7 @@ class _Bounded:
 
 
 class _BoundedPickler(ScriptPickler):
-    """Stops at the first tensor or array that is too large by itself: to pickle one takes twice its memory."""
+    """Pickler that stops at the first tensor or array that is too large: pickling one takes twice its memory."""
 
     def __init__(self, out: _Bounded, limit: int) -> None:
         super().__init__(out)
@@ -190,7 +190,7 @@ class _BoundedPickler(ScriptPickler):
 
 
 class _CountingPickler(ScriptPickler):
-    """Counts bytes, and those of tensors and arrays without pickling them."""
+    """Pickler that counts bytes, and those of tensors and arrays without pickling them."""
 
     def __init__(self, out: _Bounded) -> None:
         super().__init__(out)
@@ -257,7 +257,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _largest(parts: Iterable[tuple[str, Any]], most: int) -> _Part:
-    """Return the largest part up to `most` bytes; a larger one is left out when its whole is pickled."""
+    """Return the largest part up to `most` bytes; larger parts are left out."""
     largest = _Part("", None, -1)
     for path, obj in parts:
         nbytes = _size_of(obj)

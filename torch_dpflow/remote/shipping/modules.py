@@ -175,7 +175,7 @@ _PYTHON_3 = 3
 
 
 class PickledNames(NamedTuple):
-    """What a pickle names."""
+    """Names that a pickle refers to."""
 
     #: Modules that unpickling imports, dotted, but not the script's own.
     modules: frozenset[str]
@@ -184,7 +184,7 @@ class PickledNames(NamedTuple):
 
 
 def names_in(pickled: bytes) -> PickledNames:
-    """Return what these pickles, one after the other, name. Runs nothing of them.
+    """Return the names in these pickles, which follow one another. Runs no code of them.
 
     They are loaded with stand-ins for whatever they name, which takes a fifth of the time of `pickletools.genops`: a
     dataset may hold millions of paths.
@@ -200,7 +200,7 @@ def names_in(pickled: bytes) -> PickledNames:
 
 
 class _Kind(type):
-    """Methods of a stand-in as an object, since it is one too."""
+    """Metaclass with the methods that the stand-in needs when it is used as an object."""
 
     def __setstate__(cls, state: Any) -> None: ...
 
@@ -216,8 +216,8 @@ class _Kind(type):
 class _StandIn(metaclass=_Kind):
     """Takes the place of every class, function and object that a pickle names or makes.
 
-    A class whose objects are this class: what a call makes may be a class of which objects are made, as those of a
-    script are.
+    A class whose objects are the class itself, because a call in a pickle may create a class, as for classes of a
+    script.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:

@@ -125,7 +125,7 @@ class ControlConnection(threading.Thread):
     # -- for the main thread -----------------------------------------------------------------------------
 
     def contents(self) -> tuple[RemoteWelcome, dict[str, bytes]]:
-        """Return what to load, by its digest, once it has arrived.
+        """Return the contents to load, by digest, once they have arrived.
 
         Raises:
             UnwantedWorkerError: the shard has nothing for this worker.
@@ -178,7 +178,7 @@ class ControlConnection(threading.Thread):
                 self._connection.close(linger_s=GOODBYE_S)
 
     def _call(self) -> None:
-        """Send a handshake to one address after the other, until one answers."""
+        """Send a handshake to each address in turn, until one answers."""
         addresses, timeout_s = self._launch_spec.addresses, self._launch_spec.silence_s
         for address in itertools.cycle(addresses):
             connection = connect(address, identity=f"{self._identity}/line".encode(), options=self._options)
@@ -321,7 +321,7 @@ class CountedConnection:
         self._inner.close(linger_s=linger_s)
 
     def away_s(self) -> float:
-        """Return how long at least the main thread was idle while the network delayed its results, seconds.
+        """Return the least time that the main thread was idle while the network delayed its results, seconds.
 
         For one thread, which may be another one.
         """

@@ -1,8 +1,8 @@
-"""What Function Compute's custom container runs: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
+"""Program of Function Compute's custom container: `python -m torch_dpflow.remote.worker.fc [MODULE]`.
 
 A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's launch spec in a
 fork. An invocation is answered when nothing of its worker is left: after that the platform freezes the instance, and an
-open connection would look alive to the shard. One thread, so that a fork copies nothing half done.
+open connection would look alive to the shard. The server has one thread, so that a fork copies no half-finished state.
 
 A frozen worker that is thawed later goes on. If its lease has ended meanwhile, its shard rejects it and it ends.
 """
@@ -136,7 +136,7 @@ class Instance:
         self._caller, self._fork = caller, Fork(self._run, launch_spec, env=env, close=close)
 
     def stop(self) -> None:
-        """End the worker, soon: the instance ends."""
+        """End the worker soon, as the instance ends."""
         self._stopping = True
         if self._fork is not None:
             self._fork.kill()

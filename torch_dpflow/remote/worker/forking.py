@@ -1,7 +1,7 @@
 """A worker in a fork of a process that has imported what takes seconds, for platforms that call a function.
 
-User code that crashes does not cost the platform's instance then, nothing of one dataset stays, and all connections are
-gone before the call is answered.
+So a crash of user code does not end the platform's instance, nothing of a dataset stays in memory, and all connections
+are closed before the call is answered.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Fork:
         return POLL_S if self._pidfd is None else None
 
     def poll(self) -> End | None:
-        """Return how it has ended, once nothing is left of it; None while it runs. Does not wait.
+        """Return how the worker has ended, once none of its processes is left; None while it runs. Does not wait.
 
         Its standard error is copied to this process's; the end of it is in the `End`.
         """
@@ -117,7 +117,7 @@ class Fork:
             os.kill(self.pid, number)
 
     def _forward(self) -> None:
-        """Copy what it has written so far."""
+        """Copy the output that the worker has written so far."""
         with suppress(BlockingIOError):
             while self._errors is not None:
                 chunk = os.read(self._errors, 65536)

@@ -1,4 +1,4 @@
-"""A remote worker's life: it connects, fetches what it loads, and works as any worker does."""
+"""Main function of a remote worker: connect, fetch the content, and load like any other worker."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run(launch_spec: bytes) -> int:
     """Run the worker of this launch spec, in the main thread of a process, until its shard ends it.
 
     Returns:
-        The exit code. 0: it was told to end, or is not wanted. Else the reason is on standard error, and at the shard
-            if that answers.
+        The exit code. 0: the shard has ended or rejected it. Otherwise the reason is written to standard error, and
+        sent to the shard if that answers.
 
     Raises:
         MessageError: it is not a launch spec.

@@ -35,7 +35,7 @@ class Task:
         self.late = 0
 
     def is_movable(self) -> bool:
-        """Whether another worker may take it over: it is not pinned, and one worker holds it."""
+        """Return whether another worker may take it over: it is not pinned, and one worker holds it."""
         return self.pinned_to is None and len(self.holders) == 1
 
 
@@ -83,7 +83,7 @@ class Backlog:
             self._gaps = 0
 
     def oldest(self) -> Task:
-        """The task that `take` would return. The backlog must not be empty."""
+        """Return the task that `take` would return. The backlog must not be empty."""
         if self._returned:
             return self._returned.first()
         while self._fresh[0].backlog is not self:
@@ -237,7 +237,7 @@ class WorkerViews:
         return len(view.reserved) > 0 and bool(view.reserved.oldest().losses)
 
     def has_room(self, view: WorkerView) -> bool:
-        """Whether the view may get one more task."""
+        """Return whether the view may get one more task."""
         return GONE < view.level < self.window
 
     def emptiest(self) -> WorkerView | None:
