@@ -68,11 +68,11 @@ class LogOptions:
 class StructuredFormatter(logging.Formatter):
     """One line for each record: time, level, logger, `SUBJECTS`, the process's fields, the text.
 
-    A subject that a record does not name is the process's own, or else empty: `-` in text, null in JSON. Values are
-    quoted where needed, so that a peer's text cannot start a line or field of its own.
+    If a record does not name a subject, the process's own is written; without one, `-` in text, null in JSON. Values
+    are quoted where needed, so that a peer's text cannot start a line or field of its own.
 
     Args:
-        fields: the process's: some of `SUBJECTS`, and further fields of all its lines.
+        fields: of the process, for all of its lines: some of `SUBJECTS`, and others.
     """
 
     def __init__(self, options: LogOptions, fields: Mapping[str, object]) -> None:

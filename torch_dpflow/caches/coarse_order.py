@@ -99,7 +99,7 @@ class CoarseOrder:
         return None
 
     def _split(self, keys: Keys, ranks: Ranks) -> Keys:
-        """Make buckets of equal size of `keys` and return what ranks above all of them."""
+        """Divide `keys` into buckets of equal size, and return the keys that rank above all of them."""
         while len(keys) > 2 * self._front:
             parts = min(_FAN_OUT, -(-len(keys) // self._front))
             ends = np.arange(1, parts) * len(keys) // parts

@@ -74,7 +74,7 @@ class NextUseRanking(Ranking):
         self.timetable.grow(span)
 
     def recompute(self) -> None:
-        """Recompute what depends on jobs alone: some have joined, left or begun an epoch."""
+        """Recompute everything that depends on jobs only, as jobs have joined, left or begun an epoch."""
         planes = len(self.timetable.planes)
         self._values = [[[self.neutral] * 4 for _ in range(JOBS_PER_PLANE)] for _ in range(planes)]
         self._combined = [None] * planes
@@ -103,7 +103,7 @@ class NextUseRanking(Ranking):
 
 
 class EarliestUse(NextUseRanking):
-    """The distance is the time until some job reads the key: the minimum over jobs.
+    """Ranking by the time until the first job reads the key: the minimum over jobs.
 
     A job's time for a position is its `base` plus the position times its `pace`, so an anchor is a moment:
     the earliest certain one. A key that a job has read is read again after N samples, as in the thesis, if
@@ -166,8 +166,9 @@ class EarliestUse(NextUseRanking):
 
 
 class WeightedMean(NextUseRanking):
-    """The distance is the weighted sum over jobs of the thesis's distances (eq. 3-5). There weights sum to
-    one, here they need not, which changes no comparison.
+    """Ranking by the weighted sum over jobs of the thesis's distances (eq. 3-5).
+
+    In the thesis the weights sum to one; here they need not, which changes no comparison.
 
     A key that a job has read, or never reads, is N away for that job. The anchor is the weighted sum of positions; k,
     which is subtracted for each job whose cell is certain, is in that job's value.

@@ -225,7 +225,7 @@ class Residents:
         return keys
 
     def _guess(self, amount: int, sizes: npt.NDArray[np.int64]) -> int:
-        """Estimate how many keys of the front have `amount` together."""
+        """Estimate how many keys of the front add up to `amount`."""
         mean = float(sizes[self._front].mean())
         return min(len(self._front), int(amount / max(1.0, mean)) + 1)
 

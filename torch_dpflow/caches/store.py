@@ -177,7 +177,7 @@ class SampleStore:
         return False
 
     def _abandon(self) -> None:
-        """Count a thread that no longer waits for a load that it had joined."""
+        """Record that a thread no longer waits for a load that it had joined."""
         self._joined -= 1
         self._abandoned += 1
 

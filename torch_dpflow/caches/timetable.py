@@ -1,4 +1,4 @@
-"""When each job reads each key: the jobs' lookaheads as one table, updated at each read."""
+"""Table of when each job reads each key, from the jobs' lookaheads; updated at each read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _no_keys() -> Keys:
 
 @dataclass(slots=True, eq=False)
 class JobProgress:
-    """A policy's record of a job, besides its cells in the timetable."""
+    """A policy's record of a job, apart from the job's cells in the timetable."""
 
     #: the column of its cells; the plane of its codes, and their place in it
     column: int
@@ -75,7 +75,7 @@ class JobProgress:
         return announced + max(0, self.length - self.position - announced) / 2
 
     def note_lookahead(self, lookahead: Lookahead, likely: Keys) -> None:
-        """Record a lookahead, of whose likely keys `likely` are unread."""
+        """Record a lookahead. likely: its likely keys that are unread."""
         self.certain_end = lookahead.position + len(lookahead.certain)
         self.announced = None if lookahead.complete else (lookahead.position, lookahead.certain)
         self.likely = likely

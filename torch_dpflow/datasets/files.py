@@ -225,10 +225,11 @@ class Files:
             fs.pipe_file(full, data, **options)
 
     def children(self, path: str = "", *, all_keys: bool = False) -> list[DirectoryEntry]:
-        """Return the entries of a directory but hidden ones, sorted by name; none if there is no such directory.
+        """Return the entries of a directory, without hidden ones, sorted by name; none if there is no such directory.
 
         Args:
-            all_keys: raise StorageError for a key of S3 or OSS that no path names, instead of leaving it out.
+            all_keys: raise StorageError for a key of S3 or OSS that cannot be written as a path, instead of leaving it
+                out.
         """
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()

@@ -95,7 +95,7 @@ def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> 
 
 
 def tidy_up(files: Files, version: str, variant: str) -> None:
-    """Remove unfinished files that killed writers left of a variant, and its directories if they are empty."""
+    """Remove the unfinished files of a variant that killed writers have left, and its directories if they are empty."""
     for folder in (f"{kind}/{version}" for kind in ("data", "meta")):
         files.sweep(f"{folder}/{variant}")
         files.remove_empty(f"{folder}/{variant}")

@@ -1,1 +1,1 @@
-"""Where an epoch is, as data: its plan, its randomness, its state; nothing here starts a process or opens a socket."""
+"""The position in an epoch, as data: its plan, its randomness, its state. No processes, no sockets."""

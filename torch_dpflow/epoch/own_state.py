@@ -22,7 +22,7 @@ def has_state(part: Any) -> bool:
 
 
 class Unsaved:
-    """Stands for the state of `part`, whose `state_dict` raised the error that is being handled."""
+    """Placeholder for the state of `part`, whose `state_dict` raised the error that is being handled."""
 
     def __init__(self, part: Any) -> None:
         self.part = type(part).__name__
@@ -202,7 +202,7 @@ class Stream:
         return has_state(self._dataset) or has_state(self._fetcher.dataset_iter)
 
     def state(self) -> dict[str, Any] | Unsaved | None:
-        """Return the own states of the dataset and its iterator after the latest batch; None if neither has one."""
+        """Return the states of the dataset and its iterator after the latest batch; None if neither has one."""
         # With a short batch a dataset has reached its end, and may have reset itself.
         short = bool(getattr(self._fetcher, "ended", False))
         iterator = self._fetcher.dataset_iter

@@ -139,7 +139,7 @@ class Plan:
         return [*self.held, *settled]
 
     def skip(self, batches: int) -> None:
-        """Draw and drop so many batches. Raises StateError if the epoch is shorter."""
+        """Draw and drop `count` batches. Raises StateError if the epoch is shorter."""
         self._is_begun = True
         for skipped in range(batches):
             try:
@@ -152,7 +152,7 @@ class Plan:
         self.drawn += batches
 
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
-        """Return the sampler's own state after the batches before `position`, of so many samples.
+        """Return the sampler's own state after the batches before `position`, which have `samples` samples.
 
         length: batches of a whole epoch, None if unknown.
 
@@ -198,7 +198,7 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
-    """Return the one of these that has a state of its own (`state_dict` and `load_state_dict`), or None."""
+    """Return the first of these objects with a state of its own (`state_dict` and `load_state_dict`), or None."""
     if type(index_sampler) is BatchSampler:  # has no state, and may be the user's own around any sampler
         sampler = index_sampler.sampler
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)

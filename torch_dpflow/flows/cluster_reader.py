@@ -124,7 +124,7 @@ class ClusterSamples(Dataset[Any]):
 
 
 class _OpenedFlow:
-    """A process's job. Two threads may each construct one at first, so it joins only under the lock."""
+    """Job of one process. Two threads may each construct one at first, so the job joins only under the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -279,9 +279,9 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
     ) -> DPFlowDataLoader[Any]:
         """Make a DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
 
-        The services draw a uniform order, together with the orders of other jobs; with a sampler of its own, the job
-        does. Local functions and `collate_fn` run in the read-ahead thread of the training process: random draws in
-        them would change those of training.
+        The services draw a uniform order, together with the orders of other jobs. If `sampler` is given, it decides the
+        order instead. Functions of `local_map` and `collate_fn` run in the read-ahead thread of the training process:
+        random draws in them would change those of training.
 
         Args:
             batch_size: samples in a batch.

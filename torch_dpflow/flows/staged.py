@@ -21,7 +21,7 @@ _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 
 
 class EpochCounter:
-    """Epoch of each sample that is read. Shared by a process and its workers.
+    """Counter that returns the epoch of each sample that is read. Shared by a process and its workers.
 
     An epoch that was set takes precedence, then the epoch of a DPFlowDataLoader, resumed or not. torch's loader passes
     no epoch to a dataset: the base seed of its workers is random, stays the same for persistent workers, and does not

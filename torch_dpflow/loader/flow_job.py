@@ -82,9 +82,9 @@ def routed_order(loader: Any) -> RoutedOrder | None:
     DistributedSampler and DynaGCSSampler, but no subclass of them. For one rank of several, the ranks must have a name
     in common: that of `JobOptions`, or one by torch.distributed.
 
-    It may not if torch.distributed has more processes than the sampler has replicas: some processes then read the same
-    batches by the sampler's seed, as tensor-parallel and context-parallel peers do. Nor if the user has fixed the order
-    by a generator in the sampler.
+    It may not replace the sampler in two cases. First, torch.distributed has more processes than the sampler has
+    replicas: some processes then read the same batches by the sampler's seed, as tensor-parallel and context-parallel
+    peers do. Second, the user has fixed the order by a generator in the sampler.
     """
     size, sampler, batches = len(loader.dataset), loader.sampler, loader.batch_sampler
     kind: Any = type(sampler)
@@ -205,8 +205,8 @@ def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_see
 def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
     """Close jobs that differ from the loader in flow, options, order or content; return whether there were any.
 
-    Workers have the content of when the job was opened. The cluster accepts or refuses the present one, as that of
-    another loader.
+    Workers have the content as it was when the job was opened. The cluster accepts or refuses the present content as if
+    it came from another loader.
     """
     runtime: LoaderRuntime = loader._runtime
     reads = None if order is None else (order.seed, order.replica)

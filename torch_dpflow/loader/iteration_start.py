@@ -186,8 +186,8 @@ _SAMPLES = 1024
 class EpochAnnouncement:
     """Announces the order of what is left of an epoch to the loader's dataset, if the dataset accepts it.
 
-    The whole order at once where it is fixed, else each batch as it is drawn. The plan returns the same batches as
-    without.
+    A fixed order is announced as a whole, any other batch by batch as it is drawn. Announcing does not change the
+    plan's batches.
 
     Args:
         batches: most batches in flight.

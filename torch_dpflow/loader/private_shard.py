@@ -253,7 +253,7 @@ class PrivateShard:
         return msgspec.structs.replace(self._scheduler.counters)
 
     def elsewhere(self) -> tuple[int, str]:
-        """Return how many remote workers work, and why there are no more."""
+        """Return the number of remote workers that work, and the reason why there are no more."""
         return 0, ""
 
     def close(self, *, grace_s: float = GRACE_S) -> None:

@@ -112,7 +112,7 @@ def _source(names: dict[str, Any], variable: str, ours: type[Any]) -> Any:
 
 
 def _lend_methods(ours: type[Any], wrapper: type[Any]) -> None:
-    """Let wrappers of loaders of ours find those of our methods that they lack."""
+    """Make wrappers of our loaders return those of our methods that they lack."""
     if hasattr(wrapper, "__getattr__"):
         return
 

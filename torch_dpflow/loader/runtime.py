@@ -1,4 +1,4 @@
-"""What a loader keeps between its iterations."""
+"""State of a loader between its iterations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Workload:
         self._seen, self._seen_at = {}, self._meter.iterating_s
 
     def look(self) -> None:
-        """Add the workers' processor time since the latest look."""
+        """Add the workers' processor time since the last call."""
         shard = None if self._shard is None else self._shard()
         if shard is None or not shard.is_own:
             return
@@ -58,7 +58,7 @@ class Workload:
         self._seen_at = now_s
 
     def end(self) -> None:
-        """Look, and watch the workers no longer: they are about to end."""
+        """Add the workers' processor time a last time, as they are about to end."""
         self.look()
         self._shard = None
 

@@ -376,7 +376,7 @@ class WorkerIterator(BaseDataLoaderIter):
             raise
 
     def _count(self) -> None:
-        """Add the shard's counts since the last time to the meter."""
+        """Add the shard's counts since the last call to the meter."""
         assert self._shard is not None
         before, self._counted = self._counted, self._shard.totals()
         self._runtime.meter.count(self._counted.duplicates - before.duplicates, self._counted.steals - before.steals)

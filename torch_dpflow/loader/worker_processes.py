@@ -221,7 +221,7 @@ class Restarts:
         self.ends: dict[int, str] = {}
 
     def note_result(self) -> None:
-        """Record that a worker has loaded a batch, or died over one."""
+        """Record that a worker has loaded a batch, or has died while it loaded one."""
         self._deaths = 0
         self._has_loaded = True
 

@@ -126,8 +126,7 @@ AheadAnswer: TypeAlias = AheadOpened | AheadPlaces
 
 
 def memory_name(memory: int) -> bytes:
-    """Return the memory's name on data connections, in place of a dataset's identity; offsets replace record
-    numbers."""
+    """Return the memory's name on data connections, which replaces a dataset's identity; offsets are its records."""
     return memory.to_bytes(16, "big")
 
 

@@ -1,4 +1,4 @@
-"""Samplers: which samples a job reads, in which order, and how jobs come to read the same ones. Pure."""
+"""Samplers: which samples a job reads, in which order, and how jobs share reads. Pure."""
 
 from typing import TYPE_CHECKING
 

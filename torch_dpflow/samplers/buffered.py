@@ -1,4 +1,4 @@
-"""Groups that draw for several jobs at once and buffer each one's samples; and the cells that they draw from."""
+"""Groups that draw for several jobs at once, with a buffer for each job; and the cells that they draw from."""
 
 from abc import abstractmethod
 from collections import deque
@@ -78,7 +78,7 @@ class Cells:
     def needed_by(self, jobs: int, short_of: int = 0) -> list[int]:
         """Return the cells that all jobs of the mask `jobs` need, ascending.
 
-        `short_of` is a mask of more jobs: what all of those need is left out.
+        `short_of` is a mask of further jobs; cells that all of these need too are left out.
         """
         if len(self.masks) > _FEW_CELLS:
             return self._search(jobs, short_of)

@@ -1,4 +1,4 @@
-"""Directory of the samples that the caches hold together, in load order, and of the next to evict."""
+"""Directory of the samples that all caches together hold, in load order, and of the next victims."""
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Directory:
             self._finished.append(done)
 
     def needs_changed(self) -> None:
-        """`needed` has grown, as when an epoch starts: select victims anew."""
+        """Select victims anew, as `needed` has grown, for example at the start of an epoch."""
         self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 

@@ -55,7 +55,7 @@ class Member:
     drew: int = 0
 
     def measure(self, n: int, now: float) -> None:
-        """Measure its speed: it draws `n` samples at `now`, and has consumed those drawn before."""
+        """Measure the job's speed: it draws `n` samples at `now`, and has consumed those drawn before."""
         if self.drew_at is None or now > self.drew_at:
             if self.drew_at is not None:
                 latest = self.drew / (now - self.drew_at)
@@ -77,12 +77,12 @@ class Member:
         return self._taken(self.own_rng(epoch).permutation(self.length).astype(compact(self.length)))
 
     def own_rng(self, *what: int) -> np.random.Generator:
-        """Make a generator seeded with the job's seed, its identity and `what` it draws for."""
+        """Make a generator seeded with the job's seed, its identity and `what`, the purpose of the draws."""
         key = hashlib.blake2b(repr((self.seed, self._identity(), *what)).encode(), digest_size=16).digest()
         return np.random.default_rng(int.from_bytes(key, "little"))
 
     def reads_as(self, other: "Member") -> bool:
-        """Return whether both have the same samples, given in the same order."""
+        """Return whether both members have the same samples, given in the same order."""
         if self.indices is None or other.indices is None:
             return self.indices is other.indices
         return np.array_equal(self.indices, other.indices)

@@ -1,4 +1,4 @@
-"""Passes of a sampler over one epoch, alone or in a group, and the shares of the ranks (DDP)."""
+"""Passes of a sampler over one epoch, alone or in a group, and their division among ranks (DDP)."""
 
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
@@ -115,7 +115,7 @@ class Pass(ABC):
 
     @abstractmethod
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """Return the state, besides the position, to continue after `consumed` samples; None: no other state."""
+        """Return the state to continue after `consumed` samples; None if the position is enough."""
 
     @abstractmethod
     def lookahead(self) -> Lookahead:

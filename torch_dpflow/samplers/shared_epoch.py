@@ -1,4 +1,4 @@
-"""One job's epoch in a shared log: the samples that it still needs, its own order, and what it may follow."""
+"""One job's epoch in a shared log: its unread samples, its private permutation, and the samples that it may follow."""
 
 from collections.abc import Iterable
 
@@ -70,7 +70,7 @@ _DEPTH = 4
 
 
 class SharedEpoch:
-    """The rest of one epoch of one job.
+    """The unread rest of one epoch of one job. `shared_log` draws from it.
 
     Position p of the epoch reads a sample of the class that the job's private permutation has at p. The sample is
     chosen when the position is drawn: a resident, which the job *follows*, or the next needed one of the
@@ -103,7 +103,7 @@ class SharedEpoch:
         self._unread: IndexArray = counts
 
     def unread(self) -> CompactArray:
-        """Return the unread samples, in the order in which the job would read them if it only led from here on."""
+        """Return the unread samples, in the order in which the job reads them if it follows no other job."""
         rest: CompactArray = self._pile[self.need[self._pile] != _READ]
         if self._sequence is None:
             return rest
@@ -112,7 +112,7 @@ class SharedEpoch:
         return order
 
     def relabel(self, partition: Partition) -> None:
-        """Change to other classes; the unread samples keep their order."""
+        """Divide the unread samples into other classes; they keep their order."""
         self._split(self.unread(), partition)
 
     def quota(self, n: int) -> IndexArray:
@@ -206,7 +206,7 @@ class SharedEpoch:
         return np.concatenate(picks)
 
     def _lead_from(self, classes: IndexArray, quota: IndexArray) -> CompactArray:
-        """Take one stretch of the pile for each of these classes; lowers `quota` by its samples."""
+        """Take samples from one range of the pile for each of these classes; lower `quota` by their number."""
         starts = self._next_leads[classes]
         ahead = self._ends[classes] - starts
         # If the read samples are spread evenly, so many places contain the quota; and some more.

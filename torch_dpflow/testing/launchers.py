@@ -226,13 +226,13 @@ class LauncherContract:
 
 
 def launch_spec_to(listener: socket.socket, **fields: Any) -> bytes:
-    """A launch spec to call at `listener`."""
+    """Return a launch spec with the address of `listener`."""
     return json.dumps({"address": listener.getsockname(), "secret": SECRET, "padding": "", **fields}).encode()
 
 
 @contextmanager
 def caller(listener: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
-    """The next worker that calls, and the launch spec that it received. It ends after the block."""
+    """Yield the next worker that connects, and the launch spec that it received. The worker ends after the block."""
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(TIMEOUT_S)
@@ -247,7 +247,7 @@ def outcomes(platform: RemotePlatform) -> list[Outcome]:
 
 
 def ended(platform: RemotePlatform, name: str) -> Ended:
-    """Wait for the end of a worker, which is suspected."""
+    """Report a worker as suspect, and wait for its end."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         platform.suspect(name)
@@ -260,7 +260,7 @@ def ended(platform: RemotePlatform, name: str) -> Ended:
 
 
 def remove_all(launcher: Launcher) -> None:
-    """End what a test has left."""
+    """End the workers that a test has left."""
     deadline = time.monotonic() + TIMEOUT_S
     while launcher.limits.can_list and (left := launcher.list(PREFIX)):
         for name, ref in left.items():

@@ -213,7 +213,7 @@ class PlatformContract:
 
 
 def wakes(platform: Platform | RemotePlatform, within_s: float) -> bool:
-    """Whether an end is reported within so many seconds."""
+    """Return whether an end is reported within this time."""
     poller = select.poll()
     poller.register(platform.wakeup_fd, select.POLLIN)
     return bool(poller.poll(within_s * 1000))

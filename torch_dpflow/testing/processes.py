@@ -1,4 +1,6 @@
-"""What the processes of the suites of platforms and launchers run: apart, so that it imports no torch or pytest.
+"""Programs that the suites of platforms and launchers start.
+
+A module of its own, so that it imports no torch or pytest.
 
 Launchers whose platform starts a command run this module by `python -m`; functions of a cloud call `handler`, and
 all others `run`.

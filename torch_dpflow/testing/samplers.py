@@ -267,7 +267,7 @@ class GroupHistory(RuleBasedStateMachine):
 
     @rule(job=_JOBS)
     def refuse_wrong_calls(self, job: str) -> None:
-        """They change nothing: if they did, the twin would differ."""
+        """Make wrong calls, which must change nothing; otherwise the twin would differ."""
         if job in self.sets:
             with pytest.raises(OptionError):
                 self.group.draw(job, 0) if job in self.left else self.group.start_epoch(job, -1)
@@ -293,7 +293,7 @@ class GroupHistory(RuleBasedStateMachine):
         return [self.group] if self.twin is None else [self.group, self.twin]
 
     def _take(self, job: str, n: int, drawn: Draw) -> None:
-        """Compare a draw with what is known, and take note of it."""
+        """Compare a draw with the model, and record it in the model."""
         indices, left = drawn.indices, self.left[job]
         assert indices.dtype == np.int64
         assert len(indices) == min(n, len(left)), "as many as requested, or all that are left"

@@ -359,7 +359,7 @@ def eventually(holds: Callable[[], bool], listener: Listener) -> bool:
 
 
 def _misbehave(listener: Listener, connection: Connection) -> int:
-    """Use the parent's endpoints in every way, in a forked child; returns the exit status."""
+    """Call every method of the parent's endpoints in a forked child; return the exit status."""
     uses: list[Callable[[], object]] = [
         lambda: listener.receive(0),
         lambda: connection.receive(0),

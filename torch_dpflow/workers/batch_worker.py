@@ -1,4 +1,4 @@
-"""The body of the private loader's workers: connects to its shard, loads its tasks, sends the results.
+"""Main loop of a private loader's worker: connect to the shard, load its tasks, send the results.
 
 One message delivers a result and requests more tasks.
 """

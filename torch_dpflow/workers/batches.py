@@ -223,7 +223,7 @@ class BatchSource:
 
 
 def _opened(epoch: EpochSpec, *, lives_on: bool) -> EpochSpec:
-    """Open the dataset's state in it; drop it if the dataset has it already, or it could not be saved."""
+    """Unpickle the dataset's state in `epoch`; drop it if the dataset has it already, or it was not saved."""
     if epoch.stream is None:
         return epoch
     kept = epoch.stream.dataset

@@ -113,13 +113,13 @@ class LocalPlatform:
 
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool) -> None:
-    """The body of a process. Binds it to end with its owner before the target runs."""
+    """Main function of a process. It makes the process end with its owner, then runs the target."""
     exit_with(owner, spec.directory, by_kernel=by_kernel)
     spec.target(*spec.arguments)
 
 
 class LocalHandle:
-    """A child of this process, or of its fork server."""
+    """Handle of a child of this process, or of its fork server."""
 
     # Watched by its pidfd. multiprocessing's sentinel is a pipe that grandchildren inherit: it reports no end when a
     # process with a subprocess is killed. And when a fork server is killed, multiprocessing regards all of its
@@ -300,7 +300,7 @@ class ForkServerPlatform(LocalPlatform):
 
 
 def _nothing() -> None:
-    """The body of a process that only shows that it can be forked."""
+    """Main function of a process that only tests whether the fork server works."""
 
 
 def local_platform(context: Any) -> LocalPlatform:

@@ -1,6 +1,6 @@
-"""What loading processes set in the operating system: when they end, how they are scheduled, what memory they keep.
+"""Settings of loading processes in the operating system: when they end, their scheduling, the memory they keep.
 
-Imports the standard library alone, as light processes use it.
+Imports the standard library only, as it is also used by processes that do not import torch.
 """
 
 from __future__ import annotations

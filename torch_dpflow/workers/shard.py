@@ -64,7 +64,7 @@ class Requester(Protocol):
     """The owner of a shard, which gets its results. Called in the shard's thread."""
 
     def refusal(self, handshake: WorkerHandshake) -> str:
-        """Return why this process is not a worker of this shard (any more); empty if it is."""
+        """Return why this process is not, or no longer, a worker of this shard; empty if it is."""
 
     def shares_memory(self, handshake: WorkerHandshake) -> bool:
         """Return whether this worker's shared memory can be read here.
@@ -149,7 +149,7 @@ class Shard:
             self.listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
     def check_timeouts(self) -> None:
-        """Apply time limits, and let the scheduler overtake slow workers."""
+        """Apply time limits, and let other workers take over tasks of slow ones."""
         now = self._clock()
         if self._start_timeout_s is not None:
             for worker, since in list(self._starting.items()):

@@ -99,7 +99,7 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """All flows and jobs together, over the last seconds. None: not known."""
+    """Totals of all flows and jobs, measured over the last seconds. None: not known."""
 
     samples_per_s: float | None
     #: Of all jobs that read.

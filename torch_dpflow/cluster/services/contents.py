@@ -163,15 +163,15 @@ class Contents:
         return self._work.qsize() >= MAX_WAITING
 
     def receive(self, piece: ContentPiece, data: memoryview, done: Callable[[int | Exception], None]) -> None:
-        """As `ContentFiles.receive`; the thread calls `done` with the result or the error."""
+        """Run `ContentFiles.receive` in the thread, which calls `done` with the result or the error."""
         self._begin(lambda: self._files.receive(piece, data), done)
 
     def read(self, request: ContentRequest, done: Callable[[tuple[int, bytes] | Exception], None]) -> None:
-        """As `ContentFiles.read`, likewise."""
+        """Run `ContentFiles.read` in the thread, which calls `done` with the result or the error."""
         self._begin(lambda: self._files.read(request), done)
 
     def drop(self, digest: str) -> None:
-        """As `ContentFiles.drop`, without waiting for it."""
+        """Run `ContentFiles.drop` in the thread, without waiting for it."""
         self._files.digests.discard(digest)
         self._begin(lambda: self._files.drop(digest), lambda _: None)
 

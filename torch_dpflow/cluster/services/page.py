@@ -1,6 +1,6 @@
 """The live page of a cluster: a process that observes the node and the coordinator and serves the result over HTTP.
 
-It calls them once a second. It requests processes from the node, so that the death of the coordinator shows.
+It calls them once a second. It requests the processes from the node, so that a dead coordinator is shown.
 """
 
 from __future__ import annotations

@@ -232,10 +232,10 @@ PORT_S, PORT_RETRY_S = 30.0, 1.0
 
 
 class ProvisionedWorkers:
-    """Remote workers of a shard, which a platform runs, and their listener.
+    """Workers of a shard that a platform runs, and the listener to which they connect.
 
-    All methods are for the server's thread. Another thread fetches the content and waits for the provisioner's
-    platform, which takes seconds.
+    Call all methods in the server's thread. Another thread fetches what the workers load, and waits until the
+    provisioner has opened the platform, which takes seconds.
     """
 
     def __init__(self, service: ServiceSpec, members: WorkerPlatform, content: str) -> None:

@@ -96,8 +96,8 @@ class SampleAssignment:
 class SampleSource:
     """Loads samples in a worker process. Makes it a DataLoader worker: one torch thread, `get_worker_info()`.
 
-    An error here, also in unpickling or in `worker_init_fn`, is the result of every task: the process itself goes on,
-    so that the job sees the user's own traceback and not a dead worker.
+    An error here, also in unpickling or in `worker_init_fn`, is the result of every task. The process continues, so
+    that the job gets the user's own traceback and not a dead worker.
 
     Args:
         packed: a `SampleAssignment`, in a file.
@@ -122,7 +122,7 @@ class SampleSource:
             self._broken = failure(worker)
 
     def announce(self, payloads: Sequence[memoryview]) -> None:
-        """These tasks come after those before: tell the dataset, if it can make use of that."""
+        """Announce tasks that follow the earlier ones to the dataset, if it accepts announcements."""
         keys = [key for key in map(key_to_load, payloads) if key is not None] if self._tells else []
         if not keys:
             return
@@ -133,7 +133,7 @@ class SampleSource:
             SERVICE.exception("the dataset rejected the announcement of the samples that come next")
 
     def load(self, payload: memoryview) -> tuple[int, Any]:
-        """Return the kind of a task's outcome, and the sample, what stands in for it, or an ExceptionWrapper.
+        """Return the kind of a task's outcome, and the sample, a placeholder for it, or an ExceptionWrapper.
 
         Never raises an Exception.
         """

@@ -139,7 +139,7 @@ class SampleWorker:
                 self._handle(decode(frames[0]), frames[1:])
 
     def _send_handshake(self, every_s: float) -> None:
-        """Send the handshake, which is done every `every_s` seconds."""
+        """Send the handshake, at most every `every_s` seconds."""
         if self._unanswered_s >= SILENCE_S:
             self._end(f"its shard has not answered for {SILENCE_S:g} s")
             return
@@ -181,7 +181,7 @@ class SampleWorker:
                 self._stopped = True
 
     def _begin(self, shared_memory: bool, greeting: memoryview) -> None:
-        """The shard has accepted this worker: open the content."""
+        """Open the content, once the shard has accepted this worker."""
         if not shared_memory:
             self._arena, self._running = None, RunningTask(None)
         self._shard, pid, workers = GREETING.unpack_from(greeting)

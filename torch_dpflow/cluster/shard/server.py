@@ -138,7 +138,7 @@ class SampleShard:
                 call.fail(outage)
 
     def apply_settings(self, settings: ShardSettings) -> None:
-        """Change its number of workers or its memory. In the server's thread."""
+        """Change the shard's number of workers or its memory. In the server's thread."""
         self._workers.resize(settings.workers)
         self._cache.concurrency = _concurrency(settings)
         self._apply(self._cache.resize(settings.memory_bytes))
@@ -225,7 +225,7 @@ class SampleShard:
         return self._range.end - self._range.first if self._range.generation else 0
 
     def _is_drained(self) -> bool:
-        """Return whether it owns no keys and no job reads from it."""
+        """Return whether the shard owns no keys and no job reads from it."""
         since = self._retired_at
         return since is not None and (not self._jobs.members or self._clock() - since > LINGER_S)
 

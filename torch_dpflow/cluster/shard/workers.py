@@ -244,7 +244,7 @@ class ShardWorkers:
         self._shard.check_timeouts()
 
     def outage(self) -> RecoverableError | None:
-        """Return why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
+        """Return the reason once no worker has worked for `OUTAGE_S`; None otherwise.
 
         Jobs wait without a time limit for workers that start, and for a platform that is short of capacity. Workers
         that are gone for another reason count as a part of the cluster that is away.
@@ -280,7 +280,7 @@ class ShardWorkers:
         }
 
     def _may_load(self) -> bool:
-        """Return, after a failure, whether there is a worker, or it is time to try again."""
+        """Return whether loading may be tried after a failure: a worker is connected, or the pause is over."""
         assert self._fleet is not None
         if self._clock() < self._failed_until:
             return not self._none_works()

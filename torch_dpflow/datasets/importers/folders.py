@@ -33,7 +33,7 @@ def check_folder(files: Files) -> None:
 
 
 def files_below(files: Files, folder: str) -> list[FoundFile]:
-    """Return all files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does.
+    """Return all files below `folder`, without hidden ones, sorted by directory and then by name, as torchvision does.
 
     Links to directories are followed, except those to a directory that contains them.
     """

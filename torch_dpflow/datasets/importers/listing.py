@@ -327,7 +327,7 @@ class ColumnTypes:
         self._padded = padded
 
     def observe(self, rows: Iterable[list[str]]) -> int:
-        """Take all rows into account. Returns their number."""
+        """Read all rows to determine the types; return their number."""
         count, rows = 0, iter(rows)
         while block := list(islice(rows, _ROWS)):
             count += len(block)

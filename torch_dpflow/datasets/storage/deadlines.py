@@ -43,7 +43,8 @@ def exclusive(file_system: Any) -> AbstractContextManager[Any]:
 def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
     """Call a file system of fsspec with a time limit, as vendors' libraries may wait for hours and then try again.
 
-    Calls are serialized if the file system is not thread-safe. Disks have no limit; for memory only waiting has one.
+    Calls are serialized if the file system is not thread-safe. Calls on disks have no limit; on memory only the wait
+    for other calls has one.
 
     Raises what the call raises, and TimeoutError if it has not ended in time.
     """

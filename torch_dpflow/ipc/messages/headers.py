@@ -80,7 +80,7 @@ class Welcome(_Header, tag=2):
 
 
 class NoSession(_Header, tag=3):
-    """Server to client: there is no session (any more). Send `Handshake`, then repeat the open calls."""
+    """Server to client: the session does not exist, or no longer. Send `Handshake`, then repeat the open calls."""
 
 
 class Reading(_Header, tag=6):
@@ -170,7 +170,7 @@ class WorkerWelcome(_Header, tag=31):
 
 
 class WorkerRefused(_Header, tag=38):
-    """Shard to worker: end, because this shard has no such worker (any more), or the release differs."""
+    """Shard to worker: end, because this shard has no such worker, or no longer, or the release differs."""
 
     reason: Text  # empty: the shard ends, which needs no log line
 

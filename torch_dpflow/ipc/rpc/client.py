@@ -1,7 +1,8 @@
 """Rpc client: calls over one connection, from any thread, without a thread of its own.
 
-One of the waiting threads, the leader, reads the socket for all of them. When its own answer has arrived, another one
-leads. So a single caller pays for no switch between threads, which would cost more than the rest of a small call.
+One of the waiting threads, the leader, reads the socket for all of them. When its own answer has arrived, another
+thread becomes the leader. So a single caller needs no switch between threads, which would cost more than the rest of a
+small call.
 """
 
 from __future__ import annotations
@@ -197,7 +198,10 @@ class RpcClient:
         return self._wait(call, min(until, call.deadline)) or until >= call.deadline
 
     def _wait(self, call: Call, deadline: float) -> bool:
-        """Wait until the call is over; False if the deadline passes first. Leads if no other thread does."""
+        """Wait until the call is over; return False if the deadline passes first.
+
+        Become the leader if there is none.
+        """
         if not self._waiters:
             self._inquire_at = max(self._inquire_at, self._clock() + self.options.inquire_s)
         self._waiters += 1

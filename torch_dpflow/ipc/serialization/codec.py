@@ -135,7 +135,7 @@ def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Packing:
-    """Finds a place for every piece of one payload."""
+    """Chooses a place for every piece of one payload."""
 
     def __init__(self, arena: Arena | None) -> None:
         self._arena = arena

@@ -114,7 +114,7 @@ class _PlainStream:
 def _begins_with_frame(chunk: bytes) -> bool:
     """Return whether this may be pickle's own output, and the chunk before it only looks like a bytes object's header.
 
-    pickle itself writes so much only in frames. A bytes object that looks like a frame stays in the stream.
+    pickle itself writes chunks of this size only in frames. A bytes object that looks like a frame stays in the stream.
     """
     return chunk[:1] == pickle.FRAME and int.from_bytes(chunk[1:9], "little") <= len(chunk)
 

@@ -1,4 +1,4 @@
-"""Time that data spends in TCP send queues and under way, by the kernel's count."""
+"""Time that data spends in TCP send queues and in transit, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class LinkTime:
         return cls(int(address.rpartition(":")[2]) if address.startswith("tcp://") else 0)
 
     def passed_s(self) -> float:
-        """Return how long sent data was under way since the last call, of all connections together, seconds.
+        """Return how long sent data was in transit since the last call, summed over all connections, seconds.
 
-        Only of connections with data under way at this moment. 0 if the kernel does not report it. Looks at all
-        descriptors: not to be called for every message.
+        Counts only connections with data in transit at this moment. Returns 0 if the kernel does not report it. Checks
+        all descriptors, so do not call it for every message.
         """
         before, now = self._seen, self._look() if self._port else {}
         self._seen = {inode: way_s for inode, (way_s, _) in now.items()}

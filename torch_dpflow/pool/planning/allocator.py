@@ -211,8 +211,7 @@ class StripeAllocator:
         return out + self._place(identity)
 
     def rooms(self, base: bytes = b"") -> list[int]:
-        """Return each server's bytes for another dataset: free ones, and those of datasets other than `base` that may
-        go."""
+        """Return each server's bytes for another dataset: free ones, and those of droppable datasets except `base`."""
         may_go = (one for one in self._datasets if one != base and self._may_go(one))
         return [*self._room_without(may_go).values()]
 

@@ -24,7 +24,7 @@ from torch_dpflow.workers.scheduler.views import (
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False):
-    """Load these, first in, first out; pinned tasks run on that worker id only and are never stolen."""
+    """Load these tasks, first in, first out. Pinned tasks run on one worker only and are never stolen."""
 
     tasks: Sequence[TaskId]
     pinned_to: WorkerId | None
@@ -140,7 +140,7 @@ class KillWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class IdleWorkers(msgspec.Struct, frozen=True, gc=False):
-    """These workers have run out of work and there is none for them; returned once until they get some."""
+    """These workers have no task, and none is left for them. Returned once, until they get a task."""
 
     workers: list[WorkerId]
 
@@ -149,7 +149,7 @@ SchedulerInstruction: TypeAlias = Assign | Revoke | Deliver | Discard | Poison |
 
 
 class Counters(msgspec.Struct):
-    """What has happened since the scheduler was made; each counter only grows."""
+    """Counts since the scheduler was made; each only grows."""
 
     submitted: int = 0
     delivered: int = 0
@@ -357,7 +357,7 @@ class Scheduler:
         return reserved
 
     def _suspect(self, task: Task, worker: WorkerId, out: list[SchedulerInstruction]) -> None:
-        """Count a lost worker against the task that it ran."""
+        """Record a lost worker for the task that it ran; fail the task if it has lost too many."""
         self._views.suspects += not task.losses
         task.losses += (worker,)
         if len(task.losses) >= self._poison_limit:

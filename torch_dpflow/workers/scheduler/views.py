@@ -35,7 +35,7 @@ class Task:
         self.late = 0
 
     def is_movable(self) -> bool:
-        """Return whether another worker may take it over: it is not pinned, and one worker holds it."""
+        """Return whether another worker may take the task over: it is not pinned, and one worker holds it."""
         return self.pinned_to is None and len(self.holders) == 1
 
 
@@ -149,7 +149,7 @@ class WorkerView:
         self.level = GONE
 
     def load(self) -> int:
-        """Return how many tasks the worker finishes before it is idle, with one that is not needed any more."""
+        """Return how many tasks the worker finishes before it is idle, including one that is not needed any more."""
         if self.running is None or self.running in self.held:
             return len(self.held)
         return len(self.held) + 1
@@ -241,7 +241,7 @@ class WorkerViews:
         return GONE < view.level < self.window
 
     def emptiest(self) -> WorkerView | None:
-        """Return the view with room that has the lowest load; among equals, the one that has had it longest."""
+        """Return the view with room that has the lowest load; among equals, the one unchanged for longest."""
         while self._lowest < self.window:
             if self.levels[self._lowest]:
                 return next(iter(self.levels[self._lowest].values()))

@@ -16,7 +16,7 @@ class JoinedListener:
     """Receives from either of two listeners, which it closes.
 
     Args:
-        first, second: descriptors may be watched, and wakes sent, through either, also later.
+        first, second: the listeners. Their own `watch` and `wake` may still be used.
         is_of_second: whether a peer, by its identity, is connected to the second. Messages that arrive at the wrong one
             are dropped, since the answers to them would be lost.
     """

@@ -242,7 +242,7 @@ class ZeroMQListener(_SocketEndpoint):
 
     @property
     def descriptors(self) -> list[int]:
-        """For another listener of the same thread to `watch`, so that one wait serves both.
+        """Descriptors for another listener of the same thread to `watch`, so that one wait serves both.
 
         Before each wait of the other one, `receive(0)` must have returned None and `losses` must have been read: a
         descriptor is readable once for whatever has arrived.
@@ -306,7 +306,7 @@ class ZeroMQListener(_SocketEndpoint):
             self.dropped += 1  # an identity without frames, which no connection of ours sends
 
     def settle(self) -> None:
-        """Consume all that was polled and is no message, as a `receive` that waits does."""
+        """Consume all polled events that are no messages, as a waiting `receive` does."""
         self._await_input(0)
 
     def _note_losses(self) -> None:
