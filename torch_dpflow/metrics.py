@@ -155,7 +155,7 @@ class LoaderMeter:
         return max(0.0, time.perf_counter() - entered_s) if entered_s else 0.0
 
     def delivered(self, samples: int, size: int) -> None:
-        """Record a batch of so many samples and bytes."""
+        """Record a delivered batch, with its number of samples and bytes."""
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = time.perf_counter() - self._began_s
             self.turns_s += self.time_to_first_batch_s

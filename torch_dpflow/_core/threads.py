@@ -207,7 +207,7 @@ class StopSignal:
         self._woken.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is set, or for so many seconds; whether it is."""
+        """Wait until it is set, at most for `timeout_s`; return whether it is set."""
         if not self._set:
             with suppress(queue.Empty):
                 self._woken.get(timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""What the commands share: options, JSON and tables on stdout."""
+"""Common parts of the commands: options, JSON and tables on stdout."""
 
 from __future__ import annotations
 

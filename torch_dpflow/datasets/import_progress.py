@@ -41,7 +41,7 @@ _READ_THREADS = 16
 
 
 class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft"):
-    """What is being imported, and how. An import is continued only if all of it is the same."""
+    """Source and settings of an import. An import is continued only if all of them are the same."""
 
     format: Literal[1]
     data: Location

@@ -45,7 +45,7 @@ class Unsaved:
 
 
 class Pickled:
-    """The pickled state of `part` on its way between processes."""
+    """The pickled state of `part`, in transit between processes."""
 
     def __init__(self, part: Any, value: Any) -> None:
         self.part = type(part).__name__

@@ -123,7 +123,7 @@ class InFlightLimit:
         return max(0, min(2, self.at_start(largest) - in_flight + 1))
 
     def may_grow(self, batches: int, largest: int, limit: int) -> bool:
-        """Return whether so many may be in flight while a worker is idle, at most `limit`."""
+        """Return whether `batches` may be in flight while a worker is idle, at most `limit`."""
         if batches > limit or not largest:
             return False
         more = (batches - self._usual) * largest

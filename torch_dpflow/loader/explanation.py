@@ -72,7 +72,7 @@ class Observed:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What limits a loader: the result of `DPFlowDataLoader.explain`. Printed, it is three lines."""
+    """Limit of a loader: the result of `DPFlowDataLoader.explain`. Prints as three lines."""
 
     #: "workers" (too few), "processors", "storage", "start" (of epochs), "job" (the training itself), "cold start",
     #: "network", "budget", or a platform's reason, as "quota"; empty if too little was read.

@@ -238,7 +238,7 @@ class Restarts:
         self._note_replaced(worker, processes.replace(worker, dead))
 
     def note_lost(self, worker: int, how: str) -> None:
-        """Record the end of a remote worker, which its platform replaces; `how` is empty if it was told to end.
+        """Record the end of a remote worker, which its platform replaces. how: empty if its end was requested.
 
         Raises WorkerStartError: too many have died in a row.
         """
@@ -267,7 +267,7 @@ class Restarts:
         LOADER.warning("worker %d is replaced: %s", worker, how)
 
     def poison_error(self, index: Any, deaths: int) -> PoisonTaskError:
-        """Return the error for the batch of these indices, over which so many workers died."""
+        """Return the error for the batch of these indices, during which several workers died."""
         return PoisonTaskError(
             f"the batch of {described(index)} took down {deaths} workers one after the other and is skipped; the last "
             f"one, {self._exit_report}\nLoad these samples with num_workers=0 to see why; the loader can go on with "

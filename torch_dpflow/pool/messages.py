@@ -164,7 +164,7 @@ class OpenDataset(msgspec.Struct, frozen=True, tag=True):
 class GetRecordStates(msgspec.Struct, frozen=True, tag=True):
     """Request records now, at most `MAX_RECORDS`; answered by RecordStates.
 
-    wait_s: how long the answer may wait for records that are on their way, seconds.
+    wait_s: how long the answer may wait for records that are still being read, seconds.
     """
 
     identity: bytes

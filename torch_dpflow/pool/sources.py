@@ -120,7 +120,7 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
 
 
 def samples_in(source: AnySource, records: int) -> int:
-    """Return the number of samples in so many records, for display: a record of an array is a block of rows."""
+    """Return the number of samples in this number of records, for display: a record of an array is a block of rows."""
     if isinstance(source, ArraySource):
         return min(records * array_layout(source).per_block, source.shape[0])
     return records

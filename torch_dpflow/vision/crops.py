@@ -243,7 +243,7 @@ def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpola
 
 
 def _reduction(times: float, unevenness: int | None) -> int:
-    """Return the largest reduction for a crop of so many times the output's size."""
+    """Return the largest reduction for a crop, given how many times larger than the output it is."""
     if unevenness is None:
         return 1
     # The decoder reduces colours along both sides equally, also along one where they are subsampled already.

@@ -51,7 +51,7 @@ class EncodedImage(Protocol):
 
         Args:
             rows: needed rows from the top, of the whole image; the result may have more.
-            reduce: 2, 4 or 8: one row and one column for so many.
+            reduce: 2, 4 or 8: the factor by which rows and columns are reduced.
         """
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Processes that load, on this host: the loop of a worker, the scheduler, and how they are started."""
+"""Loading processes of this host: the worker's loop, the scheduler, and the start of processes."""

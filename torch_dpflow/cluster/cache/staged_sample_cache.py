@@ -257,7 +257,7 @@ class StagedSampleCache:
         return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
     def _abandon(self, number: int) -> list[CacheInstruction]:
-        """Cancel a load of the drawn cache that no job wants any more, and release its input."""
+        """Cancel a load of the drawn cache that no job needs any more, and release its input."""
         out: list[CacheInstruction] = [Cancel([number])] if self._draws.pop(number).started else []
         return out + self._of_kept(self._kept.release(_INPUTS, [number]))
 

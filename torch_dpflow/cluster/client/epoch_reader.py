@@ -210,7 +210,7 @@ class EpochReader:
         return self._exhausted and self._given == self._planned
 
     def _end(self, last: ReadyBatch | None) -> BaseException:
-        """Return the error or StopIteration that says why there are no more batches."""
+        """Return the error or StopIteration with the reason why there are no more batches."""
         if last is not None and isinstance(last.error, BaseException):
             # Not kept: it will refer to the frames that it is raised through, and those to this iterator.
             error, last.error = last.error, None

@@ -31,7 +31,7 @@ import msgspec
 
 
 class JobCounts(msgspec.Struct, frozen=True):
-    """What a job has read since it was opened: see `JobFigures`."""
+    """Counts of a job's reads since it was opened: see `JobFigures`."""
 
     samples: int
     stall_s: float

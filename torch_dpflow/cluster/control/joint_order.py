@@ -37,7 +37,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank has received of an epoch."""
+    """Samples that a rank has received of an epoch."""
 
     epoch: int
     #: How many of its places, from the first on.

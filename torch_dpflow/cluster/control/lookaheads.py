@@ -147,7 +147,7 @@ class ShardLookaheads:
         self._due: list[str] = []
 
     def assign(self, first: int, end: int) -> None:
-        """Set the keys that the shard owns. What jobs have requested among other keys does not count."""
+        """Set the keys that the shard owns. Requests of jobs for other keys no longer count."""
         self._first, self._end = first, end
         for name, job in self._jobs.items():
             job.wanted = bytearray(end - first)

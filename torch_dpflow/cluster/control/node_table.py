@@ -41,7 +41,7 @@ class NodeTable:
     Args:
         cluster: id of the cluster, for records.
         generations: nodes get generations above this number; it grows with each coordinator of a cluster.
-        lease_s: a node without a report for so long is removed, seconds.
+        lease_s: a node is removed after this long without a report, seconds.
     """
 
     def __init__(self, cluster: str, *, generations: int, lease_s: float) -> None:

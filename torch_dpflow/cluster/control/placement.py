@@ -33,9 +33,9 @@ def launches_of(
     """Return the processes of one flow: a router, shards with evenly distributed workers, and draining shards.
 
     part: the flow's part of the cluster. processes: the running ones, of any flow. has_platform: whether shards have
-    their workers from a platform, and not from the node. lingering: so many workers stay for now, of which shards
-    know that some will go. limited_by: for jobs. nodes: those that take shards, with their workers, in turns; the empty
-    name is the cluster's own. The router runs there.
+    their workers from a platform, and not from the node. lingering: how many workers stay for now; their shards already
+    have the smaller number. limited_by: the limit to report to jobs. nodes: names of the nodes that run shards and
+    their workers, in turns. The empty name is the cluster's own node, which also runs the router.
     """
     # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)

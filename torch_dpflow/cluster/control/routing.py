@@ -31,7 +31,7 @@ class Routing:
     Args:
         size: number of keys.
         expected: the shards that are to own keys. There is no table before all of them have registered.
-        lease_s: the keys of a shard that has not registered for so long are reassigned, seconds.
+        lease_s: after this long without a registration, a shard's keys are reassigned, seconds.
 
     Raises:
         OptionError: there are no keys, or no shard is expected.

@@ -102,7 +102,7 @@ class Supervisor:
     """Keeps the desired processes running. Not thread-safe.
 
     Args:
-        lease_s: a process without a heartbeat for so long is killed, seconds.
+        lease_s: a process is killed after this long without a heartbeat, seconds.
         most: largest number of processes; services are started before workers.
         max_starting: workers that may be starting at once.
     """

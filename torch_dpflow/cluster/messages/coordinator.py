@@ -103,7 +103,7 @@ class Cost(Body):
 
 
 class FlowView(Body):
-    """What a coordinator knows of a flow."""
+    """State of a flow, as its coordinator reports it."""
 
     spec: FlowSpec
     state: Name
@@ -132,7 +132,7 @@ class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a coordinator's process is started with."""
+    """Arguments of a coordinator's process."""
 
     #: The state store's address.
     state: str

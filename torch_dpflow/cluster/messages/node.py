@@ -74,7 +74,7 @@ class HeartbeatReply(Body):
 
 
 class ProcessView(Body):
-    """What a node knows of one of its processes."""
+    """State of one of a node's processes, as the node reports it."""
 
     id: Name
     role: Name
@@ -95,7 +95,7 @@ class ProcessView(Body):
 
 
 class Running(Body):
-    """What a node runs: the answer to `changes`, which names the latest revision that the caller has seen."""
+    """Processes of a node: the answer to `changes`, which names the latest revision that the caller has seen."""
 
     #: Grows whenever a process starts, ends or reports its address; 0 before the first.
     revision: Count
@@ -142,7 +142,7 @@ class NodeReport(Body):
 
 
 class NodeAssignment(Body):
-    """What a joined node is to run."""
+    """Processes that a joined node should run."""
 
     #: False once the cluster has expired the node, which then stops all processes before it joins again.
     is_known: bool
@@ -167,7 +167,7 @@ class NodeRecord(Body):
 
 
 class NodeView(Body):
-    """What a coordinator knows of a joined node, for display."""
+    """State of a joined node, as the coordinator reports it, for display."""
 
     name: NodeName
     address: Name

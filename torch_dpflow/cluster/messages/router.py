@@ -60,7 +60,7 @@ class LookaheadRequest(Body):
 
 
 class JobLookahead(Body):
-    """What is known of the samples that a job had not read when its epoch was started here (thesis 3.4.3).
+    """Lookahead for the samples that a job had not read when its epoch was started here (thesis 3.4.3).
 
     Five frames follow, arrays of sample numbers (`compact`) except for the weights (float64): the certain samples in
     order, from the start; the likely samples; their weights; the members; the order of the next epoch.
@@ -110,7 +110,7 @@ class JobId(Body):
 
 
 class JobFigures(Body):
-    """What a job has read since it was opened."""
+    """Counts of a job's reads since it was opened."""
 
     #: Seconds that the training loop waited in `next()`.
     stall_s: Seconds

@@ -77,7 +77,7 @@ class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a shard's process is started with."""
+    """Arguments of a shard's process."""
 
     #: The id of the router's process.
     router: str
@@ -91,7 +91,7 @@ GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
 
 
 class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the process of a shard's worker is started with."""
+    """Arguments of the process of a shard's worker."""
 
     #: The id of its shard's process.
     shard: str

@@ -1,4 +1,4 @@
-"""What each limit of reading means and what to change, and the first line of the live page. Pure."""
+"""Explanation of each limit, with what to change; and the first line of the live page. Pure."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class _Reader:
 
 @dataclass
 class _Job:
-    """What the ranks of a job read together."""
+    """A job with all of its ranks."""
 
     order: JointOrder
     shares: RankShares

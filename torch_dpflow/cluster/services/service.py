@@ -1,4 +1,4 @@
-"""What every service process of a cluster consists of: its specification, role, heartbeats and main loop."""
+"""Common parts of all service processes of a cluster: specification, role, heartbeats and main loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WorkerPlatform:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlace:
-    """What the processes of one node share.
+    """Settings that all processes of one node share.
 
     Args:
         directory: holds the sockets; only the node's user can read it.

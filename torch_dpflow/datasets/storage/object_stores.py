@@ -64,7 +64,7 @@ _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 class _ObjectStore:
-    """What S3 and OSS have in common: credentials, which are renewed when they are refused."""
+    """Common part of S3 and OSS: credentials, which are renewed when they are refused."""
 
     checks_encoding = False
 

@@ -20,7 +20,7 @@ Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one remote worker is to do, and where it connects. JSON, because it is copied into environments.
+    """Task of one remote worker, and where it connects. JSON, because it is copied into environments.
 
     All times are durations from the worker's own start: no two clocks are compared. The spec carries no credentials.
     Its key admits this worker only, and expires after `start_within_s` unless the worker has connected.

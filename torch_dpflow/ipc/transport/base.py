@@ -68,7 +68,7 @@ class WorkerKeys:
         self._keys: dict[str, bytes] = {}
 
     def expect(self, user: str, key: bytes, for_s: float) -> None:
-        """Accept this key of a new user for so many seconds."""
+        """Accept this key of a new user for a limited time, seconds."""
         _check_keys(key=key)
         with self._lock:
             self._keys[user] = key

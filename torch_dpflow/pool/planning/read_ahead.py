@@ -143,8 +143,8 @@ class ReadAhead:
     """Decides what to fetch ahead, for readers that announce what they read. One thread owns it.
 
     Args:
-        capacity_bytes: limit of samples that are held or on their way, shared equally by the readers; a reader that
-            waits may exceed it by one sample.
+        capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits
+            may exceed it by one sample.
         k: maximum samples per request.
         lead: number of positions after the one being read that have to be requested: as many as are read while a
             request takes. 0 requests nothing before it is read. May be changed at any time.
@@ -176,7 +176,7 @@ class ReadAhead:
 
     @property
     def used(self) -> int:
-        """Bytes that are held or on their way."""
+        """Bytes that are held or in transit."""
         return self._cache.used
 
     @property
@@ -258,7 +258,7 @@ class ReadAhead:
         return [*out, *itertools.chain.from_iterable(self._fill(reader) for reader in self._readers)]
 
     def leave(self, reader: str) -> list[ReadAheadInstruction]:
-        """Remove a reader and everything that only it wants. An unknown one is ignored."""
+        """Remove a reader and all samples that only this reader needs. An unknown reader is ignored."""
         self._readers.pop(reader, None)
         return self._run(self._cache.leave(reader))
 

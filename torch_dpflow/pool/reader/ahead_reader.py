@@ -41,7 +41,7 @@ class RemoteMemory:
         self._data_reader, self._server = data_reader, server
 
     def read(self, number: int, there: Sequence[AheadRecord]) -> dict[int, bytes]:
-        """Return those of these records that arrived. number: of the memory."""
+        """Return the requested records that have arrived. number: of the memory."""
         filled = [one for one in there if one[2]]
         name, servers = memory_name(number), [self._server] * len(filled)
         contents = self._data_reader.read(name, servers, [WantedRecord(one[1], one[2]) for one in filled])
@@ -97,7 +97,7 @@ class AheadReader:
     def read(
         self, connection: PoolConnection, plan: str, records: Sequence[int], far: RemoteMemory | None
     ) -> dict[int, bytes]:
-        """Return those of these records that the server has read ahead or reads now.
+        """Return the requested records that the server has read ahead or reads now.
 
         far: the server's memory, if it is on another host.
 

@@ -229,7 +229,7 @@ class PoolReader:
             self._forget()
 
     def _look(self, records: Sequence[int]) -> None:
-        """Look up records, and wait for those on their way to memory."""
+        """Look up records, and wait for those that are being read into memory."""
         self._check_retired()
         if self._table is None:
             self._ask_pool()

@@ -119,7 +119,7 @@ class HeldDataset:
         return sum(int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes))
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
-        """Begin to read ahead records without a place. Raises PoolFullError if there is not so much memory."""
+        """Begin to read ahead records without a place. Raises PoolFullError if the memory is not available."""
         if memory_bytes < _MIN_AHEAD_BYTES or self._reader is None:
             raise PoolFullError(
                 f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
@@ -204,7 +204,7 @@ class HeldDataset:
             self._leave(stripes, error)
 
     def want(self, records: Iterable[int], wait_s: float) -> RecordStates:
-        """Return the states of records once none is on its way, or after `wait_s`; these are read first."""
+        """Return the states of records once none is in transit, or after `wait_s`; these records are read first."""
         asked = list(records)
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -219,7 +219,7 @@ class HeldDataset:
             return RecordStates(bytes(self._states[one] for one in asked), ready, self.number)
 
     def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
-        """Return a record's memory, or its state; one that is on its way is then read first.
+        """Return a record's memory, or its state; a record that is still to be read is then read first.
 
         watch: returns a callback for when a pending record is settled, or None.
 

@@ -108,7 +108,7 @@ class RemoteWorker:
         return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S
 
     def fitting_window(self, round_trip_s: float) -> int:
-        """Return how many tasks it should hold if a message to it and its answer take so long."""
+        """Return how many tasks the worker should hold for this round-trip time."""
         least, most = self.kind.min_window, self.kind.max_window
         if not self.usual_s:
             return self.window

@@ -119,7 +119,7 @@ class AwsClient:
             raise translated from error
 
     def close(self) -> None:
-        """Release idle connections; calls under way go on. Idempotent."""
+        """Release idle connections; running calls continue. Idempotent."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:

@@ -129,7 +129,7 @@ Outcome: TypeAlias = Accepted | Refused | Answerless | Warned | Ended
 
 
 class RemotePlatform(Protocol):
-    """Starts and ends workers. Nothing but `close` waits; any thread may call."""
+    """A platform that starts and ends workers. Only `close` waits; any thread may call."""
 
     limits: Limits
     #: Readable while `take` has something to return.
@@ -162,7 +162,7 @@ class AdoptingPlatform(RemotePlatform, Protocol):
 
 
 class PlatformSource(Protocol):
-    """Where the workers of one fleet come from."""
+    """Source of a fleet's workers: the platform that runs them, and how it is opened."""
 
     @property
     def name(self) -> str:
@@ -182,7 +182,7 @@ class PlatformSource(Protocol):
 
 
 class PlatformSpec(PlatformSource, Protocol):
-    """What users give as `platform=`: a small frozen dataclass of settings, which pickles. It holds no connection.
+    """Settings that users give as `platform=`: a small frozen dataclass, which pickles. It holds no connection.
 
     Its fields have defaults, so a platform's name alone is enough: see `registry`.
     """

@@ -219,8 +219,8 @@ def deploy(groups: ContainerGroups, wanted: NodeGroups, *, dry_run: bool = False
     A group that runs stays as it is. A dry run without credentials assumes that there is none.
 
     Raises:
-        PlatformError: the platform rejects a call, or does not answer. What was created before stays; a further call
-            goes on.
+        PlatformError: the platform rejects a call, or does not answer. Groups that were created before stay; another
+            call continues.
     """
     there: Sequence[ContainerGroup] = ()
     try:

@@ -217,7 +217,7 @@ class ClusterManifest:
 
     @property
     def address(self) -> str:
-        """Where jobs connect, by the name that its pod keeps."""
+        """Address where jobs connect, with the lasting name of the coordinator's pod."""
         return f"tcp://{self.name}-0.{self.name}.{self.namespace}.svc:{self.port}"
 
     def objects(self, *, public: str = "") -> Iterator[dict[str, Any]]:

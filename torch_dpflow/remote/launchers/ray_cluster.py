@@ -245,7 +245,7 @@ class RayCapacity:
         )
 
     def explain(self, kind: str, running: int, wanted: int) -> str:
-        """Return why so many actors do not all fit, and what to do, for display."""
+        """Return why the wanted number of actors does not fit, and what to do, for display."""
         total, free = (
             self._ray.cluster_resources().get(kind, 0.0),
             self._ray.available_resources().get(kind, 0.0),
@@ -278,7 +278,7 @@ LAUNCH_SPEC_S, OUTPUT_S = 60.0, 2.0
 
 
 class WorkerActor:
-    """Runs one worker. Not decorated, so that this module needs no Ray."""
+    """Ray actor that runs one worker. Not decorated with `ray.remote`, so that importing this module needs no Ray."""
 
     def __init__(self) -> None:
         # Its starter may be killed before it sends the launch spec.

@@ -1,1 +1,1 @@
-"""The user's code and data on their way to workers beyond this host."""
+"""Packing and unpacking of the user's code and data for workers beyond this host."""

@@ -1,4 +1,4 @@
-"""Finds modules, the user's own among them and those that a pickle names, without importing any."""
+"""Finds modules without importing any: the user's own, and the modules that a pickle needs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ LOST_S = 6.0
 
 
 class UnwantedWorkerError(DPFlowError):
-    """The shard does not want this worker (any more)."""
+    """The shard rejects this worker."""
 
 
 class _Download:

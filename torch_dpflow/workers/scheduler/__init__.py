@@ -23,15 +23,15 @@ tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
 the task meanwhile. Then the task runs twice and the first result counts.
 
 **Overtaking.** A worker that is frozen, or whose storage hangs, holds tasks that a job waits for, and the others may
-never be idle. With `overtake_after_s`, a worker that has run one task for so long, and for several times as long as
-tasks usually take, gets nothing more until it exchanges: the tasks behind it return to the queue, and the task itself
-is copied to the first worker with room.
+never be idle. With `overtake_after_s`, a worker counts as stuck if it has run one task for that long, and for several
+times as long as tasks usually take. It gets nothing more until it exchanges. The tasks behind the running one return to
+the queue, and the running task is copied to the first worker with room.
 
 **Time limit.** Code that hangs never exchanges, and with a copy of its task it occupies two workers. With
-`task_timeout_s`, a worker that has run one task for so long is killed, even if no job needs the task any more. What
-follows is a loss like any other: the task is a suspect, and fails when it has cost `poison_limit` workers. With
-three losses and a copy an in-order consumer waits for two time limits. A third copy at once would halve that, but
-occupy one worker more over each slow sample, and all three would fail in one outage of a storage.
+`task_timeout_s`, a worker that has run one task for that long is killed, even if no job needs the task any more. This
+counts as any other loss: the task becomes a suspect, and fails when it has cost `poison_limit` workers. With three
+losses and a copy an in-order consumer waits for two time limits. A third copy at once would halve that, but occupy one
+worker more over each slow sample, and all three would fail in one outage of a storage.
 
 **Loss.** The window of a lost worker returns to the queue in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: only an empty worker gets it, and nothing else with it. Otherwise, where

@@ -46,7 +46,7 @@ class AddWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class SetWindow(msgspec.Struct, frozen=True, gc=False):
-    """A worker holds at most so many tasks from now on, up to the scheduler's window. Unknown workers are ignored."""
+    """Set how many tasks a worker holds at most, up to the scheduler's window. Unknown workers are ignored."""
 
     worker: WorkerId
     window: int
