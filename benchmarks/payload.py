@@ -33,10 +33,10 @@ from torch.utils.data._utils import worker as torch_worker
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import PayloadTable
+from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import connect, listen
-from torch_dpflow.workers import collate
+from torch_dpflow.workers.batch_worker import collate_into
 
 #: Batches asked for ahead of need, as torch's loader does for one worker.
 PREFETCH = 2
@@ -161,7 +161,7 @@ def run_torch(workload: Workload) -> Figures:
 
 def _dpflow_work(samples: list[Any], address: str) -> None:
     arena = Arena(budget_bytes=1 << 30)
-    collate.install(arena)
+    collate_into(arena)
     connection = connect(address)
     connection.send([msgspec.msgpack.encode((os.getpid(), arena.probe_ref()))])
     while (request := connection.receive(None)) is not None and bytes(request[0]) == b"more":

@@ -28,7 +28,7 @@ import zmq
 
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import StoredDataset
-from torch_dpflow.ipc.messages.payload_table import PayloadTable
+from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.rpc import Result, RpcClient, RpcServer
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import listen

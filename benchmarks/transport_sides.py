@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torch_dpflow.ipc.messages.payload_table import PayloadTable
+from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.transport import listen

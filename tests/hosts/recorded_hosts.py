@@ -11,7 +11,7 @@ import torch
 from tests.loader_cases import Augmented
 from tests.support.hosts import OnHosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
+from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, decode_launch_spec
 from torch_dpflow.remote.launchers.contract import AdoptingPlatform
 
 #: In every sample, many times over.

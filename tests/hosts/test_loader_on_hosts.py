@@ -18,7 +18,7 @@ from tests.loader_cases import assert_same
 from tests.shared_cluster import PATIENCE_S, wait
 from tests.support.hosts import Hosts
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, encode_launch_spec
+from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect
 from torch_dpflow.ipc.transport.base import ClientKeys
 

@@ -26,7 +26,8 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
-from torch_dpflow.workers import collate
+from torch_dpflow.workers import batch_worker
+from torch_dpflow.workers.batch_worker import collate_into, let_fill
 
 BIG = LARGE_BYTES // 4
 
@@ -73,12 +74,12 @@ def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena
 
     def install() -> Arena:
         arena = Arena(budget_bytes=1 << 26)
-        collate.install(arena)
+        collate_into(arena)
         return arena
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensor_fn)
-    monkeypatch.setattr(collate, "_arena", None)
-    monkeypatch.setattr(collate, "_filled", set())
+    monkeypatch.setattr(batch_worker, "_arena", None)
+    monkeypatch.setattr(batch_worker, "_filled", set())
     return install
 
 
@@ -217,7 +218,7 @@ def test_no_shared_memory_of_torch_s_is_made(arena: Callable[[], Arena]) -> None
         ours = arena()
         kept = [default_collate(tensors(BIG)) for _ in range(2)]
         full = Arena(budget_bytes=0)
-        collate.install(full)
+        collate_into(full)
         small, big = default_collate(tensors(3)), default_collate(tensors(BIG))
         return ours.segments == len(kept), small.is_shared() or big.is_shared()
 
@@ -230,7 +231,7 @@ def test_a_function_of_the_user_s_stays() -> None:
 
     default_collate_fn_map[torch.Tensor] = theirs
     try:
-        collate.install(Arena(budget_bytes=1 << 20))
+        collate_into(Arena(budget_bytes=1 << 20))
         assert default_collate(tensors(2)) == "theirs"
     finally:
         default_collate_fn_map[torch.Tensor] = collate_tensor_fn
@@ -264,7 +265,7 @@ NUMBERS = [3, 1, 4, 1, 5]
 
 def test_rows_that_were_read_into_the_batch_are_not_copied(arena: Callable[[], Arena]) -> None:
     ours, filling = arena(), Filling()
-    collate.let_fill(Subset(filling, range(8)), default_collate)
+    let_fill(Subset(filling, range(8)), default_collate)
     rows = filling.__getitems__(NUMBERS)
     address = rows[0].data_ptr()
     batch = default_collate(rows)
@@ -282,7 +283,7 @@ def test_rows_that_were_read_into_the_batch_are_not_copied(arena: Callable[[], A
 def test_rows_in_another_order_or_form_are_stacked(arena: Callable[[], Arena]) -> None:
     arena()
     filling = Filling()
-    collate.let_fill(filling, default_collate)
+    let_fill(filling, default_collate)
     changes: list[Callable[[list[torch.Tensor]], list[torch.Tensor]]] = [
         lambda rows: rows[::-1],
         lambda rows: rows[:1] * 5,
@@ -303,7 +304,7 @@ def test_memory_is_lent_where_only_torch_s_collate_sees_the_rows(arena: Callable
 
     def lends(dataset: Any, collate_fn: Callable[[Any], Any] = default_collate) -> bool:
         filling.lend = nothing
-        collate.let_fill(dataset, collate_fn)
+        let_fill(dataset, collate_fn)
         return filling.lend is not nothing
 
     def nothing(nbytes: int) -> None:

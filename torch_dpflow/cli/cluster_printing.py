@@ -13,7 +13,7 @@ from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import NodeView, ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, ShardFigures, state_words
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
+from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 #: Column headings for a shard, and for all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")

@@ -17,7 +17,7 @@ from torch_dpflow.cli.cluster_printing import print_costs, print_remote_workers
 from torch_dpflow.cli.common import json_option, to_json
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
+from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 from torch_dpflow.remote.launchers.contract import WorkerName, prefix_of
 from torch_dpflow.remote.launchers.registry import resolve
 

@@ -201,14 +201,15 @@ class EpochAnnouncement:
         self._spread = batches * samples
         #: Batches before this one were announced at the beginning.
         self._settled = 0
-        self._accepted = loader._dataset_kind == DatasetKind.Map and takes_orders(loader.dataset)
-        if self._accepted:
+        #: Whether the dataset accepts orders; else no call is needed.
+        self.accepted = loader._dataset_kind == DatasetKind.Map and takes_orders(loader.dataset)
+        if self.accepted:
             # Only then are lengths computed: a user's `__len__` may be slow, or raise.
             announce_order(loader.dataset, lambda: self._settle(loader, plan), self._spread)
 
     def drawn(self, position: int, index: Any) -> None:
         """Announce a batch that was drawn, unless it was announced at the beginning."""
-        if not self._accepted or position < self._settled:
+        if position < self._settled:
             return
         # Other types may be iterators, or no numbers.
         keys = index if type(index) in (list, tuple) else [index]

@@ -158,8 +158,13 @@ class PrivateShard:
         self.processes = processes
         self._listener = processes.listener
         self._task_timeout_s = task_timeout_s
+        #: The interval at which time limits are checked, seconds, and when next; None: there are none.
+        self._tick_s = TICK_S if self.ticks else None
+        if task_timeout_s is not None:
+            self._tick_s = min(task_timeout_s / 4, TICK_S)
+        self._tick_at = 0.0
         # Time for which this process was stopped, by a debugger or with its container, does not count for workers.
-        self._clock = SuspendAwareClock()
+        self._clock: Callable[[], float] = time.monotonic if self._tick_s is None else SuspendAwareClock()
         self._scheduler = Scheduler(
             window=WINDOW,
             max_window=self.max_window,
@@ -168,11 +173,6 @@ class PrivateShard:
         )
         self._shard = Shard(self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s)
         self._receive = self._receiver()
-        #: The interval at which time limits are checked, seconds, and when next; None: there are none.
-        self._tick_s = TICK_S if self.ticks else None
-        if task_timeout_s is not None:
-            self._tick_s = min(task_timeout_s / 4, TICK_S)
-        self._tick_at = 0.0
         self._thread = AwaitedThread(self._run, name="dpflow-shard")
         try:
             self.processes.start_all()
@@ -303,7 +303,8 @@ class PrivateShard:
 
     def _poll_once(self) -> None:
         message = self._listener.receive(self._tick_s)
-        is_quiet = message is None  # a death wakes the listener without a message
+        # A death wakes the listener without a message, and again if commands came before it.
+        is_quiet = message is None and not self._commands
         while message is not None:
             self._receive(*message)
             message = self._listener.receive(0)

@@ -26,7 +26,7 @@ from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow.cluster.monitoring.cluster_figures import JobRow
 from torch_dpflow.cluster.monitoring.page_access import TOKEN_FILE, PagePlace, check_page, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import RUNNING, Observation, ProcessRow
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
+from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 from torch_dpflow.loader.runtime import Workload
 from torch_dpflow.log import LOADER
 from torch_dpflow.workers.platform import Handle

@@ -208,7 +208,8 @@ class WorkerIterator(BaseDataLoaderIter):
         if batch is None:
             return False
         # Each may be repeated: if Control-C interrupts them, the batch is drawn again the next time.
-        self._announcement.drawn(batch.position, batch.index)
+        if self._announcement.accepted:
+            self._announcement.drawn(batch.position, batch.index)
         self._in_flight.add(batch)
         self._shard.submit([(self._task(batch.position), batch.index)], pinned_to=batch.worker)
         self._planner.submitted()
@@ -338,7 +339,7 @@ class WorkerIterator(BaseDataLoaderIter):
     def _handle(self, event: Event) -> None:
         match event:
             case Arrived() | Poisoned():
-                self._restarts.note_result()
+                self._restarts.results += 1
                 if isinstance(event, Arrived):
                     self._largest = max(self._largest, event.size)
                 if event.task >> POSITION_BITS == self._generation:

@@ -214,16 +214,13 @@ class Restarts:
         self._limit = limit
         self._workers = workers
         self._meter = meter
-        self._deaths = 0
-        self._has_loaded = False
+        #: How many batches workers have loaded, or died over; counted by the iterator.
+        self.results = 0
+        #: Deaths since the latest result, and how many results there were at the latest death.
+        self._deaths = self._results_before = 0
         self._exit_report = ""
         #: How the process of each worker before the present one ended.
         self.ends: dict[int, str] = {}
-
-    def note_result(self) -> None:
-        """Record that a worker has loaded a batch, or has died while it loaded one."""
-        self._deaths = 0
-        self._has_loaded = True
 
     def replace(self, processes: WorkerProcesses, worker: int, dead: Handle) -> None:
         """Start another process in place of `dead`.
@@ -232,7 +229,6 @@ class Restarts:
             WorkerStartError: too many have died in a row.
             DescriptorLimitError: too many files are open; the call can be repeated.
         """
-        self._deaths += 1
         if self._are_too_many():
             raise self._too_many(worker, processes.reap(worker))
         self._note_replaced(worker, processes.replace(worker, dead))
@@ -244,13 +240,15 @@ class Restarts:
         """
         if not how:
             return
-        self._deaths += 1
         if self._are_too_many():
             raise self._too_many(worker, how)
         self._note_replaced(worker, how)
 
     def _are_too_many(self) -> bool:
-        default = RESTART_LIMIT if self._has_loaded else min(RESTART_LIMIT, self._workers + FALSE_STARTS)
+        """Count a death; return whether it is one too many."""
+        self._deaths = 1 + (self._deaths if self.results == self._results_before else 0)
+        self._results_before = self.results
+        default = RESTART_LIMIT if self.results else min(RESTART_LIMIT, self._workers + FALSE_STARTS)
         return self._deaths > (default if self._limit is None else self._limit)
 
     def _too_many(self, worker: int, how: str) -> WorkerStartError:

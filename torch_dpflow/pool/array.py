@@ -18,7 +18,7 @@ from torch_dpflow._core.checks import check_seconds, check_type
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import DPFlowError, PeerLostError
-from torch_dpflow.ipc.memory.conversions import from_array
+from torch_dpflow.ipc.memory.segment import from_array
 from torch_dpflow.pool.array_files import ArrayReader, array_identity, array_layout
 from torch_dpflow.pool.messages import ArraySource
 from torch_dpflow.pool.reader.lookup import check_directory

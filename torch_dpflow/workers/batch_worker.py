@@ -1,6 +1,12 @@
 """Main loop of a private loader's worker: connect to the shard, load its tasks, send the results.
 
 One message delivers a result and requests more tasks.
+
+A worker collates its batches into shared memory, without a copy. torch's `default_collate_fn_map` is its public
+registry of collate functions. The one for tensors is replaced by one that differs in the memory of the result only.
+Other types, and tensors for which it fails, go to torch's function, so that results and errors are torch's. A dataset
+of rows may get the block for its batch (`let_fill`), so that its rows need not be stacked. The batches of a shared flow
+are collated in the job, by `cluster/client/collate`.
 """
 
 from __future__ import annotations
@@ -10,13 +16,23 @@ import os
 import pickle
 import signal
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from torch_dpflow._core.torch_private import ExceptionWrapper, set_worker_signal_handlers
+import torch
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
+
+from torch_dpflow._core.torch_private import (
+    ExceptionWrapper,
+    collate_tensor_fn,
+    default_collate_fn_map,
+    set_worker_signal_handlers,
+)
 from torch_dpflow.errors import NotPicklableError, WorkerError
-from torch_dpflow.ipc.memory.arena import Arena, RunningTask
+from torch_dpflow.ipc.memory.arena import Arena, Block, RunningTask
+from torch_dpflow.ipc.memory.segment import Memory, storage_over, tensor_over
 from torch_dpflow.ipc.messages.headers import (
     FAILURE,
     EpochBegin,
@@ -32,11 +48,116 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
+from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
-from torch_dpflow.workers import collate
 from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec, unpicklable_failure
 from torch_dpflow.workers.process_control import use_sched_batch
+
+_arena: Arena | None = None
+#: Addresses of blocks that were lent to datasets.
+_filled: set[int] = set()
+
+
+def collate_into(arena: Arena) -> None:
+    """Let torch's default collate stack into blocks of `arena`, unless the user has replaced its function."""
+    global _arena
+    if default_collate_fn_map.get(torch.Tensor) in (collate_tensor_fn, _collate_tensors):
+        _arena = arena
+        default_collate_fn_map[torch.Tensor] = _collate_tensors
+
+
+def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+    """Lend datasets that have `fill_batches` the memory of their batches, after `install`.
+
+    Only if torch's default collate alone uses the rows: any other code that kept a row would see it change.
+    """
+    if collate_fn is default_collate:
+        for one in _fillers(dataset) or ():
+            one.fill_batches(lend)
+
+
+def lend(nbytes: int) -> Memory | None:
+    """Lend the memory of a block of the arena; None if there is none, or `nbytes` is too small."""
+    block = _lend(nbytes)
+    if block is None:
+        return None
+    _filled.add(block.address)
+    return block.memory
+
+
+def _fillers(dataset: Any) -> list[Any] | None:
+    """Return the parts of a dataset that fill their batches; None if other code may use the rows."""
+    if type(dataset) is Subset:
+        return _fillers(dataset.dataset)
+    if type(dataset) is TensorDataset:
+        return []
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        found = [_fillers(one) for one in parts]
+        return None if None in found else [one for own in found for one in own or ()]
+    # Of this very class: a subclass may keep rows.
+    return [dataset] if "fill_batches" in vars(type(dataset)) else None
+
+
+def _collate_tensors(
+    batch: tuple[torch.Tensor, ...] | list[torch.Tensor],
+    *,
+    collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
+) -> Any:
+    first = batch[0]
+    if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
+        if _filled and (filled := _as_they_lie(batch)) is not None:
+            return filled
+        # In a worker torch's function stacks with `out=` as well. Unequal shapes, other dtypes and tensors that require
+        # grad fail here as they do there, and then torch's function raises its own error.
+        try:
+            return torch.stack(batch, 0, out=_out_for(first, len(batch)))
+        except RuntimeError:
+            pass
+    return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _out_for(first: torch.Tensor, count: int) -> torch.Tensor:
+    shape = (count, *first.shape)
+    nbytes = first.numel() * first.itemsize * count
+    block = _lend(nbytes)
+    if block is None:
+        # Not in torch's shared memory, whose file would be wasted: encoding copies small buffers anyway.
+        return torch.empty(shape, dtype=first.dtype, device="cpu")
+    return tensor_over(storage_over(block.memory), first.dtype, shape)
+
+
+def _lend(nbytes: int) -> Block | None:
+    block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
+    if block is not None:
+        _filled.discard(block.address)  # its former batch has failed
+    return block
+
+
+def _as_they_lie(batch: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the block that these rows fill in this order, as their batch; None if they do not."""
+    first, start = batch[0], batch[0].data_ptr()
+    if start not in _filled or _arena is None:
+        return None
+    _filled.discard(start)
+    form = first.dtype, first.shape, first.stride()
+    for number, row in enumerate(batch):
+        is_next = row.data_ptr() == start + number * first.nbytes
+        if not is_next or (row.dtype, row.shape, row.stride()) != form:
+            return None
+    block = _arena.block_at(start, len(batch) * first.nbytes)
+    if block is None or not first.is_contiguous():
+        return None
+    return tensor_over(storage_over(block.memory), first.dtype, (len(batch), *first.shape))
 
 
 class DeferredPickle:
@@ -171,7 +292,7 @@ class BatchWorker:
                 self._share_memory(shared_memory)
                 self._begin(frames[0])
                 # After `worker_init_fn`, which may have wrapped the dataset.
-                collate.let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
+                let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
                 self._connection.send([encode(WorkerReady())])
             case WorkerRefused(reason=reason):
                 raise RefusedError(f"the shard refuses this worker: {reason}")
@@ -203,7 +324,7 @@ class BatchWorker:
         if not works:
             self._arena = None
         elif self._arena is not None:
-            collate.install(self._arena)
+            collate_into(self._arena)
 
     def _load_oldest(self) -> None:
         assert self._source is not None

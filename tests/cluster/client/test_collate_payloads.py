@@ -19,7 +19,7 @@ from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.cluster.shard.worker_messages import detach
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
+from torch_dpflow.ipc.messages.headers import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 

@@ -22,7 +22,7 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     observation_of,
 )
 from torch_dpflow.cluster.monitoring.page_history import MAX_POINTS, MAX_SERIES, PageHistory
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
+from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 SERIES = ("stall", "rate", "hit_rate", "decodes")
 

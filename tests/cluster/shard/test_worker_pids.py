@@ -27,14 +27,15 @@ from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import (
     PROTOCOL_VERSION,
+    BlockRef,
     NoSession,
+    ProbeRef,
     WorkerHandshake,
     WorkerRefused,
     WorkerWelcome,
     decode,
     encode,
 )
-from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
 from torch_dpflow.ipc.rpc import RpcServer
 from torch_dpflow.ipc.transport import connect, listen
 
@@ -211,7 +212,7 @@ BELOW = """
 import sys
 import msgspec
 from torch_dpflow.ipc.memory.arena import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import ProbeRef
+from torch_dpflow.ipc.messages.headers import ProbeRef
 print(ArenaReader(int(sys.argv[1])).probe(msgspec.json.decode(sys.argv[2], type=ProbeRef)))
 """
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.new_process import held_by_child
 from torch_dpflow.ipc.memory.arena import Arena, Block
-from torch_dpflow.ipc.messages.payload_table import BlockRef
+from torch_dpflow.ipc.messages.headers import BlockRef
 
 
 class Writer:

@@ -22,10 +22,9 @@ from tests.new_process import held_by_child
 from torch_dpflow.errors import MessageError, OptionError, SegmentLostError
 from torch_dpflow.ipc.memory.arena import MAX_SEGMENTS, Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.memory.conversions import storage_over, tensor_over
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.ipc.memory.segment import FORKS, HEADER_BYTES
-from torch_dpflow.ipc.messages.payload_table import BlockRef
+from torch_dpflow.ipc.memory.segment import FORKS, HEADER_BYTES, storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import BlockRef
 
 SIZE = 300_000
 

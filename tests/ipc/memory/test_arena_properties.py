@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import BlockRef
+from torch_dpflow.ipc.messages.headers import BlockRef
 
 BUDGET = 2_000_000
 

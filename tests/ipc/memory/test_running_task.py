@@ -11,7 +11,7 @@ import pytest
 
 from torch_dpflow.ipc.memory.arena import Arena, RunningTask, RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import BlockRef
+from torch_dpflow.ipc.messages.headers import BlockRef
 
 
 def pair() -> tuple[RunningTask, RunningTaskReader, Arena]:

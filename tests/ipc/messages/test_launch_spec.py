@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError, OptionError
-from torch_dpflow.ipc.messages.launch_spec import (
+from torch_dpflow.ipc.messages.remote_worker import (
     MAX_ADDRESSES,
     MAX_LAUNCH_SPEC_BYTES,
     LaunchSpec,

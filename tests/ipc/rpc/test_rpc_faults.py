@@ -14,15 +14,7 @@ import msgspec
 import pytest
 
 from torch_dpflow.errors import DeadlineError, MessageError
-from torch_dpflow.ipc.messages.headers import (
-    PROTOCOL_VERSION,
-    Handshake,
-    Header,
-    PayloadOffer,
-    Welcome,
-    decode,
-    encode,
-)
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Handshake, Header, PayloadOffer, Welcome, decode, encode
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import connect, listen
 

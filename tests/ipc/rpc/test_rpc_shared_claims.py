@@ -9,8 +9,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, Handshake, PayloadOffer, encode, encode_body
-from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
+from torch_dpflow.ipc.messages.headers import (
+    PROTOCOL_VERSION,
+    BlockRef,
+    Handshake,
+    PayloadOffer,
+    ProbeRef,
+    encode,
+    encode_body,
+)
 from torch_dpflow.ipc.rpc import RpcClient, RpcServer
 from torch_dpflow.ipc.transport import connect
 

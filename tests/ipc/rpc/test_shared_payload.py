@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.ipc.memory.conversions import address_of
-from torch_dpflow.ipc.messages.payload_table import SHARED_BYTES
+from torch_dpflow.ipc.memory.segment import address_of
+from torch_dpflow.ipc.messages.headers import SHARED_BYTES
 from torch_dpflow.ipc.rpc.carrier import Carrier
 
 #: Room for two messages of the tests below.

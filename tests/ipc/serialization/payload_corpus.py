@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from torch_dpflow.ipc.messages.payload_table import BlockRef, BufferSpan, PayloadTable
+from torch_dpflow.ipc.messages.headers import BlockRef, BufferSpan, PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, encode
 
 FOLDER = Path(__file__).parent / "corpus"

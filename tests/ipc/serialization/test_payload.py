@@ -22,7 +22,7 @@ from torch._utils import ExceptionWrapper
 
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import PayloadTable
+from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 Carry = Callable[[Any], Any]

@@ -20,7 +20,7 @@ from tests.ipc.serialization.payload_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import BlockRef, BufferSpan, Frame, PayloadTable
+from torch_dpflow.ipc.messages.headers import BlockRef, BufferSpan, Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, discard
 
 SEEDS = load()

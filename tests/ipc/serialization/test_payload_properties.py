@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from torch_dpflow.ipc.memory.arena import Arena
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import PayloadTable
+from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 
 _settings = settings(

@@ -13,7 +13,7 @@ import torch
 
 from tests.new_process import run_interpreter
 from torch_dpflow.cluster.client.collate import collate_payloads, collate_samples
-from torch_dpflow.ipc.messages.payload_table import PayloadTable
+from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 

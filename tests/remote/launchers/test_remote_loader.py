@@ -22,16 +22,16 @@ from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from tests.remote_cases import lose_one, names_of
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, PeerLostError, WorkerStartError
-from torch_dpflow.ipc.messages.headers import (
+from torch_dpflow.ipc.messages.headers import WorkerRefused, decode, encode
+from torch_dpflow.ipc.messages.remote_worker import (
     FetchPiece,
+    LaunchSpec,
     Piece,
     RemoteHandshake,
     RemoteWelcome,
-    WorkerRefused,
-    decode,
-    encode,
+    decode_launch_spec,
+    encode_launch_spec,
 )
-from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions, connect, listen
 from torch_dpflow.ipc.transport.base import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import draw_key_pair

@@ -31,8 +31,8 @@ from torch_dpflow._core.torch_private import (
 from torch_dpflow.cluster.client.delivery import ReadyBatch
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, ServedSample
 from torch_dpflow.errors import MessageError, PoisonTaskError, WorkerError, WorkerStartError
-from torch_dpflow.ipc.memory.conversions import keeps_memory, memory_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
+from torch_dpflow.ipc.memory.segment import keeps_memory, memory_of, storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, decode_heads
 from torch_dpflow.ipc.serialization.fast_path import numbers_beside
 from torch_dpflow.ipc.serialization.pickling import is_plain

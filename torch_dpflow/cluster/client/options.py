@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch_dpflow._core.checks import check_fields, check_flag, check_int, check_number, check_seconds
@@ -224,12 +225,12 @@ class JobDescription:
     independence: float = 0.0
     weight: float = 1.0
 
-    @property
+    @cached_property
     def instance(self) -> str:
         """Name and version of its flow, as in `FlowSpec`."""
         return f"{self.flow}:v{self.version}"
 
-    @property
+    @cached_property
     def reader(self) -> str:
         """Name of this process at the services."""
         if self.rank is None:

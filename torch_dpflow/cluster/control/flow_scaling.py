@@ -17,7 +17,7 @@ from torch_dpflow.cluster.control.placement import max_min
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, WorkerSeconds
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import ProcessView
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
+from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 #: Most jobs of a flow whose worker-seconds are kept.
 MAX_JOBS = 1024

@@ -17,7 +17,7 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.ipc.messages.fields import MAX_TEXT, Body, Count, Name, Seconds, Text
-from torch_dpflow.ipc.messages.launch_spec import MAX_LAUNCH_SPEC_BYTES
+from torch_dpflow.ipc.messages.remote_worker import MAX_LAUNCH_SPEC_BYTES
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import End, Limits
 

@@ -13,7 +13,7 @@ from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES, Body, Count, SampleKeys
-from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable, aligned
+from torch_dpflow.ipc.messages.headers import Frame, PayloadTable, aligned
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3

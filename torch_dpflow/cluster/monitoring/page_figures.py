@@ -11,7 +11,7 @@ from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, figures_of
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
+from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
 #: Most jobs and processes on one page, which shows the number of the others.
 MAX_JOBS, MAX_PROCESSES = 256, 1024

@@ -10,7 +10,7 @@ import msgspec
 from torch_dpflow.cluster.messages.shard import SAMPLE, ServedSample
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.payload_table import BufferSpan, PayloadTable
+from torch_dpflow.ipc.messages.headers import BufferSpan, PayloadTable
 from torch_dpflow.ipc.transport import Frame, Listener
 
 #: Most messages of workers that are handled before the server handles another one.

@@ -24,10 +24,9 @@ from torch_dpflow._core.checks import check_int
 from torch_dpflow.errors import DescriptorLimitError, OptionError, TransportError
 from torch_dpflow.ipc.memory import segment as segments
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.memory.conversions import Memory
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.ipc.memory.segment import FORKS, HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
-from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
+from torch_dpflow.ipc.memory.segment import FORKS, HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Memory, Segment
+from torch_dpflow.ipc.messages.headers import BlockRef, ProbeRef
 
 #: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% is wasted.
 _CLASS_BITS = 5

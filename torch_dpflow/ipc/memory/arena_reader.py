@@ -14,9 +14,8 @@ from weakref import ref as weakref
 from torch_dpflow._core.descriptors import exhausted, is_exhausted
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.ipc.memory import segment as segments
-from torch_dpflow.ipc.memory.conversions import Memory
-from torch_dpflow.ipc.memory.segment import FORKS, FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Forks, Segment
-from torch_dpflow.ipc.messages.payload_table import BlockRef, ProbeRef
+from torch_dpflow.ipc.memory.segment import FORKS, FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Forks, Memory, Segment
+from torch_dpflow.ipc.messages.headers import BlockRef, ProbeRef
 
 #: Most segments that are mapped for one writer, which may ignore its own limit.
 _MAX_MAPPED = 1024

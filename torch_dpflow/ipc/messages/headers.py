@@ -1,6 +1,7 @@
 """Every header that crosses a process boundary: one typed struct each, encoded with msgpack.
 
-A message is one header frame followed by payload frames, which this module does not parse. Headers are validated when
+A message is one header frame followed by payload frames, which this module does not parse; a `PayloadTable` in the
+header says where an encoded object lies in them and in shared memory. Headers are validated when
 they are decoded: types, ranges, lengths, no unknown fields. No allocation trusts a length that a peer claims: msgspec
 grows lists as it reads, and a header frame has at most `MAX_HEADER_BYTES`.
 
@@ -13,10 +14,88 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from torch_dpflow._core.depth import check_msgpack
+from torch_dpflow._core.depth import MAX_DEPTH, check_msgpack
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
-from torch_dpflow.ipc.messages.fields import Count, Name, Seconds, Text
-from torch_dpflow.ipc.messages.payload_table import BlockRef, PayloadTable, ProbeRef
+from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
+from torch_dpflow.ipc.messages.remote_worker import (
+    FetchPiece,
+    MissingModules,
+    Piece,
+    RemoteHandshake,
+    RemoteWelcome,
+    WorkerGoodbye,
+    WorkerHeartbeat,
+)
+
+# --- payload ------------------------------------------------------------------------------------------------
+
+#: A cache line, and the widest vector: allocated memory begins at a multiple of it, bytes.
+ALIGNMENT = 64
+#: The alignment that a received frame has at best, by libzmq's header. It is enough for every dtype but numpy's long
+#: double, whose frames are copied; to copy the others would cost more than unaligned vectors do.
+WORD = 8
+#: From this size on data goes through shared memory where possible, bytes. Measured: below it the socket is as fast.
+SHARED_BYTES = 1 << 15
+
+#: One part of a message.
+Frame: TypeAlias = "bytes | bytearray | memoryview"
+
+
+def aligned(size: int) -> int:
+    """Return `size`, rounded up to a multiple of ALIGNMENT."""
+    return size + -size % ALIGNMENT
+
+
+class BlockRef(msgspec.Struct, array_like=True, frozen=True):
+    """Where a published block lies, as the process that wrote it describes it."""
+
+    #: Number of the segment, never used twice by one arena.
+    segment: int
+    #: The writer's descriptor of the segment.
+    fd: int
+    #: Bytes of the segment that can hold data.
+    capacity: int
+    #: Bytes of the segment that hold data.
+    nbytes: int
+    #: Counts the loans of the segment; a reference can be opened once.
+    generation: int
+    #: How many segments the writer has retired so far; when this grows, the reader unmaps the retired ones.
+    retired: int
+
+
+class ProbeRef(msgspec.Struct, array_like=True, frozen=True):
+    """A published block that holds a token, by which a reader proves that it can read the arena."""
+
+    token: bytes
+    block: BlockRef
+
+
+class BufferSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where one piece of a payload lies: `size` bytes at `offset` of a frame or a block."""
+
+    #: Number of the frame; or -1 for the first block, -2 for the second, and so on.
+    part: int
+    offset: int
+    size: int
+
+
+class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where the head and the buffers of a payload lie in its frames and blocks."""
+
+    #: How many frames of a message the payload takes.
+    frames: int
+    blocks: tuple[BlockRef, ...]
+    head: BufferSpan
+    #: One for each use of a buffer in the head, in order; equal spans are the same memory.
+    buffers: tuple[BufferSpan, ...]
+    #: The alignment that the items in the buffers need, bytes.
+    alignment: int = WORD
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head and the buffers, in frames and in shared memory."""
+        return self.head.size + sum(place.size for place in set(self.buffers))
+
 
 #: Raised by every change that an older release would misread.
 PROTOCOL_VERSION = 4
@@ -24,13 +103,6 @@ PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 
 EMPTY_BODY = msgspec.Raw(b"\xc0")
-
-
-class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A header: an array on the wire, led by the integer tag; unknown fields are an error."""
-
-
-# --- payload ------------------------------------------------------------------------------------------------
 
 
 class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -58,7 +130,7 @@ class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     probe: msgspec.Raw = EMPTY_BODY
 
 
-class Handshake(_Header, tag=1):
+class Handshake(Body, tag=1):
     """Client to server, first on every connection and again after `NoSession`.
 
     In all releases the first field of this and of `Welcome` is the version: `version_of` reads it.
@@ -69,7 +141,7 @@ class Handshake(_Header, tag=1):
     offer: PayloadOffer
 
 
-class Welcome(_Header, tag=2):
+class Welcome(Body, tag=2):
     """Server to client: the answer to `Handshake`. A client of another version disconnects."""
 
     version: Count
@@ -79,18 +151,18 @@ class Welcome(_Header, tag=2):
     offer: PayloadOffer
 
 
-class NoSession(_Header, tag=3):
+class NoSession(Body, tag=3):
     """Server to client: the session does not exist, or no longer. Send `Handshake`, then repeat the open calls."""
 
 
-class Reading(_Header, tag=6):
+class Reading(Body, tag=6):
     """Either way: the sender can read the receiver's shared memory, and accepts large frames in it."""
 
 
 # --- calls --------------------------------------------------------------------------------------------------
 
 
-class Request(_Header, tag=10):
+class Request(Body, tag=10):
     """Client to server: call `method`. Payload frames follow."""
 
     #: Counts the client's calls from 1 on.
@@ -106,7 +178,7 @@ class Request(_Header, tag=10):
     packing: Packing | None = None
 
 
-class Reply(_Header, tag=11):
+class Reply(Body, tag=11):
     """Server to client: the call's result. Payload frames follow."""
 
     call: Count
@@ -114,7 +186,7 @@ class Reply(_Header, tag=11):
     packing: Packing | None = None
 
 
-class Failure(_Header, tag=12):
+class Failure(Body, tag=12):
     """Server to client: the call ended with an error."""
 
     call: Count
@@ -122,7 +194,7 @@ class Failure(_Header, tag=12):
     text: Text
 
 
-class Inquiry(_Header, tag=13):
+class Inquiry(Body, tag=13):
     """Client to server.
 
     Report the state of these calls. `Reply`, `Failure` or `Missing` answers each that does not run.
@@ -131,7 +203,7 @@ class Inquiry(_Header, tag=13):
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
 
-class Missing(_Header, tag=14):
+class Missing(Body, tag=14):
     """Server to client: this call was never received; send it again."""
 
     call: Count
@@ -145,7 +217,7 @@ BATCH, FAILURE, END = range(3)
 MAX_TASKS = 1 << 16
 
 
-class WorkerHandshake(_Header, tag=30):
+class WorkerHandshake(Body, tag=30):
     """Worker to shard, its first message: it has started.
 
     Releases only append fields after `version`: `version_of` reads it.
@@ -162,35 +234,35 @@ class WorkerHandshake(_Header, tag=30):
     version: Count = PROTOCOL_VERSION
 
 
-class WorkerWelcome(_Header, tag=31):
+class WorkerWelcome(Body, tag=31):
     """Shard to worker: the answer to `WorkerHandshake`. One frame follows: the epoch, as the requester describes it."""
 
     #: Whether the worker's shared memory can be read here.
     shared_memory: bool
 
 
-class WorkerRefused(_Header, tag=38):
+class WorkerRefused(Body, tag=38):
     """Shard to worker: end, because this shard has no such worker, or no longer, or the release differs."""
 
     reason: Text  # empty: the shard ends, which needs no log line
 
 
-class WorkerReady(_Header, tag=36):
+class WorkerReady(Body, tag=36):
     """Worker to shard: the epoch of `WorkerWelcome` has begun; the worker can load tasks.
 
     A separate message, so that no task is suspected if a worker dies during its own start, as in `worker_init_fn`.
     """
 
 
-class WorkerBegun(_Header, tag=37):
+class WorkerBegun(Body, tag=37):
     """Worker to shard: where its own stream begins in the epoch. One frame follows: `Begun`."""
 
 
-class EpochBegin(_Header, tag=32):
+class EpochBegin(Body, tag=32):
     """Shard to worker: drop all tasks; another epoch begins. One frame follows, as of `WorkerWelcome`."""
 
 
-class Window(_Header, tag=33):
+class Window(Body, tag=33):
     """Shard to worker: append these tasks to the queue. One frame follows for each."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
@@ -209,7 +281,7 @@ class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
     has_stream: bool
 
 
-class Exchange(_Header, tag=34):
+class Exchange(Body, tag=34):
     """Worker to shard: all results since the last one, and a request for more tasks. Frames of the results follow."""
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
@@ -219,85 +291,8 @@ class Exchange(_Header, tag=34):
     sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)] | None = None
 
 
-class Stop(_Header, tag=35):
+class Stop(Body, tag=35):
     """Shard to worker: finish the running task, and end."""
-
-
-# --- between a remote worker and its shard -----------------------------------------------------------
-
-# A remote worker has two connections. A thread of its own serves the first: handshake, download of what it loads,
-# heartbeats. On the other it is a worker like any. `WorkerRefused` may arrive on the first at any time.
-
-#: Maximum bytes of one piece of a content, and maximum names in a handshake.
-PIECE_BYTES, MAX_NAMES = 4 << 20, 256
-
-#: Names and versions.
-_Short = Annotated[str, msgspec.Meta(max_length=128)]
-
-
-class RemoteHandshake(_Header, tag=40):
-    """Remote worker to shard, first, and again until it is answered.
-
-    In all releases its first field is the version: `version_of` reads it.
-    """
-
-    version: Count
-    #: By the name of an installed distribution; also "python".
-    versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
-    #: Digests of contents that it has already.
-    has: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
-    #: Its host and process, for display.
-    where: _Short = ""
-
-
-class RemoteWelcome(_Header, tag=41):
-    """Shard to remote worker: fetch these contents, by their digests. An empty digest means none."""
-
-    #: What it loads, and its size.
-    content: _Short
-    nbytes: Count
-    #: The modules that this needs.
-    code: _Short
-    code_nbytes: Count
-
-
-class FetchPiece(_Header, tag=42):
-    """Remote worker to shard: send the piece of this content at this offset."""
-
-    digest: _Short
-    offset: Count
-
-
-class Piece(_Header, tag=43):
-    """Shard to remote worker: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
-
-    digest: _Short
-    offset: Count
-
-
-class MissingModules(_Header, tag=46):
-    """Remote worker to shard: it lacks these modules and cannot load the content. `WorkerRefused` answers it."""
-
-    modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
-
-
-class WorkerHeartbeat(_Header, tag=44):
-    """Remote worker to shard, periodically, and the shard's answer."""
-
-    #: Messages sent on the other connection so far. If a receiver has fewer for some time, one was lost.
-    sent: Count
-    #: Of the worker, seconds: round trip of an earlier heartbeat, and how long it has waited for its link.
-    round_trip_s: Seconds = 0.0
-    away_s: Seconds = 0.0
-
-
-class WorkerGoodbye(_Header, tag=45):
-    """Remote worker to shard, its last message: it ends now."""
-
-    #: Why, as a traceback; empty if it was requested.
-    report: Text
-    #: Messages that it has sent on the other connection.
-    sent: Count
 
 
 # --- all of them --------------------------------------------------------------------------------------------
@@ -409,7 +404,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | byt
     if size > MAX_HEADER_BYTES:
         raise MessageError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are allowed")
     try:
-        check_msgpack(memoryview(data))
+        if size > MAX_DEPTH:  # one level takes a byte at least
+            check_msgpack(memoryview(data))
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise MessageError(f"not a valid message: {error}") from error

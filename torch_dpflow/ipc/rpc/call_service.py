@@ -15,8 +15,7 @@ from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateErr
 from torch_dpflow.ipc.messages import headers as messages
 from torch_dpflow.ipc.messages.errors import RecoverableError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
-from torch_dpflow.ipc.messages.headers import Header, Reply, body_decoder, decode_body, encode, encode_body
-from torch_dpflow.ipc.messages.payload_table import Frame
+from torch_dpflow.ipc.messages.headers import Frame, Header, Reply, body_decoder, decode_body, encode, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict
 from torch_dpflow.log import TRANSPORT

@@ -16,8 +16,18 @@ import msgspec
 import snappy
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.headers import Packing, PayloadOffer, body_decoder, decode_body, encode_body
-from torch_dpflow.ipc.messages.payload_table import SHARED_BYTES, BlockRef, Frame, ProbeRef, aligned
+from torch_dpflow.ipc.messages.headers import (
+    SHARED_BYTES,
+    BlockRef,
+    Frame,
+    Packing,
+    PayloadOffer,
+    ProbeRef,
+    aligned,
+    body_decoder,
+    decode_body,
+    encode_body,
+)
 
 if TYPE_CHECKING:
     from torch_dpflow.ipc.memory.arena import Arena

@@ -24,8 +24,7 @@ from torch_dpflow.errors import (
     TransportError,
 )
 from torch_dpflow.ipc.messages import headers as messages
-from torch_dpflow.ipc.messages.headers import Header, body_decoder, decode, decode_body, encode
-from torch_dpflow.ipc.messages.payload_table import Frame
+from torch_dpflow.ipc.messages.headers import Frame, Header, body_decoder, decode, decode_body, encode
 from torch_dpflow.ipc.rpc.carrier import Carrier
 
 _ANY = body_decoder(Any)

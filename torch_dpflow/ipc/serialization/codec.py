@@ -23,14 +23,14 @@ import torch
 from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.ipc.memory.arena import Arena, Block
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.memory.conversions import (
+from torch_dpflow.ipc.memory.segment import (
     address_of,
     aligned_copy,
     is_aligned,
     storage_over,
     tensor_over,
 )
-from torch_dpflow.ipc.messages.payload_table import (
+from torch_dpflow.ipc.messages.headers import (
     ALIGNMENT,
     SHARED_BYTES,
     WORD,

@@ -18,8 +18,8 @@ import torch
 
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow.ipc.memory.arena import Arena, Block
-from torch_dpflow.ipc.memory.conversions import address_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.payload_table import ALIGNMENT, SHARED_BYTES, BufferSpan, Frame, PayloadTable
+from torch_dpflow.ipc.memory.segment import address_of, storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import ALIGNMENT, SHARED_BYTES, BufferSpan, Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 from torch_dpflow.ipc.serialization.pickling import PayloadPickler, is_plain
 from torch_dpflow.log import TRANSPORT

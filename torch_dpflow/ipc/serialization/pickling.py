@@ -23,8 +23,8 @@ from torch.storage import TypedStorage
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import typed_storage, untyped_storage
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.ipc.memory.conversions import Memory, address_of, memory_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.payload_table import WORD
+from torch_dpflow.ipc.memory.segment import Memory, address_of, memory_of, storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import WORD
 from torch_dpflow.log import TRANSPORT
 
 #: A view is sent without the rest of its storage if it takes up less than this share, and saves at least these bytes.

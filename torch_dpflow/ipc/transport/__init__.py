@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch_dpflow._core.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
-from torch_dpflow.ipc.messages.payload_table import Frame
+from torch_dpflow.ipc.messages.headers import Frame
 from torch_dpflow.ipc.transport.base import Connection, Listener, TransportOptions
 
 __all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "listen"]

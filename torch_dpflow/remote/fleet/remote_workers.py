@@ -13,22 +13,17 @@ from typing import Any
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
-from torch_dpflow.ipc.messages.headers import (
+from torch_dpflow.ipc.messages.headers import Stop, WorkerHandshake, WorkerRefused, decode, encode, version_of
+from torch_dpflow.ipc.messages.remote_worker import (
     FetchPiece,
     MissingModules,
     Piece,
     RemoteHandshake,
     RemoteWelcome,
-    Stop,
+    RemoteWorkerView,
     WorkerGoodbye,
-    WorkerHandshake,
     WorkerHeartbeat,
-    WorkerRefused,
-    decode,
-    encode,
-    version_of,
 )
-from torch_dpflow.ipc.messages.launch_spec import RemoteWorkerView
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.remote.fleet.lifecycle import Fleet

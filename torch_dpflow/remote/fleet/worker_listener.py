@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from torch_dpflow._core.checks import MAX_PORT
 from torch_dpflow.errors import OptionError, TransportError
-from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, encode_launch_spec
+from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, encode_launch_spec
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.ipc.transport.base import WorkerKeys
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener, draw_key_pair

@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.headers import PIECE_BYTES, PROTOCOL_VERSION, WorkerGoodbye
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION
+from torch_dpflow.ipc.messages.remote_worker import PIECE_BYTES, WorkerGoodbye
 from torch_dpflow.log import LOADER, SERVICE
 from torch_dpflow.remote.shipping.compatibility import missing_text, unfit, versions_here, warnings_of
 

@@ -24,7 +24,7 @@ def warm() -> None:
 
     import torch_dpflow.remote.worker.remote_batches  # noqa: F401
     from torch_dpflow.errors import MessageError
-    from torch_dpflow.ipc.messages.launch_spec import LAUNCH_SPEC_VERSION, decode_launch_spec
+    from torch_dpflow.ipc.messages.remote_worker import LAUNCH_SPEC_VERSION, decode_launch_spec
     from torch_dpflow.remote.shipping.compatibility import versions_here
     from torch_dpflow.remote.worker.program import SAMPLES
 

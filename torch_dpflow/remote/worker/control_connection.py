@@ -21,22 +21,19 @@ from typing import Any, NoReturn
 from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_TEXT
-from torch_dpflow.ipc.messages.headers import (
+from torch_dpflow.ipc.messages.headers import PROTOCOL_VERSION, WorkerRefused, decode, encode
+from torch_dpflow.ipc.messages.remote_worker import (
     MAX_NAMES,
     PIECE_BYTES,
-    PROTOCOL_VERSION,
     FetchPiece,
+    LaunchSpec,
     MissingModules,
     Piece,
     RemoteHandshake,
     RemoteWelcome,
     WorkerGoodbye,
     WorkerHeartbeat,
-    WorkerRefused,
-    decode,
-    encode,
 )
-from torch_dpflow.ipc.messages.launch_spec import LaunchSpec
 from torch_dpflow.ipc.transport import Connection, Frame, TransportOptions, connect
 from torch_dpflow.ipc.transport.base import ClientKeys
 from torch_dpflow.ipc.transport.link_time import LinkTime

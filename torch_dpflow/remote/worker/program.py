@@ -10,7 +10,7 @@ from importlib import import_module
 from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.processes import PrivateDirectory
 from torch_dpflow.errors import MessageError
-from torch_dpflow.ipc.messages.launch_spec import LaunchSpec, decode_launch_spec
+from torch_dpflow.ipc.messages.remote_worker import LaunchSpec, decode_launch_spec
 from torch_dpflow.remote.shipping.code_bundle import install_bundle
 from torch_dpflow.remote.shipping.compatibility import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.worker.control_connection import ControlConnection, UnwantedWorkerError

@@ -1,12 +1,15 @@
-"""The zmq contexts of a process: shared use, authentication of peers, and forks."""
+"""The zmq contexts of a process: shared use, authentication of peers, and forks; and whether an ipc path is free."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Callable
+from socket import AF_UNIX, socket
 from typing import Protocol
 
 import zmq
@@ -139,3 +142,20 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def check_path(path: str, *, take_leftover: bool) -> None:
+    """Raise OSError if another process listens at an ipc path: libzmq would silently replace its socket.
+
+    A file without a listener was left by a killed process, or is about to be removed by one that closes.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "a file is there that is no socket")
+    with socket(AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        if probe.connect_ex(path) == 0 or not take_leftover:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from torch_dpflow.ipc.messages.payload_table import Frame
+from torch_dpflow.ipc.messages.headers import Frame
 from torch_dpflow.ipc.transport.zeromq.sockets import LOOK_S, ZeroMQListener
 
 

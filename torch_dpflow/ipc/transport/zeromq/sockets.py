@@ -10,26 +10,23 @@ import errno
 import math
 import os
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from socket import AF_UNIX, socket
 from typing import Any
 
 import zmq
 
 from torch_dpflow._core import descriptors
 from torch_dpflow._core.checks import is_loopback
-from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
-from torch_dpflow.ipc.messages.payload_table import Frame
+from torch_dpflow.errors import MessageError, OptionError, PeerLostError, StateError, TransportError
+from torch_dpflow.ipc.messages.headers import Frame
 from torch_dpflow.ipc.transport.base import (
     ClientKeys,
     ServerKeys,
     TransportOptions,
     WorkerKeys,
-    check_frames,
     check_identity,
 )
 from torch_dpflow.ipc.transport.zeromq import contexts
@@ -258,7 +255,7 @@ class ZeroMQListener(_SocketEndpoint):
             last = time.monotonic() > deadline
             try:
                 if self.address.startswith("ipc:///"):
-                    check_path(self.address.removeprefix("ipc://"), take_leftover=last)
+                    contexts.check_path(self.address.removeprefix("ipc://"), take_leftover=last)
                 self._socket.bind(self.address)
                 return
             except (OSError, zmq.ZMQError) as error:
@@ -348,7 +345,7 @@ class ZeroMQListener(_SocketEndpoint):
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         self._check_usable()
-        check_frames(frames, self._options)
+        _check_frames(frames, self._options)
         try:
             self._socket.send(peer, _NOBLOCK | _SNDMORE)
         except zmq.ZMQError as error:
@@ -395,7 +392,7 @@ class ZeroMQConnection(_SocketEndpoint):
 
     def send(self, frames: Sequence[Frame]) -> None:
         self._check_usable()
-        check_frames(frames, self._options)
+        _check_frames(frames, self._options)
         try:
             self._send(frames)
         except zmq.Again:
@@ -424,18 +421,17 @@ def _send_frame(socket: zmq.SyncSocket, frame: Frame, flags: int) -> None:
     socket.send(frame, flags, copy=size < ZERO_COPY_BYTES)
 
 
-def check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError if another process listens at an ipc path: libzmq would silently replace its socket.
-
-    A file without a listener was left by a killed process, or is about to be removed by one that closes.
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise OSError(errno.EEXIST, "a file is there that is no socket")
-    with socket(AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(path) == 0 or not take_leftover:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+def _check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
+    """Raise MessageError unless `frames` is a message within the limits."""
+    if not 1 <= len(frames) <= options.max_frames:
+        raise MessageError(
+            f"a message of {len(frames)} frames: max_frames allows 1 to {options.max_frames}; join small ones"
+        )
+    for frame in frames:
+        size = len(frame)
+        if isinstance(frame, memoryview):
+            size = frame.nbytes
+            if not frame.c_contiguous:
+                raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
+        if size > options.max_frame_bytes:
+            raise MessageError(f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it")

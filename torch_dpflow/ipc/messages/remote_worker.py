@@ -1,4 +1,4 @@
-"""The launch spec of a remote worker, which it receives at start, and its state for display."""
+"""What a remote worker and its shard exchange: its launch spec, the messages of its own connection, and its state."""
 
 from __future__ import annotations
 
@@ -100,3 +100,78 @@ class RemoteWorkerView(Body):
     where: Text
     #: How many samples the shard has received from it.
     samples: Count = 0
+
+
+# A remote worker has two connections. A thread of its own serves the first: handshake, download of what it loads,
+# heartbeats. On the other it is a worker like any. `WorkerRefused` may arrive on the first at any time.
+
+#: Maximum bytes of one piece of a content, and maximum names in a handshake.
+PIECE_BYTES, MAX_NAMES = 4 << 20, 256
+
+#: Names and versions.
+_Short = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class RemoteHandshake(Body, tag=40):
+    """Remote worker to shard, first, and again until it is answered.
+
+    In all releases its first field is the version: `version_of` reads it.
+    """
+
+    version: Count
+    #: By the name of an installed distribution; also "python".
+    versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
+    #: Digests of contents that it has already.
+    has: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
+    #: Its host and process, for display.
+    where: _Short = ""
+
+
+class RemoteWelcome(Body, tag=41):
+    """Shard to remote worker: fetch these contents, by their digests. An empty digest means none."""
+
+    #: What it loads, and its size.
+    content: _Short
+    nbytes: Count
+    #: The modules that this needs.
+    code: _Short
+    code_nbytes: Count
+
+
+class FetchPiece(Body, tag=42):
+    """Remote worker to shard: send the piece of this content at this offset."""
+
+    digest: _Short
+    offset: Count
+
+
+class Piece(Body, tag=43):
+    """Shard to remote worker: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
+
+    digest: _Short
+    offset: Count
+
+
+class MissingModules(Body, tag=46):
+    """Remote worker to shard: it lacks these modules and cannot load the content. `WorkerRefused` answers it."""
+
+    modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
+
+
+class WorkerHeartbeat(Body, tag=44):
+    """Remote worker to shard, periodically, and the shard's answer."""
+
+    #: Messages sent on the other connection so far. If a receiver has fewer for some time, one was lost.
+    sent: Count
+    #: Of the worker, seconds: round trip of an earlier heartbeat, and how long it has waited for its link.
+    round_trip_s: Seconds = 0.0
+    away_s: Seconds = 0.0
+
+
+class WorkerGoodbye(Body, tag=45):
+    """Remote worker to shard, its last message: it ends now."""
+
+    #: Why, as a traceback; empty if it was requested.
+    report: Text
+    #: Messages that it has sent on the other connection.
+    sent: Count
