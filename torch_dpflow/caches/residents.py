@@ -193,7 +193,7 @@ class Residents:
         return np.concatenate(gone) if gone else _NO_KEYS
 
     def _sift_front(self) -> Ranks:
-        """Keep only resident keys above the floor in the front; returns their ranks."""
+        """Remove keys from the front that are not resident or not above the floor; return the ranks of the others."""
         ranks = self._ranks(self._front)
         resident = ranks.imag < 0
         high = (ranks > self._coarse.floor) & resident

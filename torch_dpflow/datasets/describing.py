@@ -130,7 +130,7 @@ class Describer:
         return checksum_of(data, self._checksum or "crc32")
 
     def _warn_if_missing(self, url: str) -> None:
-        """Warn if the first object that the source names is missing: with a wrong root all are.
+        """Warn if the first object that the source names is missing: with a wrong root, all objects are.
 
         This is no error, as objects may be written later than their descriptions.
         """

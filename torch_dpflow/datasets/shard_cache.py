@@ -107,7 +107,7 @@ class ShardCache:
         return found
 
     def _load_ours(self, ours: Mapping[int, RunningLoad]) -> dict[int, LoadedShard]:
-        """Load shards that no other thread is loading, for all threads that wait for them."""
+        """Load the shards that no other thread is loading, also for threads that wait for them."""
         try:
             loaded = dict(zip(ours, self._load(list(ours)), strict=True))
         except BaseException as error:

@@ -42,7 +42,8 @@ OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 class LoaderShape:
     """The properties that a loader must share with the one whose state it resumes.
 
-    Lengths are computed with the state only: torch computes none while it iterates, and `__len__` may fail or be slow.
+    Lengths are computed only when a state is made: torch computes none while it iterates, and `__len__` may fail or be
+    slow.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -232,7 +233,7 @@ class EpochProgress:
             )
 
     def state(self) -> LoaderState:
-        """Return the state to resume this iteration from, or the next one if it is over. No side effect.
+        """Return the state to resume this iteration, or the next one if this one is over. No side effect.
 
         Raises StateError: the `state_dict` of the dataset or sampler failed.
         """

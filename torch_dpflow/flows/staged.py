@@ -25,8 +25,8 @@ class EpochCounter:
 
     An epoch that was set takes precedence, then the epoch of a DPFlowDataLoader, resumed or not. torch's loader passes
     no epoch to a dataset: the base seed of its workers is random, stays the same for persistent workers, and does not
-    exist without workers. So a sample's epoch is the number of times it was read before, and at least that of any
-    other sample: in passes over all samples it is the number of the pass, in any process.
+    exist without workers. So a sample's epoch is the number of times it was read before, and at least the highest epoch
+    of any sample. In passes over all samples this is the number of the pass, in any process.
 
     Two processes that count at the same time may each miss the other's increment; both then see a repeated sample,
     which gives the same epoch.

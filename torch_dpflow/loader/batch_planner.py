@@ -96,8 +96,8 @@ class InFlight:
 class InFlightLimit:
     """How many batches may be in flight.
 
-    torch's number, in general. Fewer, if those of remote workers would fill this process's memory. More, while a worker
-    is idle because the batch that is due is late.
+    In general torch's number. Fewer if batches of remote workers would fill this process's memory. More while a worker
+    is idle because the next batch to deliver is late.
 
     Args:
         usual: torch's number.
@@ -117,7 +117,7 @@ class InFlightLimit:
         return max(self._workers, min(self._usual, self._budget // largest if largest else 0))
 
     def next(self, largest: int, in_flight: int) -> int:
-        """Return how many to plan in place of the batch that is due, which is still in flight."""
+        """Return how many batches to plan in place of the next batch to deliver, which is still in flight."""
         if self._budget is None:
             return 1
         return max(0, min(2, self.at_start(largest) - in_flight + 1))
@@ -239,7 +239,10 @@ class BatchPlanner:
 
 
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:
-    """Give each worker a stream of its own, or none. Streams of another number of workers cannot be continued."""
+    """Make the epoch's progress have one stream for each worker, or none.
+
+    Streams of another number of workers cannot continue: they are dropped, with a warning.
+    """
     if len(progress.streams) == workers:
         return
     if progress.streams:

@@ -33,7 +33,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     With the samplers that `routed_order` supports, `shuffle=True` among them, the flow's router decides the order
     together with those of other jobs: every order is equally likely, and each sample comes once. The order of any other
-    sampler is kept, and so it is if several processes of torch.distributed may have to read the same.
+    sampler is kept. It is also kept if several processes of torch.distributed may have to read the same samples.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -144,7 +144,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batched: bool) -> Iterator[Any]:
     """Yield the keys of each batch of a fixed order, which may be drawn in the reader's thread.
 
-    positions: gets the position in the plan of each batch, by its number.
+    positions: filled with the position in the plan of each batch, by the batch's number.
     """
     for number in itertools.count():
         try:
@@ -208,7 +208,7 @@ class RoutedProgress:
         self.finished = False
 
     def state(self) -> LoaderState:
-        """Return the state to resume the epoch from, or the next one if it is over: one bit per sample of the flow."""
+        """Return the state to resume the epoch, or the next one if this one is over: one bit per sample of the flow."""
         after = {"seed": self._job.seed, "epoch": self.epoch + 1}
         return LoaderState(
             epoch=self._iteration + self.finished,
@@ -236,8 +236,8 @@ def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
 class FlowPlanner:
     """Draws the batches of a sampler whose order may change during the epoch. Only the training thread uses it.
 
-    As torch, it draws `prefetch_factor * num_workers` batches when an iteration begins and another one before it
-    returns each; without workers it draws a batch when that is requested.
+    Like torch, it draws `prefetch_factor * num_workers` batches when an iteration begins, and one more before it
+    returns each batch. Without workers it draws a batch when that batch is requested.
 
     Args:
         progress: of the epoch.
@@ -261,7 +261,7 @@ class FlowPlanner:
         self._draw_to(taken + max(1, self._ahead))
 
     def draw_beyond(self, taken: int) -> None:
-        """Draw ahead of the first `taken` batches. Raises as the sampler."""
+        """Draw batches beyond the first `taken` ones. Raises what the sampler raises."""
         self._draw_to(taken + self._ahead)
 
     def _draw_to(self, goal: int) -> None:

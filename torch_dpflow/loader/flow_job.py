@@ -79,8 +79,8 @@ def routed_order(loader: Any) -> RoutedOrder | None:
     """Return how the router may replace the loader's sampler; None: the sampler's own order is kept.
 
     It may replace the sampler of `shuffle=True`, a SubsetRandomSampler without a generator of its own,
-    DistributedSampler and DynaGCSSampler, but no subclass of them. For one rank of several, the ranks must have a name
-    in common: that of `JobOptions`, or one by torch.distributed.
+    DistributedSampler and DynaGCSSampler, but no subclass of them. If there are several ranks, they must have a common
+    name: that of `JobOptions`, or one drawn through torch.distributed.
 
     It may not replace the sampler in two cases. First, torch.distributed has more processes than the sampler has
     replicas: some processes then read the same batches by the sampler's seed, as tensor-parallel and context-parallel
@@ -163,8 +163,8 @@ def _replica_of(sampler: Any) -> Replica | None:
 def job_of(loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None) -> SharedJob:
     """Return an unused job of the loader, opened if there is none; it is closed with the loader.
 
-    So iterations may run concurrently, as torch's may. Iterations of one rank belong to one job, so ranks need not
-    begin equally many.
+    So iterations may run concurrently, as with torch. All iterations of a rank belong to one job, so ranks need not
+    begin the same number of iterations.
 
     Args:
         seed: of the order, if it is the loader's first job.

@@ -1,4 +1,4 @@
-"""The start of an iteration: as torch's, or from a loaded state; and what is set up with it."""
+"""Start of an iteration, as in torch or from a loaded state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 
 
 class LoaderView:
-    """View of a loader on which torch's iterator starts without random draws: no sampler, a generator of its own."""
+    """View of a loader, without its sampler and generator, so that torch's iterator starts without random draws."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -127,14 +127,14 @@ def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[Open
 
 
 def _share_seed(iterator: Any, seed: int | None) -> None:
-    """Have a data pipe shuffle by this seed instead of the one that torch drew."""
+    """Make a data pipe shuffle with this seed instead of the one that torch drew."""
     if seed is not None and isinstance(iterator._dataset, IterDataPipe):
         iterator._shared_seed = seed
         iterator._dataset = graph_settings.apply_random_seed(iterator._dataset, torch.Generator().manual_seed(seed))
 
 
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
-    """Begin an epoch that follows one of persistent workers, which keep their base seed."""
+    """Begin another epoch of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
     generators = GeneratorStates.capture(loader)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)

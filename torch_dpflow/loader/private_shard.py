@@ -202,7 +202,8 @@ class PrivateShard:
     def wait(self, timeout_s: float | None) -> Event | None:
         """Return the next event, in the order in which they happened; None on timeout.
 
-        It stays the next event until `acknowledge`, as Control-C may come between any two steps of the training thread.
+        It stays the next event until `acknowledge`, as Control-C may interrupt the training thread between any two
+        steps.
 
         Raises:
             LifetimeError: this process was forked from the one that made the shard.
@@ -245,7 +246,7 @@ class PrivateShard:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made the shard; a forked child has inherited the object, not its workers."""
+        """Whether this process made the shard; a forked child inherits the object, but not its workers."""
         return self._owner == os.getpid()
 
     def totals(self) -> Counters:

@@ -1,8 +1,9 @@
 """Lets libraries that rebuild or wrap a loader keep our class, options and state.
 
-Lightning rebuilds a loader by its own class, which needs no support. Other libraries call torch's class by its name in
-their module with torch's arguments only, so that their users would silently lose our workers. They have no hook. But
-the rebuilt loader is a local variable of the calling function, so the name is bound to a class that looks there.
+Lightning rebuilds a loader by the loader's own class, which needs no support. Other libraries call torch's class, by
+its name in their module, with torch's arguments only, so their users would silently lose our workers. These libraries
+have no hook. But the original loader is a local variable of the calling function. So the name is bound to a class that
+looks for it there.
 
 Wrappers copy a loader's attributes, but not its methods: they get ours if they wrap a loader of ours.
 """

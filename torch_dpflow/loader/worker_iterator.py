@@ -280,7 +280,10 @@ class WorkerIterator(BaseDataLoaderIter):
         return outcome.value
 
     def _refill(self, head: PlannedBatch) -> None:
-        """Submit another batch in place of this one, which stays the head if that fails, as the sampler may."""
+        """Submit another batch in place of this one.
+
+        If that fails, for example in the sampler, this one stays the head.
+        """
         self._in_flight.remove(head.position)
         while self._planner.planned < self._goal and self._plan_one():
             pass

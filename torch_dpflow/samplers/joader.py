@@ -21,7 +21,7 @@ from torch_dpflow.samplers.group import Member
 
 
 class JoaderGroup(BufferedGroup):
-    """When a job's buffer is short, rounds of the sampling tree fill it and those that hold less than a batch.
+    """If a job's buffer is short, rounds of the sampling tree fill it, and all other buffers with less than a batch.
 
     Jobs share while they have about equally many samples left, because the ratio of what two jobs have
     left is the probability that the second follows the first. Each epoch of each job is uniform. At most

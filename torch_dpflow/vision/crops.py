@@ -36,7 +36,7 @@ _GROUP = 32
 
 
 class _Drawn:
-    """A thread's tensors for a drawn number and a drawn place, and numpy views of their memory.
+    """One thread's tensors for a drawn number and a drawn position, and numpy views of their memory.
 
     Between two images each call of torch takes tens of microseconds, as the decoder's pixels have evicted its code from
     the processor's caches. Making tensors and getting their items was half of these calls.
@@ -243,7 +243,7 @@ def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpola
 
 
 def _reduction(times: float, unevenness: int | None) -> int:
-    """Return the largest reduction for a crop, given how many times larger than the output it is."""
+    """Return the decoder's largest useful reduction, from the ratio of the crop's size to the output's."""
     if unevenness is None:
         return 1
     # The decoder reduces colours along both sides equally, also along one where they are subsampled already.

@@ -84,8 +84,8 @@ def use_sched_batch() -> bool:
 
     Its share of the processor stays the same. Where more decoders run than there are cores, each time slice begins with
     caches that another process has filled, so few long slices are faster than many short ones. And processes that wait
-    for results preempt the decoders. Four decoders on two cores take 5% less processor time an image so; with shard and
-    jobs beside them, 2 to 3%.
+    for results preempt the decoders. Four decoders on two cores then take 5% less processor time per image, or 2 to 3%
+    less while shard and jobs run too.
 
     Linux has custom slices from 6.12 on; before, SCHED_BATCH only keeps these threads from preempting others when they
     wake. A scheduling policy that the user has chosen stays. Nothing changes on another system, or in a sandbox that
@@ -117,7 +117,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep freed memory for the next samples, unless the environment sets its thresholds.
 
     By default glibc returns memory to the system about as soon as a sample is freed, and each page of the next sample
-    is a fault: a copy of a record of 110 kB takes 71 µs so, and 9 µs in memory that was kept.
+    is a fault: a copy of a record of 110 kB then takes 71 µs, and 9 µs in memory that was kept.
     """
     own = os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
     if sys.platform != "linux" or own or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

@@ -13,9 +13,8 @@ had it; it is dropped when every job has.
 **Capacity.** A load begins when its expected bytes fit beside those that are held and those that running loads are
 expected to bring. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a job waits
 for, the cache evicts everything if need be; then ready samples that are wanted farthest ahead are dropped and queued
-again. If that is not enough, requests are answered with the samples that are ready, so that their jobs release them.
-So no job waits for another that holds samples and does not read: the sample that a job waits for can always
-be loaded.
+again. If that is not enough, requests are answered with the samples that are ready, so that their jobs release them. So
+the sample that a job waits for can always be loaded, even if another job holds samples and does not read.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ class SampleCache:
             larger, and while samples turn out larger than those before.
         concurrency: most running loads.
         repeatable: whether loading a sample twice gives the same value (if `by_draw`, with the same draw).
-        by_draw: whether another draw of a sample is another object. Then nothing is kept beyond the jobs' wants.
-        policy: makes the cache's policy for a budget of bytes; None keeps nothing beyond the jobs' wants.
+        by_draw: whether each draw of a sample is an object of its own. Then only samples that jobs have requested are
+            kept.
+        policy: makes the cache's policy for a budget of bytes; None: only samples that jobs have requested are kept.
         numbers: the source of load numbers; caches of one owner may share it.
 
     Raises:
@@ -104,7 +104,7 @@ class SampleCache:
         """Add a reader; nothing changes for one that has joined already.
 
         job: the job of which it is a rank; empty: it is the whole job, by its own name.
-        counts: whether its wants are reported to the cache's policy as reads; if not, call `note_reads`.
+        counts: whether its requests are reported to the cache's policy as reads; if not, call `note_reads`.
         """
         if reader in self._readers:
             return
@@ -132,7 +132,7 @@ class SampleCache:
             self._objects.hint(job, lookahead, weight)
 
     def note_reads(self, reader: str, keys: Sequence[int]) -> None:
-        """Report reads to the cache's policy, of a reader for which another one wants the samples."""
+        """Report reads to the cache's policy, for a reader whose samples another reader requests."""
         self._objects.read(keys, self._reader(reader).job)
 
     # -- capacity --------------------------------------------------------------------------------------------

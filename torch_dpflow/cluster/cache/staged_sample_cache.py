@@ -8,8 +8,8 @@ worker gets as the task's input and which stays in the kept cache until the per-
 A pure state machine like `sample_cache`, with the same calls.
 
 **Capacity.** The drawn cache may take half of it; the kept cache has what the drawn one does not use. There are at most
-`concurrency` loads of the drawn cache, so few inputs are held for them, and the kept cache makes room for an input that
-such a load waits for as for a sample that a job waits for. Hence neither cache blocks the other for ever.
+`concurrency` loads of the drawn cache, so few inputs are held for them. The kept cache makes room for the input of such
+a load as for a sample that a job waits for. So neither cache can block the other forever.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class StagedSampleCache:
         return out + self._of_kept(self._kept.release(_INPUTS, [number]))
 
     def _balanced(self, out: list[CacheInstruction]) -> list[CacheInstruction]:
-        """Give the kept cache the capacity that the drawn one does not use; every call ends with this."""
+        """Assign the kept cache the capacity that the drawn one does not use; every call ends with this."""
         capacity = max(1, self._capacity - self._drawn.used)
         if abs(capacity - self._kept.capacity) > self._capacity * _STEP:
             out += self._of_kept(self._kept.resize(capacity))

@@ -236,7 +236,8 @@ class EpochReader:
     def close(self) -> bool:
         """Stop reading and release the requested samples. Any thread may call, repeatedly.
 
-        Returns whether the reader's thread has ended. It has not if `collate` or the plan calls, in that thread.
+        Returns whether the reader's thread has ended. It has not ended if `collate` or the plan calls this, in that
+        thread.
         """
         self.abandon()
         if threading.current_thread() is self._thread:
@@ -361,7 +362,7 @@ class EpochReader:
     def _mend(self, error: DPFlowError, batch: _Batch, since: float, backoff: Backoff) -> None:
         """Refresh routes or connections that the error shows to be out of date, for the next attempt.
 
-        since: when a sample came last.
+        since: when the last sample arrived.
         """
         outages, pipeline = self._router.outages, self._pipeline
         kind = error.kind if isinstance(error, RemoteCallError) else None

@@ -192,7 +192,7 @@ def _called(function: Callable[[int], Any] | None) -> str:
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:
-    """Return the memory of the shards: the job's option, else the capacity of the cache around the dataset and more."""
+    """Return the memory of the shards: the job's option, else the capacity of the dataset's cache and a reserve."""
     if options.memory_bytes is not None:
         return options.memory_bytes
     held = None if source.cache is None else parse_capacity(source.cache.capacity).bytes

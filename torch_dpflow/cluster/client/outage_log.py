@@ -85,7 +85,7 @@ class OutageLog:
             self._warn("has waited for %.0f s%s: %s", waited_s, goes_on, reason)
 
     def on_fault(self, error: DPFlowError, times: int) -> None:
-        """Record the `times`-th failure of a service at one call. Raises the error if that is too often."""
+        """Record failure number `times` of a service at one call. Raises the error if the number is too high."""
         if times >= MAX_FAULTS:
             raise error
         if times == 1:
@@ -103,7 +103,7 @@ class OutageLog:
             LOADER.warning(f"flow %r, job %r: {text}", self._flow, self._job, *of)
 
     def deadline_error(self, error: DPFlowError) -> DeadlineError:
-        """Return the error for a job that has waited for `reconnect_timeout_s`; `error` came last."""
+        """Return the error for a job that has waited for `reconnect_timeout_s`. error: the last one."""
         return DeadlineError(
             f"flow {self._flow!r}, job {self._job!r}: nothing was received within "
             f"reconnect_timeout_s={self.reconnect_timeout_s:g} s; its services last answered "

@@ -313,7 +313,7 @@ class RouterLink:
             raise UsageError(f"{error.text} (waited {self._timeout_s:g} s)") from error
 
     def _look_for_cluster(self) -> None:
-        """Move to the cluster that has replaced ours, if one has: it knows neither the flow nor the job."""
+        """Move to the cluster that has replaced ours, if there is one; it knows neither the flow nor the job."""
         found = None if self._failover is None else self._failover.find()
         if found is not None and found != self.cluster:
             self._register_with(found)

@@ -67,7 +67,9 @@ class FetchOutcome:
 
 
 class ShardLinks:
-    """Connections to the shards of one flow. One thread calls all but `send_heartbeat`, `interrupt`, `forget`, `close`.
+    """Connections to the shards of one flow.
+
+    One thread calls all methods except `send_heartbeat`, `interrupt`, `forget`, `close`.
 
     Args:
         router: has the cluster, and the routing table.

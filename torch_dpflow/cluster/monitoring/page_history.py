@@ -251,7 +251,7 @@ def _of_flows(before: Observation, seen: Observation) -> Iterator[_Found]:
 
 
 def _combined(found: list[_Found]) -> Iterable[tuple[str, str, str]]:
-    """Combine many similar events into one, as a flow with hundreds of workers would otherwise fill the log."""
+    """Combine many similar events into one; otherwise a flow with hundreds of workers would fill the log."""
     counts = Counter((kind, like) for kind, _, _, like in found if like)
     listed: set[tuple[str, str]] = set()
     for kind, subject, text, like in found:

@@ -106,7 +106,7 @@ def read_certificates(authority: Sequence[Path], client: Sequence[Path], server:
 
 
 def check_certificates(certificates: ClusterCertificates) -> None:
-    """Make both sides check the certificate of the other: its key, signature, time, purpose and name.
+    """Check that both sides accept the certificate of the other: its key, signature, time, purpose and name.
 
     Raises OptionError if one of them is refused.
     """

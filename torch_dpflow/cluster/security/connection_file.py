@@ -49,14 +49,14 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     certificates: ClusterCertificates | None = None
 
     def for_jobs(self) -> ConnectionFile:
-        """Return it without the secrets of services."""
+        """Return a copy without the secrets of services."""
         certificates = self.certificates
         if certificates is not None:
             certificates = msgspec.structs.replace(certificates, server=None)
         return msgspec.structs.replace(self, server_secret=None, certificates=certificates)
 
     def with_certificates(self, certificates: ClusterCertificates) -> ConnectionFile:
-        """With these in the place of its own."""
+        """Return a copy with these certificates."""
         return msgspec.structs.replace(self, certificates=certificates, version=_NEWEST)
 
     def client_keys(self) -> ClientKeys:

@@ -1,7 +1,8 @@
 """The contents of flows (pickled datasets) as files: at the coordinator, and once on each host.
 
-A content may have hundreds of megabytes. It is identified by its digest and transferred in pieces. No service holds one
-in memory or waits for hashing and writing: the coordinator has a thread for that, and workers fetch their content.
+A content may have hundreds of megabytes. It is identified by its digest and transferred in pieces. No service holds a
+content in memory, or waits for hashing and writing: the coordinator has a thread for that. Workers fetch their content
+themselves.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class JoinedNodes:
             self._changed()
 
     def end(self) -> None:
-        """Answer the next reports with the end of the cluster."""
+        """Answer the next reports of all nodes with the notice that the cluster ends."""
         self._ends = True
 
     def all_notified(self) -> bool:

@@ -376,7 +376,8 @@ def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
 def keep_fork_server_in(directory: str) -> None:
     """Have multiprocessing put the socket of its fork server into this directory.
 
-    Its own directory would never be removed if this process is killed; the cluster's is removed by the last survivor.
+    multiprocessing's own directory would remain if this process is killed. The last surviving process of the cluster
+    removes the cluster's directory.
     """
     process: Any = multiprocessing.current_process()
     process._config.setdefault("tempdir", directory)

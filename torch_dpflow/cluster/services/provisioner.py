@@ -1,7 +1,8 @@
 """The provisioner of a cluster with workers on a platform: the only process with its library and credentials.
 
-It starts, watches and ends workers for all shards. The fleet of each shard has their keys and connections and decides
-about them, so workers survive the death of the provisioner. It saves no state: see `cluster.control.worker_owners`.
+It starts, watches and ends workers for all shards. The fleet of each shard has the workers' keys and connections and
+decides about their lives. So workers survive the death of the provisioner. It saves no state: see
+`cluster.control.worker_owners`.
 """
 
 from __future__ import annotations

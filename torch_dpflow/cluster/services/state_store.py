@@ -167,7 +167,7 @@ class SQLiteStore:
 
 
 class RedisStore:
-    """A store in a Redis server, whose configuration decides how much survives its own death.
+    """A store in a Redis server. The server's configuration decides how much of it survives a crash of the server.
 
     Args:
         url: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.

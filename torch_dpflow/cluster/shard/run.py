@@ -1,4 +1,4 @@
-"""The process of a sample shard: it registers with its router, and its node ends its workers."""
+"""The process of a sample shard, with its calls to the router and to the node."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class SampleWorker:
         self._up()
 
     def _report_progress(self) -> None:
-        """Restart the shard's time limit, which is for the user's code and not for fetching the content."""
+        """Restart the shard's time limit, which is meant for the user's code and not for fetching the content."""
         self._connection.send([encode(Exchange([], None))])
 
     def _load_oldest(self) -> None:
@@ -219,7 +219,7 @@ class SampleWorker:
 
 
 def run(service: ServiceSpec) -> None:
-    """The role of a worker: runs it until it ends."""
+    """Run a worker until it ends: the role of a node's process."""
     arguments = msgspec.msgpack.decode(service.arguments, type=WorkerArguments)
     heartbeats = HeartbeatSender(service, "", stuck_s=float("inf"))
     address = locate(service.place, arguments.shard)
@@ -280,8 +280,8 @@ class ResultOutbox:
     cold caches, and so does the decoder afterwards. The code of shard, job and worker around a sample takes some 100 µs
     alone; beside decoders, on two cores, it took 700 µs. One thread at a time uses the connection.
 
-    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. It is
-    no `PeriodicCall`, as it must not wake up beside the decoder while no result waits.
+    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited too long. That
+    thread is no `PeriodicCall`, as it must not wake up during decoding while no result waits.
 
     Args:
         connection: to the shard. Other users of it must hold `lock` while results wait.

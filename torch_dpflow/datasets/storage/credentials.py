@@ -211,7 +211,7 @@ _left_out: set[str] = set()
 
 @contextmanager
 def refuse_keys() -> Iterator[None]:
-    """Make objects that hold storage keys refuse to be pickled: others may read what is written meanwhile."""
+    """Make pickling of objects with storage keys fail meanwhile, as other users may read the pickle."""
     before = _key_policy.set("refuse")
     try:
         yield

@@ -191,8 +191,8 @@ class Response:
     def _check_chunked(self) -> None:
         """Check that only chunks determine where the body ends.
 
-        A length beside them may be an attack (RFC 9112, 6.1). Version 1.0 has no chunks (6.1), and a second coding
-        "chunked", or one that was not requested, is not allowed (7.1).
+        A length as well as chunks may be an attack (RFC 9112, 6.1). Version 1.0 has no chunks (6.1), and a second
+        coding "chunked", or one that was not requested, is not allowed (7.1).
         """
         codings, length = self.fields["transfer-encoding"], self.fields.get("content-length")
         elements = [element for part in codings.split(",") if (element := part.strip(" \t").lower())]

@@ -132,7 +132,7 @@ class Forks:
         return -1 if self._running else self._count
 
     def since(self, stamp: int) -> bool:
-        """Return whether this process may have forked since a loan with this stamp."""
+        """Return whether this process may have forked since the loan that has this stamp."""
         return stamp != self._count
 
     def _begin(self) -> None:

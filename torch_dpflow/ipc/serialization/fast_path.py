@@ -37,7 +37,7 @@ def encode_sample(
 ) -> tuple[PayloadTable, list[Frame]]:
     """Encode a sample for `decode`. As `codec.encode` with `contiguous`, whose errors it raises.
 
-    keep_layout: without `contiguous`; a worker that collates needs images pixel by pixel, as they were decoded.
+    keep_layout: do not make images contiguous; a worker that collates needs them pixel by pixel, as they were decoded.
     """
     if not _QUICK:
         quick = None
@@ -51,7 +51,7 @@ def encode_sample(
 
 
 def numbers_beside(heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool) -> list[tuple[Any, ...]] | None:
-    """Return the numbers beside such a tensor in each sample's head; None if any head has something else.
+    """Return the numbers that accompany the tensor in each sample's head; None if any head has something else.
 
     alone: whether the samples are tensors, and not tuples that begin with them.
     """

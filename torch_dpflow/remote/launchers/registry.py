@@ -65,12 +65,12 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
 
 @cache
 def warn_experimental(name: str) -> None:
-    """Log once a process that this platform has never been run on its cloud."""
+    """Warn once per process that this platform has never been tested on its real cloud."""
     SERVICE.warning("platform %s is experimental: tested against test doubles, never on its cloud", name)
 
 
 def network() -> tuple[settings.Network, str]:
-    """Return the table `network` of files and the environment, and where its `listen` stands, for display.
+    """Return the table `network` of files and the environment, and the place where its `listen` is set, for display.
 
     Raises OptionError as `resolve`.
     """
@@ -116,8 +116,8 @@ CHECK_S = 120.0
 def check_reachable(platform: str, listen: str) -> None:
     """Raise what connecting to a platform raises, or OptionError if workers cannot reach `listen`.
 
-    In a process of its own, as the platform's library may start threads or end the process. listen: empty: chosen by
-    the platform.
+    Runs in a process of its own, as the platform's library may start threads or end the process. listen: the address;
+    empty: chosen by the platform.
     """
     command = [sys.executable, "-m", __name__, platform, listen]
     try:

@@ -12,12 +12,12 @@ life of a task::
 trip. The scheduler keeps a view of each worker's local queue and refills windows whenever one has room, on
 any event: first with tasks pinned to that worker, then from the global queue, oldest task to emptiest window.
 
-**Stealing.** Only an idle worker steals, when nothing is queued: a busy one would gain nothing yet, and two half-full
-workers would pass the same task to and fro. The thief takes one task: the last of the longest view; of several such
-views, the one whose running task is oldest. In-order consumers need the oldest waiting task first, but that is the
-one that its holder starts next: moving it gains little, and too often the holder has started it by then. In simulation
-(skewed costs, bounded lookahead, in-order delivery) the total time is the same to about 1 %, but several times as many
-tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
+**Stealing.** Only an idle worker steals, and only if nothing is queued. A busy worker would gain nothing yet, and two
+half-full workers would pass the same task back and forth. The thief takes one task: the last of the longest view; of
+several such views, the one whose running task is oldest. In-order consumers need the oldest waiting task first, but
+that is the one that its holder starts next: moving it gains little, and too often the holder has started it by then. In
+simulation (skewed costs, bounded lookahead, in-order delivery) the total time is the same to about 1 %, but several
+times as many tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
 
 **Over-allocation.** The victim gets the revocation at once (in the thesis, at its next exchange), but may have started
 the task meanwhile. Then the task runs twice and the first result counts.

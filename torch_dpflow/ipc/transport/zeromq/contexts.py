@@ -1,4 +1,4 @@
-"""The zmq contexts of a process: shared use, authentication of peers, and forks; and whether an ipc path is free."""
+"""The zmq contexts of a process: shared use, forks, CURVE keys of peers; and whether an ipc path is free."""
 
 from __future__ import annotations
 
@@ -113,15 +113,16 @@ def draw_key_pair() -> tuple[bytes, bytes]:
 def keep_freed_memory() -> None:
     """Make glibc reuse freed frames instead of returning their pages to the kernel.
 
-    glibc raises its thresholds for that, for the whole process, when a large buffer is freed; the pages of this one are
-    never touched. Before that, receiving 2.5 MB costs 600 page faults, which take as long as all the rest. Only once,
-    and a forked child inherits it: a second buffer would come from used memory and be cleared, which takes 20 ms.
+    glibc raises its thresholds for this, for the whole process, when a large buffer is freed. The pages of the buffer
+    freed here are never touched. Without this, receiving 2.5 MB costs 600 page faults, which take as long as everything
+    else. It is done only once, and a forked child inherits it: a second buffer would come from used memory and be
+    cleared, which takes 20 ms.
     """
     bytes(_MAX_KEPT_BYTES)
 
 
 def _authenticate(socket: zmq.SyncSocket, user_of: Callable[[bytes], str | None]) -> None:
-    """Answer ZAP requests until the context ends."""
+    """Answer ZAP requests, which ask whether a peer's CURVE key is accepted, until the context ends."""
     with socket:
         while True:
             try:
