@@ -190,7 +190,7 @@ class SuspendAwareClock:
 
 
 class StopSignal:
-    """As `threading.Event`, whose `set` takes a lock that the code may hold which a finalizer interrupts."""
+    """Like `threading.Event`, but safe in finalizers: `Event.set` takes a lock, which the interrupted code may hold."""
 
     def __init__(self) -> None:
         self._set = False
@@ -198,16 +198,16 @@ class StopSignal:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
-        """Return whether it is set; it stays so."""
+        """Return whether the signal is set; once set it stays set."""
         return self._set
 
     def set(self) -> None:
-        """Set it and wake the waiting threads. Any thread, finalizer or signal handler may call."""
+        """Set the signal and wake the waiting threads. Any thread, finalizer or signal handler may call."""
         self._set = True
         self._woken.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is set, at most for `timeout_s`; return whether it is set."""
+        """Wait until the signal is set, at most for `timeout_s`; return whether it is set."""
         if not self._set:
             with suppress(queue.Empty):
                 self._woken.get(timeout=timeout_s)

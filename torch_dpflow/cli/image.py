@@ -118,7 +118,7 @@ def _source_of(distribution: metadata.Distribution) -> str:
 
 
 def _without_device(version: str) -> str:
-    """Return the same version for the CPU, such as 2.6.0+cpu for 2.6.0+cu124."""
+    """Return the version for the CPU, such as 2.6.0+cpu for 2.6.0+cu124."""
     return re.sub(r"\+(cu|rocm|xpu)[\w.]*$", "+cpu", version)
 
 

@@ -74,7 +74,7 @@ def _check_children(files: Files, ref: DatasetRef, drafts: Collection[str]) -> N
 
 
 def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> int:
-    """Remove these drafts, and files of imports that no version refers to. Returns the number of the latter."""
+    """Remove these drafts, and files of imports that no version refers to. Returns the number of these files."""
     files = store.files.at(dataset_id)
     # The order matters: a concurrent import writes its record before anything else, and a concurrent publication is
     # complete before its record is removed.

@@ -285,7 +285,7 @@ def samples_in(index: Any) -> int:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """Return its length; None if `len` raises any error."""
+    """Return the length of an object; None if `len` raises any error."""
     try:
         return len(sized)
     except Exception:

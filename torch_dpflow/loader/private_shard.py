@@ -73,7 +73,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class Poisoned(msgspec.Struct, frozen=True):
-    """These workers died over a task, one after the other."""
+    """These workers died while they ran the same task, one after the other."""
 
     task: int
     workers: tuple[int, ...]

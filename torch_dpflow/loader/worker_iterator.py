@@ -104,7 +104,7 @@ class WorkerIterator(BaseDataLoaderIter):
 
     @property
     def closed(self) -> bool:
-        """Whether its workers have ended, or belong to another process."""
+        """Whether the iterator's workers have ended, or belong to another process."""
         return self._shard is None or not self._shard.is_own
 
     @property

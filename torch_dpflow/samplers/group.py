@@ -65,11 +65,11 @@ class Member:
         self.drew += n
 
     def samples(self) -> CompactArray:
-        """Return its set as an array, in the order given."""
+        """Return the job's set of samples as an array, in the order given."""
         return np.arange(self.length) if self.indices is None else self.indices
 
     def order(self, epoch: int) -> CompactArray:
-        """Return the private permutation of its set in an epoch: that of torch's RandomSampler for its seed."""
+        """Return the private permutation of the job's set in an epoch: as torch's RandomSampler for the job's seed."""
         return self._taken(permutation(self.length, self.seed, epoch))
 
     def own_order(self, epoch: int) -> CompactArray:

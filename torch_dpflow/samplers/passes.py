@@ -106,7 +106,7 @@ class Pass(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether it has yielded anything."""
+        """Whether the pass has yielded anything."""
         return self.position > self._began_at
 
     @abstractmethod

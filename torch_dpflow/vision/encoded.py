@@ -145,7 +145,7 @@ class _TurboJpeg:
         return pixels
 
     def _of_height(self, height: int) -> Any:
-        """Return the same file with a lower height in it, so that the decoder ends with the last row that is needed.
+        """Return the file with a smaller height in its header, so that the decoder ends with the last needed row.
 
         Entropy decoding is most of a decoder's work, and no binding with wheels can end it early.
         """

@@ -70,7 +70,8 @@ def collate_into(arena: Arena) -> None:
 def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
     """Lend datasets that have `fill_batches` the memory of their batches, after `install`.
 
-    Only if torch's default collate alone uses the rows: any other code that kept a row would see it change.
+    This is done only if torch's default collate alone uses the rows. Any other code that kept a row would see it
+    change.
     """
     if collate_fn is default_collate:
         for one in _fillers(dataset) or ():
@@ -144,7 +145,7 @@ def _lend(nbytes: int) -> Block | None:
 
 
 def _as_they_lie(batch: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the block that these rows fill in this order, as their batch; None if they do not."""
+    """Return the block that these rows fill in this order, as their batch; None if they fill none."""
     first, start = batch[0], batch[0].data_ptr()
     if start not in _filled or _arena is None:
         return None

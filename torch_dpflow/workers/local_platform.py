@@ -143,7 +143,7 @@ class LocalHandle:
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send it SIGTERM; does not wait."""
+        """Send SIGTERM to the process, without waiting."""
         self._send(signal.SIGTERM)
 
     def describe(self) -> End | None:
@@ -162,7 +162,7 @@ class LocalHandle:
         return self._end
 
     def await_end(self, deadline: float) -> None:
-        """Wait until it has ended, or until `deadline` on the monotonic clock, seconds."""
+        """Wait until the process has ended, or until `deadline` on the monotonic clock, seconds."""
         self._has_ended(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:

@@ -129,10 +129,10 @@ class Handle(Protocol):
     pid: int
 
     def kill(self, why: str = "") -> None:
-        """Kill it without waiting. `describe` returns the reason. Idempotent; any thread may call."""
+        """Kill the process without waiting. `describe` returns the reason. Idempotent; any thread may call."""
 
     def describe(self) -> End | None:
-        """Return how it ended; None while it runs. Waits at most a second for a status in transit."""
+        """Return how the process ended; None while it runs. Waits at most a second for a status in transit."""
 
 
 class Platform(Protocol):

@@ -119,12 +119,12 @@ class CacheEntry:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits to be loaded."""
+        """Whether the entry waits to be loaded."""
         return not self.loading and not self.ready
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is ready and wanted, but neither served nor requested."""
+        """Whether the entry is ready and has tickets, but is neither served nor requested."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
 
     # -- who wants it ----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class CacheEntry:
             del self.tickets[reader]
 
     def add_request(self, request: RequestId, ticket: Ticket) -> None:
-        """Add a request that waits for it."""
+        """Add a request that waits for the entry."""
         self.requests[request, ticket] = None
         self.distance = 0
 
@@ -160,7 +160,7 @@ class CacheEntry:
         return True
 
     def serve(self, request: RequestId, ticket: Ticket, reader: str) -> Any:
-        """Return its value, as the answer to a request of `reader`."""
+        """Return the entry's value, as the answer to a request of `reader`."""
         del self.requests[request, ticket]
         if not self.requests:
             self.distance = 1
@@ -170,16 +170,16 @@ class CacheEntry:
     # -- loading and caching ---------------------------------------------------------------------------------
 
     def begin(self, load: int, size: int) -> None:
-        """Record that its load begins; `size` bytes are expected."""
+        """Record that the entry's load begins; `size` bytes are expected."""
         self.loading, self.size = load, size
         self.loads += 1
 
     def store(self, value: Any, size: int) -> None:
-        """Store the result of its load."""
+        """Store the result of the entry's load."""
         self.loading, self.ready, self.value, self.size = 0, True, value, size
 
     def drop(self) -> None:
-        """Drop its value; the cache must not hold it."""
+        """Drop the entry's value; the cache must not hold the entry."""
         self.ready, self.value = False, None
 
     def validate(self) -> None:

@@ -53,7 +53,7 @@ class Loaded(Protocol):
 
     @property
     def is_sample(self) -> bool:
-        """Whether it is a sample, and not an error."""
+        """Whether the outcome is a sample, and not an error."""
 
 
 @dataclass(eq=False, slots=True)

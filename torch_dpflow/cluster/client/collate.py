@@ -91,7 +91,7 @@ def collate_payloads(
 
 
 def _joined(buffers: list[memoryview], first: torch.Tensor) -> torch.Tensor:
-    """Stack tensors like `first`, of which each buffer holds one, in its layout."""
+    """Stack the tensors in `buffers`, each like `first`, in the layout of `first`."""
     begin, nbytes = first.data_ptr(), first.nbytes
     if all(_address(buffer) == begin + place * nbytes for place, buffer in enumerate(buffers)):
         memory = np.asarray(_Row(begin, len(buffers) * nbytes, buffers))

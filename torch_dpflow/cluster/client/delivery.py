@@ -32,7 +32,10 @@ LATER: Any = object()
 
 
 class PlanFeed:
-    """Queue of batches of keys: one thread puts and one takes. Control-C may interrupt the former at any step."""
+    """Queue of batches of keys: one thread puts and one takes.
+
+    Control-C may interrupt the thread that puts, at any step.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, list[Any]]] = deque()

@@ -339,7 +339,7 @@ class RouterLink:
         return self._router
 
     def _locate(self) -> str:
-        """Return the router's address by the coordinator, or the latest one if the coordinator does not answer.
+        """Return the router's address from the coordinator, or the last known one if the coordinator does not answer.
 
         A service restarts at its old address, so a job that reads need not wait for a coordinator.
         """

@@ -113,15 +113,15 @@ class Flow:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its services have been stopped; those that still run are about to end."""
+        """Whether the flow's services have been stopped; services that still run are about to end."""
         return self.state is FlowState.IDLE and not self.starting
 
     def is_unread(self, now: float) -> bool:
-        """Return whether its services run and no job has used it lately."""
+        """Return whether the flow's services run and no job has used the flow lately."""
         return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
 
     def may_give_way(self, now: float) -> bool:
-        """Return whether its services run and no job has been in an epoch lately; jobs may have it open."""
+        """Return whether the flow's services run and no job was in an epoch lately; jobs may have the flow open."""
         if self.is_unread(now):
             return True
         is_open = self.state is FlowState.ACCESSED and not self.replaced and not self.reading

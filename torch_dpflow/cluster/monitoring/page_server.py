@@ -113,7 +113,7 @@ class PageServer:
 
     @property
     def serves(self) -> bool:
-        """Whether its thread runs."""
+        """Whether the server's thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:

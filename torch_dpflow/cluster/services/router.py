@@ -382,7 +382,7 @@ class Router:
             self._remove_reader(job.name)
 
     def _renew_lease(self, job: JobId) -> _Reader:
-        """Renew the lease of a reader and return the reader. Raises StaleJobError if it has none."""
+        """Renew the lease of a reader and return the reader. Raises StaleJobError if the reader has no lease."""
         self._check_flow(job.flow)
         self._name_leases.renew(job.name, job.generation, self._clock())
         return self._readers[job.name]

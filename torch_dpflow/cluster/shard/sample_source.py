@@ -31,9 +31,9 @@ STOLEN = 16
 
 @dataclass(frozen=True)
 class TwoStageDataset(Dataset[Any]):
-    """A dataset with a cacheable stage and a per-draw stage: the sample cache keeps the former's output for all jobs.
+    """A dataset with a cacheable stage, whose output the sample cache keeps for all jobs, and a per-draw stage.
 
-    Indexing runs both and returns a sample.
+    Indexing runs both stages and returns a sample.
     """
 
     #: The cacheable stage, deterministic: a map-style dataset.

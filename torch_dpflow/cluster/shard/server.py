@@ -155,7 +155,7 @@ class SampleShard:
 
     @property
     def workers(self) -> ShardWorkers:
-        """Its workers. For the server's thread."""
+        """The shard's workers. For the server's thread."""
         return self._workers
 
     @property
@@ -165,7 +165,7 @@ class SampleShard:
 
     @property
     def cache_samples(self) -> int:
-        """How many samples its cache can hold; 0 until that is known. Any thread may call."""
+        """How many samples the shard's cache can hold; 0 until that is known. Any thread may call."""
         return self._cache.cache_samples
 
     def assign(self, range_: RangeAssignment) -> None:
@@ -221,7 +221,7 @@ class SampleShard:
 
     @property
     def _owned(self) -> int:
-        """Number of keys that the router has assigned to it."""
+        """Number of keys that the router has assigned to the shard."""
         return self._range.end - self._range.first if self._range.generation else 0
 
     def _is_drained(self) -> bool:

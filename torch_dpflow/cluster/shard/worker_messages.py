@@ -76,11 +76,11 @@ class DetachedPayload:
 
     @property
     def is_sample(self) -> bool:
-        """Whether it is a sample; otherwise it is a failure."""
+        """Whether the payload is a sample; otherwise it is a failure."""
         return self.kind == SAMPLE
 
     def header(self, ticket: int) -> ServedSample:
-        """Return its header in the answer to this ticket."""
+        """Return the payload's header, for an answer to the request with this ticket."""
         return ServedSample(ticket, self.kind, self.table)
 
 

@@ -152,7 +152,7 @@ class Welcome(Body, tag=2):
 
 
 class NoSession(Body, tag=3):
-    """Server to client: the session does not exist, or no longer. Send `Handshake`, then repeat the open calls."""
+    """Server to client: the session does not exist any more. Send `Handshake`, then repeat the open calls."""
 
 
 class Reading(Body, tag=6):
@@ -242,7 +242,7 @@ class WorkerWelcome(Body, tag=31):
 
 
 class WorkerRefused(Body, tag=38):
-    """Shard to worker: end, because this shard has no such worker, or no longer, or the release differs."""
+    """Shard to worker: end, because the shard does not have this worker any more, or the releases differ."""
 
     reason: Text  # empty: the shard ends, which needs no log line
 

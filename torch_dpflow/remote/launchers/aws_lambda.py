@@ -158,7 +158,7 @@ class Lambda:
         check_tcp(address, loopback=not is_loopback(address) or self._is_near(), advice=_LISTEN)
 
     def _is_near(self) -> bool:
-        """Return whether functions are those of an emulator on this host."""
+        """Return whether the functions run in an emulator on this host."""
         with closing(_client(self)) as client:
             return client.is_near
 

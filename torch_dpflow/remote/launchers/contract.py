@@ -169,7 +169,7 @@ class PlatformSource(Protocol):
         """As in `platform="ray"`; for messages."""
 
     def open(self) -> RemotePlatform:
-        """Connect to it. Raises as `PlatformSpec.open`."""
+        """Connect to the platform. Raises as `PlatformSpec.open`."""
 
     def listen_at(self) -> str:
         """Return the default address to listen at for its workers.
@@ -198,7 +198,7 @@ class PlatformSpec(PlatformSource, Protocol):
         """Raise OptionError if a limit of the settings, such as `max_workers`, allows fewer workers."""
 
     def launcher(self) -> Launcher:
-        """Return its control plane, for commands. Raises as `open`."""
+        """Return the platform's control plane, for commands. Raises as `open`."""
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         """Connect to the platform, whose workers run `torch_dpflow.remote.worker.run` with their launch spec.

@@ -2,7 +2,8 @@
 
 cloudpickle includes the code of a script's, or a notebook's, classes. But a sample is pickled with the names of its
 classes, and pickle looks them up by these names when it writes and when it reads. So a worker puts them where the
-script has them, into `__main__`. A job finds its own there, in its present form: a cell may have been run again.
+script has them, into `__main__`. A job uses its own classes there, in their present form, as a notebook's cell may have
+been run again.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Revoke(msgspec.Struct, frozen=True, gc=False):
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """Deliver the result of this task from this worker, the first one."""
+    """Deliver the result of this task from this worker, as it is the first one."""
 
     task: TaskId
     worker: WorkerId
