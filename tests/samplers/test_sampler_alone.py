@@ -198,12 +198,13 @@ def test_a_state_is_small_and_plain() -> None:
     next(iter(ours))
     state = ours.state_dict()
     assert len(pickle.dumps(state)) < 500
-    assert {type(value) for value in state.values()} <= {int, bool, str, type(None)}
+    assert {type(value) for value in state.values()} <= {int, bool, str, type(None), list}
+    assert state["places"] == [[0, 100_000, 1]]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 1}, {"data_source": range(31)}, {"num_replicas": 2}, {"shuffle": False}, {"drop_last": True}],
+    [{"seed": 1}, {"data_source": range(31)}, {"shuffle": False}, {"drop_last": True}],
     ids=str,
 )
 def test_a_state_of_other_arguments_is_refused(changes: dict[str, Any]) -> None:
@@ -214,8 +215,18 @@ def test_a_state_of_other_arguments_is_refused(changes: dict[str, Any]) -> None:
         other.load_state_dict(state)
 
 
+#: Places of no epoch of 30 samples, and ranks of no run.
+PLACES: list[dict[str, Any]] = [
+    *(
+        {"places": places}
+        for places in (None, 3, [[0, 31, 1]], [[-1, 5, 1]], [[0, 9, 0]], [[0, 9]], [[0, 9, 1], [8, 10, 1]])
+    ),
+    *({"dealt_at": -1}, {"dealt_at": 1}, {"num_replicas": 0}, {"rank": 1}, {"rank": None}),
+]
+
+
 @pytest.mark.parametrize(
-    "damage", [{"position": -1}, {"position": 31}, {"epoch": None}, {"epoch": "1"}, {"version": 2}], ids=str
+    "damage", [{"position": -1}, {"position": 31}, {"epoch": None}, {"epoch": "1"}, {"version": 1}, *PLACES], ids=str
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
     ours = DynaGCSSampler(range(30))

@@ -123,14 +123,18 @@ class Pass(ABC):
 
 
 class PrivatePass(Pass):
-    """A pass over a fixed order; it can start anywhere at no cost."""
+    """A pass over a fixed order; it can start anywhere at no cost.
 
-    def __init__(self, epoch: int, position: int, part: CompactArray) -> None:
+    Args:
+        part: this rank's samples, of those that were dealt at position `dealt_at` of the epoch.
+    """
+
+    def __init__(self, epoch: int, position: int, part: CompactArray, *, dealt_at: int = 0) -> None:
         super().__init__(epoch, position)
-        self._part = part
+        self._part, self._dealt_at = part, dealt_at
 
     def __iter__(self) -> Iterator[int]:
-        for start in range(self.position, len(self._part), _CHUNK):
+        for start in range(self.position - self._dealt_at, len(self._part), _CHUNK):
             for index in self._part[start : start + _CHUNK].tolist():
                 self.position += 1
                 yield index
@@ -139,7 +143,7 @@ class PrivatePass(Pass):
         """Return None: the order can be drawn again."""
 
     def lookahead(self) -> Lookahead:
-        return Lookahead.of_order(self._part, epoch=self.epoch, position=self.position)
+        return Lookahead.of_order(self._part, epoch=self.epoch, position=self.position - self._dealt_at)
 
 
 class SharedPass(Pass):

@@ -1,6 +1,6 @@
 """DynaGCSSampler: an order for torch's DataLoader or ours, private or shared with other jobs."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler, get_worker_info
 
+from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import check_flag, check_int, check_number
+from torch_dpflow._core.dealing import Places, RankPosition
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
@@ -23,7 +25,7 @@ from torch_dpflow.samplers.indices import (
 from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 #: Samples that are drawn from a group at once if no batch size is given.
 _DRAWN_AT_ONCE = 64
 _LEFT = "the sampler has left its group; make a new one to join again"
@@ -102,7 +104,9 @@ class DynaGCSSampler(Sampler[int]):
         #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
         self._latest: Pass | None = None
         #: Position and shared state that were loaded, until the next iteration.
-        self._resume: tuple[int, dict[str, Any] | None] | None = None
+        self._resume: tuple[RankPosition, dict[str, Any] | None] | None = None
+        #: Where the latest iteration began.
+        self._start = RankPosition.beginning(self.size)
         #: The pass that draws from the group; its iterator may still be in use after `_latest` is reset.
         self._running: SharedPass | None = None
         self.group = group
@@ -143,6 +147,12 @@ class DynaGCSSampler(Sampler[int]):
             self.job = None
             self._end_running(_LEFT)
 
+    @property
+    def left(self) -> int:
+        """Number of samples that the next iteration yields."""
+        _, start, _ = self._upcoming()
+        return start.end(self.num_replicas, drop_last=self.drop_last) - start.position
+
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the sampler's position as plain data; no side effect. O(1) alone, O(samples) in a group.
 
@@ -153,21 +163,36 @@ class DynaGCSSampler(Sampler[int]):
         Raises:
             OptionError: `consumed` is below 0, or more than were yielded.
         """
-        position, shared = self._position(consumed)
-        return self._identity() | {"epoch": self.epoch, "position": position, "shared": shared}
+        at, shared = self._position(consumed)
+        return self._identity() | {"epoch": self.epoch, "shared": shared} | at.as_dict(self.rank, self.num_replicas)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of a sampler with the same arguments: the next iteration yields the rest of its epoch.
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Restore a position: the next iteration yields the rest of its epoch.
 
         If nothing is left of that epoch, the next iteration is a whole one. In a group, samples drawn
         but not consumed come first, then those that the job has not read yet.
 
+        The number of ranks may be another one than that of the state: what is left of the epoch is dealt to the new
+        ranks, and evened out once more. The following epochs are those of a run that began with them.
+
+        Args:
+            state: of a sampler with the same arguments but for `num_replicas`, `rank` and `batch_size`. The state of
+                any rank, if all ranks have read as many samples; else a list of the states of all ranks, in order.
+
         Raises:
-            StateError: the state is of other data, or other arguments; or it is damaged.
+            StateError: the state is of other data, or other arguments; or it is damaged; or ranks are missing.
         """
-        epoch, position = self._checked(state)
+        states = [state] if isinstance(state, dict) else state
+        if isinstance(states, str | bytes) or not isinstance(states, Sequence) or not states:
+            raise StateError(f"{states!r:.80} is no state of a DynaGCSSampler; pass what its state_dict() returned")
+        (epoch, *others) = map(self._checked_epoch, states)
+        if set(others) - {epoch}:
+            raise StateError(
+                f"the states are of epochs {sorted({epoch, *others})}; give those of one step of all ranks"
+            )
+        position = RankPosition.restored(states, self.size, self.num_replicas, drop_last=self.drop_last)
+        self._resume = position, self._checked_share(states, position)
         self.epoch, self._latest = epoch, None
-        self._resume = position, state["shared"]
 
     def lookahead(self) -> Lookahead | None:
         """Return what this rank reads next, for a cache in the process that draws. Draws nothing.
@@ -184,33 +209,36 @@ class DynaGCSSampler(Sampler[int]):
         return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
 
     def _next_pass(self) -> Pass:
-        self.epoch, position, shared = self._upcoming()
-        self._latest, self._resume = self._begin(self.epoch, position, shared), None
+        self.epoch, self._start, shared = self._upcoming()
+        self._latest, self._resume = self._begin(self.epoch, self._start, shared), None
         return self._latest
 
     def _from_first_draw(self) -> Iterator[int]:
         """Begin the epoch at the first draw, as RandomSampler does: torchdata makes iterators and reads none."""
         yield from self._next_pass()
 
-    def _upcoming(self) -> tuple[int, int, dict[str, Any] | None]:
+    def _upcoming(self) -> tuple[int, RankPosition, dict[str, Any] | None]:
         """Epoch, position and shared state with which the next iteration begins."""
         if self._latest is not None and not self._latest.begun:
-            return self.epoch, self._latest.position, self._latest.shared_state(self._latest.position)
-        position, shared = self._resume or (0, None)
-        finished = self._latest is not None or (self._resume is not None and position >= len(self))
+            return self.epoch, self._start, self._latest.shared_state(self._latest.position)
+        start, shared = self._resume or (RankPosition.beginning(self.size), None)
+        finished = self._latest is not None or (
+            self._resume is not None and start.position >= start.end(self.num_replicas, drop_last=self.drop_last)
+        )
         if not finished:
-            return self.epoch, position, shared
+            return self.epoch, start, shared
         # RandomSampler has another order in each iteration, DistributedSampler only after set_epoch().
-        return (self.epoch if self.is_distributed else self.epoch + 1), 0, None
+        following = self.epoch if self.is_distributed else self.epoch + 1
+        return following, RankPosition.beginning(self.size), None
 
     def _upcoming_in_group(self) -> Lookahead:
-        epoch, position, _ = self._upcoming()
+        epoch, start, _ = self._upcoming()
         members = self.indices if self.num_replicas == 1 else None
-        return Lookahead(epoch=epoch, length=len(self), position=position, members=members)
+        return Lookahead(epoch=epoch, length=len(self), position=start.position, members=members)
 
-    def _begin(self, epoch: int, position: int, shared: dict[str, Any] | None) -> Pass:
+    def _begin(self, epoch: int, start: RankPosition, shared: dict[str, Any] | None) -> Pass:
         if self.group is None or self.job is None:
-            return PrivatePass(epoch, position, self._part(epoch))
+            return PrivatePass(epoch, start.position, self._part(epoch, start.places), dealt_at=start.dealt_at)
         self._end_running(_SUPERSEDED)
         self._running = SharedPass(
             epoch,
@@ -220,34 +248,40 @@ class DynaGCSSampler(Sampler[int]):
             rank=self.rank,
             batch_size=self.batch_size or _DRAWN_AT_ONCE,
             state=shared,
-            position=position,
+            position=start.position,
         )
         return self._running
 
-    def _part(self, epoch: int) -> CompactArray:
-        """Return this rank's part of an epoch of its own."""
+    def _part(self, epoch: int, places: Places | None = None) -> CompactArray:
+        """Return this rank's part of an epoch of its own, or of these places of it."""
         order: CompactArray = np.arange(self.size)
         if self.shuffle:
             order = permutation(self.size, self.seed, epoch)
+        if places is not None and places != dealing.all_places(self.size):
+            order = order[dealing.dealt(places, self.rank, self.num_replicas, drop_last=self.drop_last)]
+            return order if self.indices is None else self.indices[order]
         return self._shares.of(order if self.indices is None else self.indices[order], self.rank)
 
     def _end_running(self, why: str) -> None:
         if self._running is not None:
             self._running.end(why)
 
-    def _position(self, consumed: int | None) -> tuple[int, dict[str, Any] | None]:
+    def _position(self, consumed: int | None) -> tuple[RankPosition, dict[str, Any] | None]:
         latest = self._latest
         if latest is None:
-            position, shared = self._resume or (0, None)
-            if consumed is not None and consumed != position:
-                raise OptionError(f"consumed={consumed}, but the sampler is at {position} and has yielded nothing")
-            return position, shared
+            start, shared = self._resume or (RankPosition.beginning(self.size), None)
+            if consumed is not None and consumed != start.position:
+                raise OptionError(
+                    f"consumed={consumed}, but the sampler is at {start.position} and has yielded nothing"
+                )
+            return start, shared
         if consumed is None:
-            return latest.position, latest.shared_state(latest.position)
-        consumed = check_int("consumed", consumed, minimum=0, maximum=latest.position)
-        return consumed, latest.shared_state(consumed)
+            consumed = latest.position
+        consumed = check_int("consumed", consumed, minimum=self._start.dealt_at, maximum=latest.position)
+        return replace(self._start, position=consumed), latest.shared_state(consumed)
 
-    def _checked(self, state: dict[str, Any]) -> tuple[int, int]:
+    def _checked_epoch(self, state: Any) -> int:
+        """Return the epoch of one rank's state, which fits this sampler."""
         if not isinstance(state, dict) or not {"version", "position", "shared"} <= state.keys():
             raise StateError("this is no state of a DynaGCSSampler; pass what its state_dict() returned")
         for name, own in self._identity().items():
@@ -256,22 +290,34 @@ class DynaGCSSampler(Sampler[int]):
                     f"the state was taken with {name}={state.get(name)!r}, this sampler has {own!r}; "
                     "make the sampler as the one that it was taken from"
                 )
-        epoch, position, shared = state.get("epoch"), state["position"], state["shared"]
         try:
-            epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
-            position = check_int("position", position, minimum=0, maximum=len(self))
+            return check_int("epoch", state.get("epoch"), minimum=0, maximum=MAX_SEED - self.seed)
         except UsageError as error:
             raise StateError(f"the state is damaged: {error}") from error
-        if self.group is not None and 0 < position < len(self) and shared is None:
+
+    def _checked_share(self, states: Sequence[dict[str, Any]], at: RankPosition) -> dict[str, Any] | None:
+        """Return the group's part of this rank's state, at the position that was restored."""
+        if self.group is None:
+            return None
+        before = states[0]["num_replicas"]
+        if before != self.num_replicas or len({state["position"] for state in states}) > 1:
+            if not at.position:
+                return None
+            raise StateError(
+                f"the state was taken in an epoch that {before} ranks read, and there are {self.num_replicas} now, or "
+                "ranks are out of step: ranks of a group continue an epoch with as many ranks, in step; resume so, or "
+                "begin the epoch anew"
+            )
+        shared: dict[str, Any] | None = states[self.rank if len(states) > 1 else 0]["shared"]
+        if shared is None and 0 < at.position < at.end(self.num_replicas, drop_last=self.drop_last):
             raise StateError("the state is damaged: it lacks the samples that were read of the epoch")
-        return epoch, position
+        return shared
 
     def _identity(self) -> dict[str, Any]:
         """Return the values that a state must have to fit this sampler."""
         return {
             "version": STATE_VERSION,
             "length": self.size,
-            "num_replicas": self.num_replicas,
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
             "seed": self.seed,

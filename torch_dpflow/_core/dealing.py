@@ -1,0 +1,189 @@
+"""How places of an epoch's order are dealt to ranks, and what is left to deal when the number of ranks changes.
+
+As DistributedSampler, rank r of N takes the places r, r + N, r + 2N, and so on. Ranks in step that have each read p of
+them have read the first p * N places together. So what is left is one range, and after any number of changes a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpflow._core.checks import check_int
+from torch_dpflow.errors import StateError, UsageError
+
+#: Places of an order, in the sequence in which they are dealt.
+Places: TypeAlias = tuple[range, ...]
+
+
+def all_places(length: int) -> Places:
+    """Return the places of an epoch that nobody has read of."""
+    return (range(length),)
+
+
+def count(places: Places) -> int:
+    """Return the number of places."""
+    return sum(map(len, places))
+
+
+def share(length: int, replicas: int, *, drop_last: bool) -> int:
+    """Return how many of `length` places each rank gets; without `drop_last` an uneven rest is filled up."""
+    return length // replicas if drop_last else -(-length // replicas)
+
+
+def cut(places: Places, start: int, stop: int, step: int = 1) -> Places:
+    """Return every `step`-th place from the `start`-th to before the `stop`-th."""
+    found: list[range] = []
+    passed = 0
+    for part in places:
+        first = start - passed if start > passed else (start - passed) % step
+        piece = part[first : max(0, stop - passed) : step]
+        if len(piece):
+            found.append(piece)
+        passed += len(part)
+    return tuple(found)
+
+
+def left_of(places: Places, positions: Sequence[int], *, drop_last: bool) -> Places:
+    """Return the places that ranks have not read: first those at which slower ranks are behind, then the rest.
+
+    Nothing is left once all ranks have read their share: `drop_last` has dropped the tail.
+
+    Args:
+        places: what was dealt to the ranks.
+        positions: by rank, how many places it has read, filled-up ones included.
+    """
+    replicas, length = len(positions), count(places)
+    furthest = max(positions)
+    holes = [
+        hole
+        for rank, position in enumerate(positions)
+        if position < furthest
+        for hole in cut(places, rank + position * replicas, min(length, furthest * replicas), replicas)
+    ]
+    if furthest >= share(length, replicas, drop_last=drop_last):
+        return tuple(holes)
+    return (*holes, *cut(places, furthest * replicas, length))
+
+
+def numbers(places: Places) -> NDArray[np.int64]:
+    """Return the places as an array."""
+    return np.concatenate([np.arange(p.start, p.stop, p.step) for p in places] or [np.empty(0, np.int64)])
+
+
+def dealt(places: Places, rank: int, replicas: int, *, drop_last: bool) -> NDArray[np.int64]:
+    """Return one rank's places; an uneven rest is filled up with the first ones, as by DistributedSampler."""
+    order = numbers(places)
+    total = share(len(order), replicas, drop_last=drop_last) * replicas
+    even = np.resize(order, total) if total > len(order) else order[:total]
+    return even[rank::replicas]
+
+
+def as_lists(places: Places) -> list[list[int]]:
+    """Return the places as plain data for a state."""
+    return [[p.start, p.stop, p.step] for p in places]
+
+
+def from_lists(lists: Any, length: int) -> Places:
+    """Undo `as_lists`. Raises StateError unless they are distinct places of an epoch of `length` samples."""
+    try:
+        places = tuple(range(start, stop, step) for start, stop, step in lists)
+        if any(p and not (0 <= p.start < length and 0 <= p[-1] < length) for p in places):
+            raise ValueError(f"a place is not below {length}")
+        if len(places) > 1 and count(places) > len(_distinct(places, length)):
+            raise ValueError("a place is there twice")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StateError(f"the state is damaged: places={lists!r:.80}: {error}") from error
+    return tuple(p for p in places if p)
+
+
+def _distinct(places: Places, length: int) -> NDArray[np.int64]:
+    if count(places) > length:
+        return np.empty(0, np.int64)
+    return np.unique(numbers(places))
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """Where one rank is in an epoch, and what of the epoch was dealt to the ranks."""
+
+    #: Samples that the rank has read of the epoch; after a change of size, as many as the furthest rank had.
+    position: int
+    #: The position at which `places` were dealt: 0, or where the number of ranks has changed.
+    dealt_at: int
+    #: The places of the epoch's order that were left then.
+    places: Places
+
+    @classmethod
+    def beginning(cls, length: int) -> RankPosition:
+        """Return the beginning of an epoch of `length` samples."""
+        return cls(0, 0, all_places(length))
+
+    def end(self, replicas: int, *, drop_last: bool) -> int:
+        """Return the position of each rank at the end of the epoch."""
+        return self.dealt_at + share(count(self.places), replicas, drop_last=drop_last)
+
+    def as_dict(self, rank: int, replicas: int) -> dict[str, Any]:
+        """Return the position of this rank of `replicas` as plain data."""
+        dealt_at, places = self.dealt_at, as_lists(self.places)
+        return {
+            "num_replicas": replicas,
+            "rank": rank,
+            "position": self.position,
+            "dealt_at": dealt_at,
+            "places": places,
+        }
+
+    @classmethod
+    def restored(cls, states: Sequence[dict[str, Any]], length: int, replicas: int, *, drop_last: bool) -> RankPosition:
+        """Return the position of `replicas` ranks after what `as_dict` has described.
+
+        What is left is dealt anew if the number of ranks is another one, or if ranks were out of step.
+
+        Args:
+            states: of all ranks of one run, in order; or that of one rank, if all have read as many samples.
+            length: samples of the epoch.
+
+        Raises:
+            StateError: a state is damaged, or they are not those of all ranks of one run.
+        """
+        found = [cls._of(state, length, drop_last=drop_last) for state in states]
+        first, before = found[0], int(states[0]["num_replicas"])
+        if len(states) > 1:
+            _check_ranks(states)
+            if any((one.dealt_at, one.places) != (first.dealt_at, first.places) for one in found):
+                raise StateError(
+                    "the states are of ranks that did not begin or resume the epoch together; give the states that "
+                    "all ranks of one run have saved"
+                )
+        positions = [one.position for one in found] if len(found) > 1 else [first.position] * before
+        if before == replicas and len(set(positions)) == 1:
+            return first
+        left = left_of(first.places, [position - first.dealt_at for position in positions], drop_last=drop_last)
+        return cls(max(positions), max(positions), left)
+
+    @classmethod
+    def _of(cls, state: dict[str, Any], length: int, *, drop_last: bool) -> RankPosition:
+        places = from_lists(state.get("places"), length)
+        try:
+            replicas = check_int("num_replicas", state.get("num_replicas"), minimum=1)
+            check_int("rank", state.get("rank"), minimum=0, maximum=replicas - 1)
+            dealt_at = check_int("dealt_at", state.get("dealt_at"), minimum=0)
+            end = cls(0, dealt_at, places).end(replicas, drop_last=drop_last)
+            position = check_int("position", state.get("position"), minimum=dealt_at, maximum=end)
+        except UsageError as error:
+            raise StateError(f"the state is damaged: {error}") from error
+        return cls(position, dealt_at, places)
+
+
+def _check_ranks(states: Sequence[dict[str, Any]]) -> None:
+    ranks, sizes = [state["rank"] for state in states], sorted({state["num_replicas"] for state in states})
+    if sizes != [len(states)] or ranks != list(range(len(states))):
+        raise StateError(
+            f"{len(states)} states of ranks {ranks} of {sizes}: give one state of each rank of one run, in order; or, "
+            "if all ranks have read as many samples, the state of one rank"
+        )
