@@ -31,12 +31,13 @@ class LoaderOptions:
         read_threads: threads inside each worker that read the samples of one batch at the same time. More than one
             hides the latency of storage. Requires a thread-safe `__getitem__`; random draws in it then have no fixed
             order, so random augmentation is not repeatable.
-        seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from
-            (base seed, epoch, batch): random augmentation is the same for any number of workers and after a crash, and
-            an idle worker may take over a batch. "worker" uses torch's stream and round-robin assignment: batches
-            equal those of torch's loader bit for bit, and no work is stolen. (If persistent workers begin another
-            epoch before the end of one, they have drawn for the delivered batches alone, torch's for prefetched ones
-            too.) "auto" is "worker" with a `worker_init_fn`, an iterable dataset or one with a state, else "batch".
+        seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from (base
+            seed, epoch, batch): random augmentation is the same for any number of workers and after a crash, and an
+            idle worker may take over a batch. "worker" uses torch's stream and round-robin assignment: batches equal
+            those of torch's loader bit for bit, and no work is stolen. (If persistent workers begin another epoch
+            before the end of one, their streams continue behind the last delivered batch; torch's continue behind the
+            last prefetched one.) "auto" is "worker" with a `worker_init_fn`, an iterable dataset or one with a state,
+            else "batch".
         prefetch_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers` while a
             worker is idle because an older batch is late; a factor from 1 to 1000. Only for samplers that draw their
             order at the start of the epoch, because drawing further ahead cannot change it.

@@ -1,7 +1,7 @@
 """Limit of the nesting of values from peers and files, the same with every Python.
 
 The decoders' own limit is the interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and
-fewer the deeper the caller is. A value within it for the decoder may be beyond it for later code.
+fewer the deeper the caller is. So a value that the decoder accepts may be nested too deeply for later code.
 """
 
 from __future__ import annotations

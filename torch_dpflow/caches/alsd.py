@@ -117,7 +117,7 @@ class LookaheadPolicy(RankedPolicy):
         self._recompute_all()
 
     def _pace(self, progress: JobProgress) -> float:
-        """Return the time for a sample, measured by the reads of the other jobs meanwhile."""
+        """Return a job's time per sample, measured in reads of the other jobs."""
         elapsed = self._ranking.now - progress.began
         if progress.reads and elapsed > 0:
             return elapsed / progress.reads
@@ -125,7 +125,7 @@ class LookaheadPolicy(RankedPolicy):
         return sum(others) / len(others) if others else 1.0
 
     def _revise(self, progress: JobProgress, lookahead: Lookahead) -> None:
-        """Record that a job announces more of its epoch. O(announced keys, old and new)."""
+        """Record a longer lookahead for a job's running epoch. O(announced keys, old and new)."""
         before = self._ranking.values(progress)
         touched = self._timetable.revise(progress, lookahead)
         self._ranking.update(progress)

@@ -32,7 +32,7 @@ _POLLS_PER_EPOCH = 64
 
 
 class LookaheadPoller:
-    """Poll a sampler when the certain samples have been read, and when its `epoch`, if it has one, changes."""
+    """Requests a sampler's lookahead when the certain samples have been read, or the sampler's `epoch` changes."""
 
     def __init__(self, sampler: LookaheadSampler) -> None:
         if not callable(working(sampler, "lookahead")):

@@ -168,7 +168,7 @@ class LRU(KeyedPolicy):
 
 
 class _Frequency:
-    """The keys read `count` times, the one longest at that count first; linked to the next lower and higher counts."""
+    """The keys read `count` times, in the order of their latest reads; linked to the next lower and higher counts."""
 
     __slots__ = ("count", "higher", "keys", "lower")
 
@@ -192,7 +192,7 @@ class _Frequency:
 
 
 class LFU(KeyedPolicy):
-    """Evicts the key read least often since it was loaded; among equals the one longest at that count."""
+    """Evicts the key that was read least often since it was loaded; among equals the least recently read one."""
 
     name = "lfu"
 

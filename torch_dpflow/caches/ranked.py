@@ -57,7 +57,7 @@ class RankedPolicy(Policy):
 
     @abstractmethod
     def _read(self, key: int, job: Job) -> None:
-        """`job` reads `key`, which is below the span."""
+        """Record that `job` reads `key`, which is below the span."""
 
     @abstractmethod
     def _read_many(self, keys: Keys, job: Job) -> None:

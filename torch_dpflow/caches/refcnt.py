@@ -29,7 +29,7 @@ class _Claim:
 
 
 class _Counts(Ranking):
-    """How many jobs need each key; fewer jobs are a greater distance."""
+    """Ranking by how many jobs need each key: the fewer jobs, the greater the distance."""
 
     def __init__(self) -> None:
         self.grow(np.zeros(0, dtype=np.int32))
@@ -115,7 +115,7 @@ class RefCnt(RankedPolicy):
         self._needs.grow(np.concatenate([self._needs.counts, np.full(added, newcomers, dtype=np.int32)]))
 
     def _ready(self, job: Job) -> _Claim:
-        """Return the claim of a job that reads now; the next epoch's if it has read all of this one."""
+        """Return the claim of a job that reads now; the claim of the next epoch if the job has read all of this one."""
         claim = self._claims.get(job)
         if claim is None:
             claim = self._claim(job)

@@ -168,7 +168,7 @@ class SampleStore:
         return future, joined
 
     def _waits_for(self, thread: int, future: RunningLoad) -> bool:
-        """Return whether a load waits for `thread`: the thread runs it, or runs a load that it waits for."""
+        """Return whether a load waits for `thread`: the thread runs it, or another load that this load waits for."""
         awaited: RunningLoad | None = future
         while awaited is not None and not awaited.done():
             if awaited.thread == thread:

@@ -326,12 +326,12 @@ class Timetable:
         return self.cells[:, progress.column]
 
     def _encode_from(self, progress: JobProgress, first: int) -> None:
-        """Update the codes of all keys from `first` on from a job's cells."""
+        """Update the codes of all keys from `first` on, by a job's cells."""
         for start in range(first, self._span, _CHUNK):
             self._encode(progress, slice(start, start + _CHUNK))
 
     def _encode(self, progress: JobProgress, keys: Any) -> None:
-        """Update the codes of some keys from a job's cells."""
+        """Update the codes of some keys, by a job's cells."""
         plane = self.planes[progress.plane]
         cells = self.cells[keys, progress.column]
         code = self._codes.take(np.negative(np.minimum(cells, 0))) << 2 * progress.place

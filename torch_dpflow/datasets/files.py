@@ -258,7 +258,7 @@ class Files:
         )
 
     def label(self, name: str) -> str:
-        """Return a name from a listing as text: web servers list names with %-escapes."""
+        """Return a listed name as readable text: web servers list names with %-escapes."""
         if not self.url.startswith(_WEB):
             return name
         try:

@@ -1,4 +1,4 @@
-"""The plan of one epoch: its index batches, drawn as they are needed, and how to draw them again."""
+"""The plan of one epoch: its index batches, drawn when they are needed, and the repetition of these draws."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _without_order(opening: Sequence[OpeningStep]) -> list[OpeningStep]:
 
 
 def open_order(opening: Sequence[OpeningStep], index_sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
-    """Begin an epoch's order by these steps, each of which may draw random numbers; the last order counts."""
+    """Begin an epoch's order with these steps, each of which may draw random numbers. The last step's order is used."""
     batches: Iterator[Any] = iter(())
     for step in opening:
         if step == "order":
@@ -293,7 +293,7 @@ def length_or_none(sized: Any) -> int | None:
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:
-    """Return the state of the loader's own generator, if it has one."""
+    """Return the state of the loader's `generator`, if there is one."""
     return None if generator is None else encode_generator(generator)
 
 

@@ -32,7 +32,7 @@ _READ = "read"
 
 
 class Skips:
-    """Counts of skipped samples by the stage that failed, of a process and its workers.
+    """Counts of skipped samples, by the stage that failed, in a process and its workers.
 
     Stages of one name are counted together. If the dataset is itself the read of a flow, its failures count as
     "read", unless a stage here has the name of the failed one. The counts are in shared memory, one row per worker, so
@@ -111,9 +111,10 @@ class MappedDataset(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that random stages draw for, if the reader has a seed.
 
-        By default they use the epochs that a DPFlowDataLoader counts, resumed ones too; under another loader the
-        passes over the samples, from 0. So under another loader call this if a pass leaves samples out, as that of a
-        rank does, or if another process resumes. Call it before the epoch's first batch; persistent workers see it too.
+        By default they use the epochs that a DPFlowDataLoader counts, also after a resume. Under another loader they
+        count passes over the samples, from 0. So under another loader, call this if a pass leaves samples out, as with
+        several ranks, or if another process resumes. Call it before the epoch's first batch; persistent workers see it
+        too.
 
         Raises OptionTypeError or OptionError unless `epoch` is a whole number of 64 bits.
         """

@@ -1,4 +1,4 @@
-"""`DPFlowDataLoader`, and what its iterations are made of."""
+"""`DPFlowDataLoader`, its iterators and their parts."""
 
 from torch_dpflow.loader.loader import DPFlowDataLoader
 

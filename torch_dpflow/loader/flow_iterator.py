@@ -185,7 +185,7 @@ class _PlannedProgress:
     batches: EpochReader
 
     def state(self) -> LoaderState:
-        """Return the state to resume from, as `EpochProgress.state` does."""
+        """Return the state to resume the iteration, as `EpochProgress.state` does."""
         self.batches.note_delivered()
         return self.progress.state()
 

@@ -13,9 +13,9 @@ from torch_dpflow.errors import StateError
 def join_flow_states(states: Sequence[LoaderState], rank: int) -> LoaderState:
     """Return the state with which a rank of any number of ranks resumes.
 
-    For states of epochs whose order the flow's router decides: at least one of them has `shared`. Ranks that have read
-    nothing of the epoch count as such. A rank that had this number resumes with its own seeds, others with those of
-    another rank.
+    For states of epochs whose order the flow's router decides: at least one of them has `shared`. States of ranks that
+    have read nothing of the epoch count as empty. A rank resumes with the seeds of the state that has its number, or
+    else with those of any other state.
 
     Args:
         states: one of each rank that there was, in any order.

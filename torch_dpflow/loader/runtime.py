@@ -80,7 +80,7 @@ class IterationProgress(Protocol):
     """The progress of an iteration, as its loader reads it."""
 
     def state(self) -> LoaderState:
-        """Return the state to resume the iteration from, or the next one if it is over. No side effect."""
+        """Return the state to resume the iteration, or the next one if this one is over. No side effect."""
 
 
 class LoaderRuntime:

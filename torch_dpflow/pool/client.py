@@ -81,7 +81,7 @@ class DataClient:
                 share. The pool then caches these arrays as a dataset of its own, which is read through the result's
                 `pushed` and lost with its server, as what `push` caches. Another transform makes another dataset. If it
                 raises, what was pushed stays.
-            rank, world: only with a transform: this process decodes every world-th part, starting at its rank.
+            rank, world: only with a transform: this process decodes every `world`-th part, beginning with part `rank`.
 
         Raises:
             PoolFullError: it does not fit.
@@ -205,7 +205,10 @@ class DataClient:
         return self._datasets[identity]
 
     def samples(self, stored: StoredDataset) -> PoolSamples:
-        """Return what `DatasetReader(stored, through=...)` reads first. Raises OptionTypeError as `preload`."""
+        """Return the source for `DatasetReader(stored, through=...)`, which is read before storage.
+
+        Raises OptionTypeError as `preload`.
+        """
         return PoolSamples(stored, self._address, self._silence_s, self._storage_options)
 
     @overload

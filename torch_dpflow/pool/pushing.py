@@ -93,7 +93,7 @@ def push(
     stripes: Iterable[int] | None = None,
     progress: Callable[[CachedDataset], None] = lambda info: None,
 ) -> CachedDataset:
-    """Push rows, all or the given `stripes`; stripes that the server has already are skipped.
+    """Push all rows, or those of the given `stripes`. Stripes that the server already has are skipped.
 
     Raises PoolFullError if they do not fit; PeerLostError if there is no server, or it has died.
     """

@@ -10,7 +10,10 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
 
 
 class FixedOrderGroup(SamplingGroup):
-    """A subclass defines the order; lookaheads have all of it, and the next epoch's."""
+    """Base class of groups with a fixed order, which the subclass defines.
+
+    Lookaheads have this epoch's and the next one's.
+    """
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)

@@ -293,15 +293,15 @@ class SamplingGroup(ABC):
 
     @abstractmethod
     def _joined(self, member: Member) -> None:
-        """`member` was just registered."""
+        """Handle a member that was just registered."""
 
     @abstractmethod
     def _left(self, member: Member) -> None:
-        """`member` is about to be removed."""
+        """Handle a member that is about to be removed."""
 
     @abstractmethod
     def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
-        """`member` begins an epoch, of which it has read `done`; an unfinished one is dropped."""
+        """Begin an epoch of a member, of which it has read `done`; drop an unfinished one."""
 
     @abstractmethod
     def _draw(self, member: Member, n: int) -> Draw:
@@ -312,7 +312,7 @@ class SamplingGroup(ABC):
         """See `lookahead`."""
 
     def _resized(self) -> IndexArray:
-        """See `resize`; `capacity` has changed, which strategies without a directory ignore."""
+        """Handle a changed `capacity`, see `resize`; strategies without a directory ignore it."""
         return _NOTHING
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Strategies by name."""
+"""Sampling strategies by name."""
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.errors import OptionError

@@ -154,8 +154,8 @@ class BatchSource:
     def _begin_stream(self, stream: StreamState | None) -> None:
         """Make the fetcher at the stream's position, with the generators as they were there.
 
-        Restores the generators before the stream skips its beginning, which draws from them; else after the fetcher is
-        made, which must not draw from them.
+        If the stream has to skip its beginning, which draws from the generators, they are restored before. Otherwise
+        they are restored after the fetcher was made, as making it must not advance them.
         """
         passes_over = self._iterable and (stream is None or stream.dataset is None)
         if stream is None or stream.rng is None:

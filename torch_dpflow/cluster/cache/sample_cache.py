@@ -114,7 +114,7 @@ class SampleCache:
             self._objects.join(added.job)
 
     def leave(self, reader: str) -> list[CacheInstruction]:
-        """Remove a reader that has ended or died, and release all that it wants. Ignore an unknown one."""
+        """Remove a reader that has ended or died, and release all of its tickets. An unknown reader is ignored."""
         gone = self._readers.pop(reader, None)
         if gone is None:
             return []
@@ -156,7 +156,7 @@ class SampleCache:
     def want(
         self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int, *, counts: bool = True
     ) -> list[CacheInstruction]:
-        """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that it holds is ignored.
+        """Record samples that `job` will fetch: (ticket, key), nearest first. A ticket that the job holds is ignored.
 
         draw: seed of the random draws of samples that have to be loaded; differs between jobs and epochs.
         counts: whether the policy counts them as reads of the epoch that its job is in.
@@ -183,7 +183,7 @@ class SampleCache:
         return self._admit([*self._requests.open(request, self._reader(job), tickets)])
 
     def release(self, job: str, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
-        """Release tickets of `job`, which has the samples or no longer wants them. Unknown ones are ignored.
+        """Release tickets of `job`, which has the samples or no longer needs them. Unknown tickets are ignored.
 
         Raises:
             UsageError: the job has not joined.

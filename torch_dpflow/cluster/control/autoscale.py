@@ -5,11 +5,11 @@
     demand = samples that the jobs read, per second in which they did not wait for data
     need   = demand x loads per sample / loads per second of a busy worker / HEADROOM
 
-**Up** when jobs wait for loads, or when workers are busy all the time. One step adds what is needed, at most `TIMES` as
-many workers and `MORE`. It is corrected upwards for some seconds, as first measurements are too low. The next step
-follows once the new workers have been measured. **Down** to the highest need of the last 20 s, or of the time of a cold
-start if that is longer. The length of queues plays no part: a queue is as long as jobs prefetch, however few workers
-there are.
+**Up** when jobs wait for loads, or when workers are busy all the time. One step goes to the number that is needed, at
+most `TIMES` times the present number plus `MORE`. It is corrected upwards for some seconds, until the full demand is
+visible. The next step follows once the new workers have been measured. **Down** to the highest need of the last 20 s,
+or of the time of a cold start if that is longer. The length of queues plays no part: a queue is as long as jobs
+prefetch, however few workers there are.
 
 **Saturation.** If added workers have increased the rate only little, something else is the limit, such as the storage.
 The flow then gets the workers that are enough for the rate that was measured. After some minutes a small step tests

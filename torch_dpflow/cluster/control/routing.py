@@ -85,9 +85,10 @@ class Routing:
     def register(
         self, shard: str, incarnation: int, address: str, now: float, *, known: int = 0
     ) -> RangeAssignment | None:
-        """Register a shard, or renew its lease; returns its range, empty until the table is complete.
+        """Register a shard, or renew its lease.
 
-        None: another process has replaced it.
+        Returns its range, empty until the table is complete; None if another process has replaced the shard.
+
         known: the newest generation that the shard knows, from this table or an earlier router's. Shards and jobs use
             the newest one, so the generations of this table continue after it.
         """

@@ -47,14 +47,14 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """Kill this process; report its end as any other."""
+    """Kill this process, and report its end like any other end."""
 
     id: str
     incarnation: int
 
 
 class CleanUp(msgspec.Struct, frozen=True):
-    """Remove what this process has left, such as its socket: it has ended for good."""
+    """Remove files that this process has left, such as its socket, as it will not be restarted."""
 
     id: str
 
@@ -118,7 +118,7 @@ class Supervisor:
         self.revision = 1
 
     def begin(self, incarnations: int) -> None:
-        """Give processes incarnations above this number from now on: earlier ones with their ids ran elsewhere."""
+        """Start processes with incarnations above this number: processes with the same ids ran elsewhere before."""
         self._spawns = max(self._spawns, incarnations)
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
@@ -187,7 +187,7 @@ class Supervisor:
         return process is not None and process.incarnation == incarnation and process.desired
 
     def is_stopped(self, id: str, incarnation: int) -> bool:
-        """Return whether the end of this process was requested, also if its id is to run again by now."""
+        """Return whether the end of this process was requested, even if its id is desired again by now."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.stopped
 

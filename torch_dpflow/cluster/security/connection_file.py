@@ -126,9 +126,9 @@ def read_connection_file(
 ) -> ConnectionFile:
     """Read and check the connection file of a cluster.
 
-    advice: what to do if the file is something else.
+    advice: what to do if the file is not a connection file.
 
-    Raises OptionError if it does not exist, others can read it, or it is something else.
+    Raises OptionError if the file does not exist, other users can read it, or it is not a connection file.
     """
     return _read(
         path,
@@ -162,7 +162,7 @@ def _is_closed(status: os.stat_result) -> bool:
 
 
 def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
-    """what: its name in messages. missing, other: what to do if it is missing, or something else."""
+    """what: its name in messages. missing, other: what to do if the file is missing, or is of another kind."""
     name = f"{what} {os.fspath(path)!r}"
     try:
         # Without O_NONBLOCK, opening a FIFO would block.

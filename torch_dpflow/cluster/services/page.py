@@ -83,7 +83,7 @@ def run(service: ServiceSpec) -> None:
 
 
 def _listen(place: PagePlace, heartbeats: HeartbeatSender) -> socket.socket:
-    """Listen once the port is free: another process may have taken it between two page processes."""
+    """Listen once the port is free, as another process may have taken it before this page process started."""
     is_logged = False
     while True:
         try:

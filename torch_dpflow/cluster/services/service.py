@@ -146,7 +146,7 @@ class ServiceSpec:
     platform: PlatformSpec | None = None
 
     def listen(self, address: str = "") -> Listener:
-        """Listen at the address of the process before this one, or else at `address`, if given.
+        """Listen at the address of the previous process of this id, or else at `address`, if given.
 
         If another process has taken the port, listen at a free one, which heartbeats report.
         """

@@ -60,7 +60,7 @@ class StateStore(Protocol):
         """
 
     def renew(self, owner: str) -> bool:
-        """Renew the lease for `LEASE_S`. Return whether there was one; there is none after the store was emptied.
+        """Renew the lease for `LEASE_S`. Return whether there was a lease; an emptied store has none.
 
         Raises StateError if another owner has it.
         """

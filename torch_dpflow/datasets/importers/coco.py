@@ -151,7 +151,7 @@ class _Text:
             self._read()
 
     def _read(self) -> None:
-        """Drop the text before the position and double the rest, so that a long value is not scanned too often."""
+        """Drop the text before the position and read as much again, so that a long value is not scanned too often."""
         rest = self._text[self._at :]
         data = self._file.read(max(_BLOCK, len(rest)))
         self._ended = not data

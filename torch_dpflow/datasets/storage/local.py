@@ -11,7 +11,9 @@ from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageEr
 
 
 class LocalStorage:
-    """Reads files with `pread`. Opens them for each read, which takes 4 µs, as a file may be replaced at any time.
+    """Storage of local files, read with `pread`.
+
+    A file is opened for each read, which takes 4 µs, as it may be replaced.
 
     `deadline` is ignored, as a mount that hangs in the kernel cannot be interrupted.
     """

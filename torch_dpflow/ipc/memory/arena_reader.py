@@ -25,8 +25,8 @@ class ArenaReader:
     """Maps the segments of one writer and marks them as free.
 
     Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while the
-    interpreter exits. In a forked child views stay as they are, also when the parent drops its own, and dropping them
-    there releases nothing.
+    interpreter exits. In a forked child, views keep their contents even if the parent drops its own; dropping a view in
+    the child releases nothing.
 
     Args:
         pid: the writer's process.
@@ -171,7 +171,8 @@ class ArenaPeers:
     def watch(self, number: int, pid: int) -> bool:
         """Watch a process; return False where the kernel or a sandbox has no pidfds. Raises DescriptorLimitError.
 
-        pid: as the process reported it, which is valid on this host only: its arena must have been read.
+        pid: as the process has reported it. It is valid on the process's own host only, so call this once the process's
+            arena was read here.
         """
         try:
             descriptor = self._descriptors[number] = os.pidfd_open(pid)
@@ -183,7 +184,7 @@ class ArenaPeers:
         return True
 
     def ended(self) -> list[int]:
-        """Return the watched processes that have ended, until `forget`."""
+        """Return the watched processes that have ended; each is returned until `forget`."""
         ended = {descriptor for descriptor, _ in self._poller.poll(0)}
         return [number for number, descriptor in self._descriptors.items() if descriptor in ended] if ended else []
 

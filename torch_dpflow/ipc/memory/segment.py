@@ -219,7 +219,7 @@ class Segment:
 
 
 def _check_kind(path: str, claim: str) -> None:
-    """Check the kind of a descriptor before it is opened: a peer may name the process of another."""
+    """Check the kind of a descriptor before it is opened, as a peer may claim a descriptor of another process."""
     with contextlib.suppress(OSError):  # it cannot be reached, as opening it will report
         kind = os.readlink(path)
         if not kind.startswith(f"/memfd:{_NAME}"):

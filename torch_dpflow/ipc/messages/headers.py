@@ -271,7 +271,7 @@ class Window(Body, tag=33):
 
 
 class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One result. Part of `Exchange`; the frames of its payload follow the header, then that of its stream's state."""
+    """One result. Part of `Exchange`; the payload's frames follow the header, then the frame of the stream's state."""
 
     task: Count
     #: BATCH, FAILURE or END.

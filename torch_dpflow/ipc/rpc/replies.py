@@ -80,7 +80,7 @@ class ReplyMemory(Generic[T]):
         return Verdict.EXECUTE, None
 
     def look_up(self, client: bytes, call: int) -> tuple[Verdict, T | None]:
-        """Return what to do with a call that its client inquires about. EXECUTE means that it never arrived."""
+        """Return what to do with a call that its client inquires about. EXECUTE: the call has never arrived."""
         record = self._clients.get(client)
         if record is None or (call >= record.completed_below and call not in record.calls):
             return Verdict.EXECUTE, None

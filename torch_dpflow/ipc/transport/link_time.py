@@ -17,7 +17,7 @@ _TAIL = 2
 
 
 class LinkTime:
-    """Connections of this process that begin or end at a TCP port; 0: none. Not thread-safe."""
+    """Connections of this process from or to a TCP port; port 0: no connections. Not thread-safe."""
 
     def __init__(self, port: int) -> None:
         self._port = port

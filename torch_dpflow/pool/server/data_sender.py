@@ -224,7 +224,7 @@ class DataSender:
                     self._go_on(connection)
 
     def _guarded(self, connection: _Connection, act: Callable[[_Connection], None]) -> None:
-        """Run `act`; drop the connection if it fails."""
+        """Run `act`; close the connection if it fails."""
         try:
             act(connection)
         except OSError:

@@ -189,7 +189,7 @@ class Holdings:
     # -- for readers -----------------------------------------------------------------------------------------
 
     def get(self, identity: bytes) -> HeldDataset:
-        """Return a dataset. Raises UsageError if it is not here."""
+        """Return a dataset. Raises UsageError if this server does not hold it."""
         if (held := self._held(identity)) is None:
             raise UsageError(f"dataset {identity.hex()} is not in the pool (any more); preload it")
         return held

@@ -174,7 +174,7 @@ class DataConnection:
         self._socket.sendall(RecordRequest(identity, [_part(one.wanted) for one in records]).pack())
 
     def take(self, *, copy: bool) -> list[tuple[RequestedRecord, bytes | memoryview | int]]:
-        """Receive the next answer: each record's content or status code; for a READY answer 0 or ABSENT.
+        """Receive the next answer: the content or status code of each record; after READY the code 0 or ABSENT.
 
         copy: False returns large records as read-only views of the receive buffers, as for records with a `buffer`.
 
@@ -202,7 +202,7 @@ class DataConnection:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[RequestedRecord]:
-        """Return the requests that this answers. Raises MessageError if it answers others."""
+        """Return the requests that an answer belongs to. Raises MessageError if it belongs to others."""
         if len(records) > len(self.requested):
             raise MessageError(f"{len(records)} records came where {len(self.requested)} were requested")
         requested = [*islice(self.requested, len(records))]

@@ -3,8 +3,9 @@
     header | stripes: number, first record in the index | index: offset and length of each record | records
 
 A segment is a memfd. Its pages are reserved when it is made, so no later access can fail. It is sealed: it cannot
-shrink, and only the server writes to it. It belongs to one dataset for ever: when the dataset is dropped, the server
-closes it, and its pages live on until the last reader has closed it. So no reader can see another dataset's bytes.
+shrink, and only the server writes to it. It always belongs to one dataset. When the dataset is dropped, the server
+closes the segment, and its pages exist until the last reader has closed it. So no reader can see another dataset's
+bytes.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class PoolSegment:
         return None if state == _MAGIC[0] else state
 
     def share(self) -> PoolSegment:
-        """Server: share the memory with a further dataset. Raises OSError if no descriptor is free."""
+        """Server: share the memory with another dataset. Raises OSError if no descriptor is free."""
         other = PoolSegment(os.dup(self.fd), self.memory, self._owners)
         self._owners[0] += 1
         return other

@@ -64,9 +64,9 @@ class Fleet:
         limits: of the platform.
         draw: returns numbers from 0 to below 1, for jitter.
         lifetime_s: after how long workers are replaced, unless the platform ends them before, seconds; None: never.
-        incarnation: the highest that a worker of this group ever had; 0 if there was none.
-        alone: whether no other workers do the work. Without any worker, the fleet then fails if starts are refused for
-            long.
+        incarnation: the highest incarnation of any earlier worker of this group; 0 if there was none.
+        alone: whether no other workers do the work. If so, the fleet fails if it has no worker and starts are refused
+            for long.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Fleet:
         return min(2 * rounds * self._limits.usual_s, MAX_LEAD * self._lifetime_s)
 
     def _next_places(self, now: float) -> list[int]:
-        """Return the numbers of the next workers to start: of free places, then of workers that need a successor."""
+        """Return the places of the next workers to start: free ones first, then those that need a successor."""
         if self.failure:
             return []
         # A worker that never connected may still run: the next in its place would be one too many.

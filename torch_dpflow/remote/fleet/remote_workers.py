@@ -138,7 +138,7 @@ class RemoteWorkers:
     # -- for the shard -----------------------------------------------------------------------------------
 
     def start_all(self) -> None:
-        """Make the platform start them."""
+        """Make the platform start the workers."""
         self._fleet.target(self._count)
         self._shortage.begin(self._clock())
         self.look()
@@ -214,7 +214,7 @@ class RemoteWorkers:
                 self._refuse(worker, "")
 
     def close(self) -> None:
-        """End all of them."""
+        """End all workers."""
         self._platform.close(grace_s=TERMINATE_S)
         for outcome in self._platform.take():
             self._fleet.handle(outcome, self._clock())

@@ -47,7 +47,7 @@ LIMITED_BY: dict[type[PlatformError], str] = {
 class StartLimits:
     """Limits of one fleet's starts. Not thread-safe.
 
-    While the latest start has been refused, one is tried at a time.
+    After a refused start, one start is tried at a time.
 
     Args:
         limits: of the platform.
@@ -84,9 +84,9 @@ class StartLimits:
 
     @property
     def usual_s(self) -> float:
-        """How long nearly all workers have taken from their start to their handshake, seconds.
+        """Time within which nearly all workers have sent their handshake after their start, seconds.
 
-        0: none has connected.
+        0 while none has connected.
         """
         return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
@@ -95,7 +95,7 @@ class StartLimits:
         return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
 
     def may_start(self, now: float, *, requested: bool) -> bool:
-        """Return whether one may be started now. requested: the platform has not answered for another one."""
+        """Return whether a worker may be started now. requested: whether another start has not been answered yet."""
         if now < self._resume_at or (requested and self._refusals.failures > 0):
             return False
         return self._rate.wait_s(now) <= 0
@@ -175,7 +175,7 @@ class StartLimits:
         self._accepts_too_many = accepts
 
     def _note_capacity(self, begun: float) -> None:
-        """Forget the ceiling if a start that was requested at this time went beyond it."""
+        """Remove the ceiling if a start that was requested at this time has exceeded it."""
         if begun > self._shown_at:
             self._ceiling, self._accepts_too_many = self._most, False
 

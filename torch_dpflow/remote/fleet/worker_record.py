@@ -132,7 +132,7 @@ class Shell(Protocol):
     """The shard that has these workers."""
 
     def admit(self, peer: bytes, handshake: list[memoryview]) -> None:
-        """Accept this connection as a worker; its handshake."""
+        """Handle the handshake of a connection that is accepted as a worker."""
 
     def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
         """Handle a message of a worker."""

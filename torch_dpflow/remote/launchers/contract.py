@@ -228,7 +228,7 @@ class WorkerName:
         incarnation: counts the fleet's workers.
 
     Raises:
-        OptionError: one of them is something else.
+        OptionError: a part is not valid.
     """
 
     cluster: str

@@ -31,7 +31,7 @@ PAGE = 20
 
 @dataclass(frozen=True)
 class ContainerGroup:
-    """A group that is there, or has ended within the last hour."""
+    """A group that exists, or has ended within the last hour."""
 
     id: str
     name: str

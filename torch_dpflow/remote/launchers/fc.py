@@ -237,7 +237,7 @@ class FunctionComputeLauncher:
         return {task.task_id: task.task_id for state in _LIVE for task in self._control.tasks(prefix, state)}
 
     def close(self) -> None:
-        """Do nothing: connections are the vendor's client's, which the process shares."""
+        """Do nothing: connections belong to the vendor's client, which the whole process shares."""
 
     def _look_at(self, name: str) -> Fate | None:
         try:

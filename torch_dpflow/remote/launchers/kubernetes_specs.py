@@ -95,7 +95,7 @@ def labels_of(name: str) -> dict[str, str]:
 
 
 def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge additions: tables are merged, lists appended, all else is replaced."""
+    """Merge additions into a spec: tables are merged, lists are appended, other values are replaced."""
     both = {**ours}
     for key, value in given.items():
         there = both.get(key)

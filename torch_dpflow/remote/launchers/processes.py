@@ -275,7 +275,7 @@ class Processes:
         """Do nothing: there is no library."""
 
     def check_workers(self, workers: int) -> None:
-        """Do nothing: it costs nothing beyond what is there."""
+        """Do nothing: processes of this host are not billed."""
 
     def launcher(self) -> Launcher:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -126,7 +126,7 @@ class Ray:
         require(*REQUIRED)
 
     def check_workers(self, workers: int) -> None:
-        """Do nothing: it costs nothing beyond what is there."""
+        """Do nothing: the cluster's resources are the only limit."""
 
     def launcher(self) -> Launcher:
         return RayLauncher(self)
@@ -265,7 +265,7 @@ class RayLauncher:
         return {name: name for name in names if name.startswith(prefix)}
 
     def close(self) -> None:
-        """Do nothing: the connection is the process's, which may use Ray for more."""
+        """Do nothing: the connection belongs to the process, which may use Ray for other work."""
 
     def _check_connected(self) -> None:
         """Raise RejectedError without a connection: Ray would connect again, or start a cluster, by itself."""

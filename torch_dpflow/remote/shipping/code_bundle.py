@@ -57,7 +57,7 @@ def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
 
     Raises:
         OptionError: they are too large; or an added path does not exist.
-        OptionTypeError: `code` is none of what is allowed.
+        OptionTypeError: `code` is of a type that is not allowed.
     """
     check_code(code)
     if code is None:
@@ -72,7 +72,7 @@ def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
 
 
 class _Collected:
-    """The files of a bundle, by their places in it."""
+    """The files of a bundle, by their paths in it."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
@@ -299,7 +299,7 @@ def _module_of(place: str) -> str:
 
 
 def _check_not_installed(top: str, path: str) -> None:
-    """Raise OptionError for a file that would replace what workers import before code arrives, as logging."""
+    """Raise OptionError for a file that would replace a module that workers import before, such as logging."""
     file = getattr(sys.modules.get(top), "__file__", None)
     if isinstance(file, str) and not is_own_path(file):
         raise OptionError(

@@ -39,7 +39,7 @@ def versions_here() -> dict[str, str]:
 
 
 def unfit(worker: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Return why a worker with these versions cannot load what is pickled here, and what to do; empty if it can."""
+    """Return why a worker with these versions cannot load pickles of this process, and what to do; empty if it can."""
     for name, parts, reason in (
         ("torch_dpflow", 2, "they would not understand each other"),
         ("python", 2, "functions travel as bytecode"),
@@ -86,7 +86,7 @@ def missing_modules(names: Iterable[str]) -> list[str]:
 
 
 def missing_text(names: Iterable[str]) -> str:
-    """Return that workers lack these modules, with what to do; to be called where the modules are installed."""
+    """Return the error text for modules that workers lack, with advice; call it where the modules are installed."""
     distributions = importlib.metadata.packages_distributions()
     tops = dict.fromkeys(name.partition(".")[0] for name in sorted(set(names)))
     pinned, own, unknown = [], [], []

@@ -1,4 +1,4 @@
-"""Batches of remote workers: what they load arrived over the network, and their memory is their own host's."""
+"""Batches of remote workers, whose content arrives over the network and whose memory the shard cannot read."""
 
 from __future__ import annotations
 

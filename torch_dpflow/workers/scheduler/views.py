@@ -168,7 +168,7 @@ class WorkerView:
         return None
 
     def note_running(self, running: TaskId | None, now: float) -> None:
-        """Record that the worker runs this task, from now on unless it did before."""
+        """Record that the worker runs this task; `now` is the start, unless the task was recorded before."""
         if running != self.running:
             self.running = running
             self.since = now

@@ -241,8 +241,8 @@ class ZeroMQListener(_SocketEndpoint):
     def descriptors(self) -> list[int]:
         """Descriptors for another listener of the same thread to `watch`, so that one wait serves both.
 
-        Before each wait of the other one, `receive(0)` must have returned None and `losses` must have been read: a
-        descriptor is readable once for whatever has arrived.
+        Before each wait of the other listener, `receive(0)` must have returned None and `losses` must have been read,
+        as a descriptor becomes readable only once for all that has arrived.
         """
         sockets = [self._socket] if self._monitor is None else [self._socket, self._monitor]
         return [int(socket.get(zmq.FD)) for socket in sockets]
