@@ -219,7 +219,9 @@ def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:
 
 def test_ranks_of_a_group_continue_an_epoch_at_their_size_only() -> None:
     def made(replicas: int) -> DynaGCSSampler:
-        return DynaGCSSampler(data(40), group=sampling_group("shared-log", 40), num_replicas=replicas, rank=0, batch_size=2)
+        return DynaGCSSampler(
+            data(40), group=sampling_group("shared-log", 40), num_replicas=replicas, rank=0, batch_size=2
+        )
 
     ranked = made(4)
     other = made(2)

@@ -216,7 +216,7 @@ def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> It
 
 
 def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
-    """Repeat the draws of the epoch that ended before this state."""
+    """Repeat the random draws of the epoch that ended just before this state was saved."""
     restore_rng(state.plan_rng or {})
     if state.sampler is not None or state.kind == "iterable":  # their order is not drawn here
         open_order(_without_order(state.opening), index_sampler, generator)

@@ -183,7 +183,7 @@ class ShardLookaheads:
         return True
 
     def leave(self, reader: str, name: str) -> None:
-        """Forget a reader, and its job with the last one."""
+        """Remove a reader; with the last reader of a job, remove the job too."""
         job = self._jobs.get(name)
         if job is not None:
             job.epochs.pop(reader, None)

@@ -146,10 +146,10 @@ class ReadAhead:
         capacity_bytes: limit of samples that are held or in transit, shared equally by the readers; a reader that waits
             may exceed it by one sample.
         k: maximum samples per request.
-        lead: number of positions after the one being read that have to be requested: as many as are read while a
-            request takes. 0 requests nothing before it is read. May be changed at any time.
-        sample_bytes: mean size of a sample, if known; else it is learned.
-        order_of: splits an order into lists, one of which a request is made from; the default is one list.
+        lead: how many positions after the present one are requested ahead; best the number of reads during one request.
+            0: no position is requested before it is read. May be changed at any time.
+        sample_bytes: mean size of a sample, if known; otherwise it is measured.
+        order_of: splits an order into lists; a request takes samples of one list. The default is one list.
 
     Raises OptionError if a number is too small.
     """

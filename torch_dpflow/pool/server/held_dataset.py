@@ -128,7 +128,7 @@ class HeldDataset:
 
     @property
     def is_placed(self) -> bool:
-        """Whether all memory for it is reserved."""
+        """Whether all memory for the dataset is reserved."""
         return not self._making
 
     @property

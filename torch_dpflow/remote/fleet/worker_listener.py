@@ -1,4 +1,4 @@
-"""Listener for remote workers; each authenticates with its own CURVE key. And the addresses where they reach it."""
+"""Listener for remote workers, each of which authenticates with its own CURVE key, and the listener's addresses."""
 
 from __future__ import annotations
 

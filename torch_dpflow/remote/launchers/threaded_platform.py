@@ -1,4 +1,4 @@
-"""Makes a platform of a launcher: its blocking calls run in threads, and their results are events."""
+"""Adapter from a launcher to a platform: blocking calls run in threads, and their results are events."""
 
 from __future__ import annotations
 

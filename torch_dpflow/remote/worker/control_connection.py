@@ -147,7 +147,7 @@ class ControlConnection(threading.Thread):
         raise MessageError("the shard sends contents to a worker that cannot use them")
 
     def connect(self) -> CountedConnection:
-        """Open the other connection."""
+        """Open the worker's second connection, for tasks and results."""
         inner = connect(self.address, identity=f"{self._identity}/work".encode(), options=self._options)
         self._work = CountedConnection(inner, LinkTime.of(self.address))
         return self._work
