@@ -35,8 +35,7 @@ from torch_dpflow.cluster.security.connection_file import generate_keys, write_c
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.pool import DataClient
-from torch_dpflow.pool.planning.layout import SampleLayout, identity
-from torch_dpflow.pool.planning.placement import place
+from torch_dpflow.pool.planning.layout import SampleLayout, identity, place
 from torch_dpflow.pool.planning.request_window import BatchWindow, ConnectionQueues, MeasuredWindow
 from torch_dpflow.pool.sources import identity_of
 

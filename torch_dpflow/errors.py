@@ -256,7 +256,7 @@ class ErrorKind(enum.IntEnum):
     #: The answer was evicted, or too many calls are open: retry.
     FORGOTTEN = 4
     OVERLOADED = 5
-    #: The caller's view is out of date: see `torch_dpflow.ipc.messages.errors`.
+    #: The caller's view is out of date: see `torch_dpflow.ipc.messages.fields`.
     STALE_JOB = 6
     STALE_ROUTING = 7
     STALE_SHARD = 8

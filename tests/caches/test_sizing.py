@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torch_dpflow.caches.sizing import duplicate, measure
+from torch_dpflow.caches.store import duplicate, measure
 from torch_dpflow.errors import OptionTypeError
 
 MEGA = 1_000_000

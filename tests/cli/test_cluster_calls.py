@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpflow.cli import cluster_calls
+from torch_dpflow.cli import cluster_views
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.messages.fields import OverloadedError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.ipc.transport import listen
 
@@ -43,12 +43,12 @@ def starting(tmp_path: Path) -> Iterator[Callable[[float], RpcClient]]:
 
 
 def test_a_coordinator_that_starts_is_asked_again(starting: Callable[[float], RpcClient]) -> None:
-    assert cluster_calls.ask(starting(2), "flows", int) == 3
+    assert cluster_views.ask(starting(2), "flows", int) == 3
 
 
 def test_a_coordinator_that_never_starts_says_why(
     starting: Callable[[float], RpcClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_calls, "READY_S", 0.3)
+    monkeypatch.setattr(cluster_views, "READY_S", 0.3)
     with pytest.raises(UsageError, match="the coordinator is starting"):
-        cluster_calls.ask(starting(float("inf")), "flows", int)
+        cluster_views.ask(starting(float("inf")), "flows", int)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow._core.depth import MAX_DEPTH, check_json, check_msgpack, is_too_deep, load_json
+from torch_dpflow._core.checks import MAX_DEPTH, check_json, check_msgpack, is_too_deep, load_json
 
 values = st.recursive(
     st.none() | st.integers(-(2**63), 2**63) | st.text(max_size=5),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.datasets.samples_source import Numbered, contents, publish
-from torch_dpflow._core.depth import MAX_DEPTH
+from torch_dpflow._core.checks import MAX_DEPTH
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets import describing as packing_module
 from torch_dpflow.datasets.annotations import encode_annotations

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, PoolFullError, UsageError
 from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Drop, Fill, StripeAllocator
-from torch_dpflow.pool.planning.placement import UNPLACED, place
+from torch_dpflow.pool.planning.layout import UNPLACED, place
 
 LEASE_S, IDLE_S = 3.0, 10.0
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

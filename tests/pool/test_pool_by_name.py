@@ -12,7 +12,7 @@ from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.pool.pool_servers import inner_server
 from tests.shared_cluster import wait
 from torch_dpflow.cli.main import root
-from torch_dpflow.cli.pool_printing import read_rates
+from torch_dpflow.cli.tables import read_rates
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import make_importer
 from torch_dpflow.errors import ObjectMissingError, OptionError

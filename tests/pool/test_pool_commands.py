@@ -25,7 +25,7 @@ from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool import DataClient, open_array
 from torch_dpflow.pool.array_files import array_identity
-from torch_dpflow.pool.verifying import verify_pool
+from torch_dpflow.pool.sources import verify_pool
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
 

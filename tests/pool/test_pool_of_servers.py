@@ -26,7 +26,7 @@ from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool import CachedDataset, DataClient, DataServer
 from torch_dpflow.pool.messages import DatasetSource
-from torch_dpflow.pool.planning.placement import ALL
+from torch_dpflow.pool.planning.layout import ALL
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.server_messages import (
     DatasetPart,

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.pool.planning.layout import SampleLayout
-from torch_dpflow.pool.planning.placement import ALL, cut_that_fits, resident, resident_layout
+from torch_dpflow.pool.planning.layout import ALL, SampleLayout, cut_that_fits, resident, resident_layout
 
 
 @given(

@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torch_dpflow.cli.cluster_calls import address_option, ask, ask_views, connect, end_cluster
-from torch_dpflow.cli.cluster_printing import (
+from torch_dpflow.cli.cluster_views import (
+    address_option,
+    ask,
+    ask_views,
+    connect,
+    end_cluster,
     print_flow,
     print_flows,
     print_jobs,

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from torch_dpflow.cli.common import name_value_pairs, storage_options_of, store_options, to_json, with_options
-from torch_dpflow.cli.dataset_printing import (
+from torch_dpflow.cli.main import INTERRUPTED
+from torch_dpflow.cli.tables import (
     checked_line,
     copied_lines,
     copy_progress,
@@ -21,7 +22,6 @@ from torch_dpflow.cli.dataset_printing import (
     problem_line,
     verify_progress,
 )
-from torch_dpflow.cli.main import INTERRUPTED
 from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers import IMPORTERS, make_importer

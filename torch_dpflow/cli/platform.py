@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect
-from torch_dpflow.cli.cluster_printing import print_costs, print_remote_workers
+from torch_dpflow.cli.cluster_views import address_option, ask_views, connect, print_costs, print_remote_workers
 from torch_dpflow.cli.common import json_option, to_json
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.errors import OptionError, PlatformError

@@ -27,25 +27,26 @@ from torch_dpflow.cli.common import (
     store_option,
     to_json,
 )
-from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
-from torch_dpflow.cli.pool_printing import (
+from torch_dpflow.cli.tables import (
     dataset_facts,
     dataset_id,
     datasets_table,
     pool_facts,
+    preload_progress,
+    problem_line,
     read_rates,
     servers_table,
     updated_table,
+    verify_progress,
 )
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError
 from torch_dpflow.pool.array_files import array_ref, open_array
 from torch_dpflow.pool.messages import ArraySource, CachedDataset
 from torch_dpflow.pool.server.data_server import DataServer
-from torch_dpflow.pool.sources import identity_of, source_of
+from torch_dpflow.pool.sources import PoolComparison, identity_of, samples_of, source_of, verify_pool
 from torch_dpflow.pool.transport.address import CONNECTION_VARIABLE, PoolAddress, find_address
 from torch_dpflow.pool.transport.control_connection import PoolConnection
-from torch_dpflow.pool.verifying import PoolComparison, samples_of, verify_pool
 
 #: Requested limit of descriptors: a reader of another host takes two or more, a segment one.
 _WANTED_DESCRIPTORS = 65536

@@ -12,7 +12,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from torch_dpflow._core.depth import TOO_DEEP, check_json
+from torch_dpflow._core.checks import TOO_DEEP, check_json
 from torch_dpflow.errors import SourceError
 
 _NANOSECONDS = 10**9

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from torch_dpflow._core.depth import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
+from torch_dpflow._core.checks import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
 from torch_dpflow.datasets.storage.base import REVISION_PATTERN
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import (

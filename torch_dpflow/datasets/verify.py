@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_type
-from torch_dpflow.datasets.objects import Objects
+from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.spec import SampleMeta, matches
 from torch_dpflow.datasets.storage.file_systems import revision_of
 from torch_dpflow.datasets.store import StoredDataset

@@ -10,8 +10,7 @@ import cloudpickle
 import msgspec
 from msgspec.structs import replace
 
-from torch_dpflow._core.checks import check_type
-from torch_dpflow._core.depth import check_json
+from torch_dpflow._core.checks import check_json, check_type
 from torch_dpflow._version import __version__
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import sha256_of

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from torch_dpflow.cluster.monitoring.limits import limit_of
+from torch_dpflow.cluster.monitoring.page_figures import limit_of
 
 if TYPE_CHECKING:
     from torch_dpflow.metrics import LoaderStats

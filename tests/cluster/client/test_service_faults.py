@@ -20,7 +20,7 @@ from torch_dpflow.cluster.client.outage_log import MAX_FAULTS, OutageLog
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.ipc.messages.errors import (
+from torch_dpflow.ipc.messages.fields import (
     AwaitedWorkersError,
     LostWorkersError,
     OverloadedError,

@@ -24,7 +24,7 @@ from torch_dpflow.cluster.control.flow_registry import (
 from torch_dpflow.cluster.messages.coordinator import LifeStep, Part
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.ipc.messages.errors import UnknownFlowError
+from torch_dpflow.ipc.messages.fields import UnknownFlowError
 
 
 def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> FlowSpec:

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import AwaitedRanksError, OutOfStepError
+from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers import RankShares, sampling_group
 
 

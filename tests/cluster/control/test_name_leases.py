@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.cluster.control.name_leases import NameLeases
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import NameBusyError, StaleJobError
+from torch_dpflow.ipc.messages.fields import NameBusyError, StaleJobError
+from torch_dpflow.ipc.rpc.leases import NameLeases
 
 LEASE_S = 10.0
 

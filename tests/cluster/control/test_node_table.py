@@ -6,10 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torch_dpflow.cluster.control.node_table import NodeTable
+from torch_dpflow.cluster.control.placement import NodeTable
 from torch_dpflow.cluster.messages.node import MAX_NODES, NodeRecord, ProcessView
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.messages.fields import OverloadedError
 
 LEASE_S = 10.0
 NAMES = st.sampled_from("abc")

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from torch_dpflow.cluster.control.worker_owners import SILENT_S, WorkerOwners
 from torch_dpflow.errors import ThrottledError, UnavailableError
-from torch_dpflow.ipc.messages.errors import StaleShardError
+from torch_dpflow.ipc.messages.fields import StaleShardError
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome
 from torch_dpflow.workers.platform import End
 

@@ -13,7 +13,7 @@ from tests.cluster.shard.driven_workers import Workers
 from torch_dpflow.cluster.cache.objects import Load
 from torch_dpflow.cluster.messages.shard import WORKERLESS
 from torch_dpflow.cluster.shard.workers import OUTAGE_S
-from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError
+from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError
 from torch_dpflow.ipc.messages.headers import Exchange, WorkerHandshake, WorkerReady, encode
 
 

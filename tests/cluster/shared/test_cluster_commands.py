@@ -135,7 +135,7 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
     own_cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("ANSWER_S", "NODE_S"):
-        monkeypatch.setattr(f"torch_dpflow.cli.cluster_calls.{name}", 1.0)
+        monkeypatch.setattr(f"torch_dpflow.cli.cluster_views.{name}", 1.0)
     coordinator = own_cluster.process("coordinator")
     os.kill(own_cluster.pid, signal.SIGSTOP)
     try:
@@ -152,13 +152,13 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
     finally:
         os.kill(own_cluster.pid, signal.SIGCONT)
     own_cluster.kill("coordinator", signal.SIGSTOP)
-    monkeypatch.setattr("torch_dpflow.cli.cluster_calls.NODE_S", PATIENCE_S)  # its node answers
+    monkeypatch.setattr("torch_dpflow.cli.cluster_views.NODE_S", PATIENCE_S)  # its node answers
     assert run("down", "--address", own_cluster.address).exit_code == 0
     wait(lambda: has_ended(own_cluster.pid), what="the node's end")
 
 
 def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_dpflow.cli.cluster_calls.ANSWER_S", 1.0)
+    monkeypatch.setattr("torch_dpflow.cli.cluster_views.ANSWER_S", 1.0)
     address = f"ipc://{tmp_path}/coordinator"
 
     def come_up() -> None:

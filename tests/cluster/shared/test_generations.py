@@ -18,7 +18,7 @@ from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.messages.router import JobHeartbeat, JobId, Join, RegisterShard
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.errors import ErrorKind, RemoteCallError
-from torch_dpflow.ipc.messages.errors import StaleShardError
+from torch_dpflow.ipc.messages.fields import StaleShardError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.ipc.transport import listen
 

@@ -15,8 +15,8 @@ from typing import Any
 import fsspec
 import pytest
 
+from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.errors import StorageError, StorageTimeoutError

@@ -17,11 +17,11 @@ import pytest
 
 from tests.datasets.storage.web_server import Answer, WebServer, reply, serve_ranges
 from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions, Storage, open_storage
 from torch_dpflow.datasets.storage.http_connection import Origin

@@ -23,7 +23,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     StateError,
 )
-from torch_dpflow.ipc.messages.errors import StaleRoutingError
+from torch_dpflow.ipc.messages.fields import StaleRoutingError
 from torch_dpflow.ipc.rpc import (
     LATER,
     ClientOptions,

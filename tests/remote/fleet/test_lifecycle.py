@@ -24,8 +24,11 @@ from torch_dpflow.remote.fleet.lifecycle import (
     STOP_S,
     Fleet,
 )
-from torch_dpflow.remote.fleet.start_limits import AWAY_PAUSE_S, MAX_PAUSE_S, RAISE_S, RENEW_S
 from torch_dpflow.remote.fleet.worker_states import (
+    AWAY_PAUSE_S,
+    MAX_PAUSE_S,
+    RAISE_S,
+    RENEW_S,
     AdmitWorker,
     CheckWorker,
     DrainWorker,

@@ -22,13 +22,14 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.remote.fleet.lifecycle import DRAIN_S, LEAVE_S, STOP_S, Fleet
-from torch_dpflow.remote.fleet.start_limits import RAISE_S, StartLimits
 from torch_dpflow.remote.fleet.worker_states import (
+    RAISE_S,
     AdmitWorker,
     DrainWorker,
     Fail,
     FleetInstruction,
     RejectWorker,
+    StartLimits,
     StartWorker,
     StopWorker,
     WorkerState,

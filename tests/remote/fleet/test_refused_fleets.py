@@ -23,8 +23,7 @@ from torch_dpflow.errors import (
     ThrottledError,
     UnavailableError,
 )
-from torch_dpflow.remote.fleet.start_limits import DENIED_S, REFUSED_TIMEOUT_S, RENEW_S, UNTRIED_S
-from torch_dpflow.remote.fleet.worker_states import Fail
+from torch_dpflow.remote.fleet.worker_states import DENIED_S, REFUSED_TIMEOUT_S, RENEW_S, UNTRIED_S, Fail
 from torch_dpflow.remote.launchers.contract import Ended, Refused
 from torch_dpflow.workers.platform import End
 

@@ -219,7 +219,7 @@ def test_credentials_of_the_vendors_file_are_found(
 def test_many_are_looked_up_by_pages_of_a_list(
     server: FunctionServer, launcher: FunctionComputeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.remote.launchers.fc_function.PAGE", 3)
+    monkeypatch.setattr("torch_dpflow.remote.launchers.fc.PAGE", 3)
     for number in range(10):
         launcher.start(name_of(number), b'{"leave": true}', deadline_s=10)
     wait(lambda: not server.live(), what="their end")

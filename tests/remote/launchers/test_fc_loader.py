@@ -27,7 +27,7 @@ from tests.support.hosts import Hosts
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.fleet import remote_workers, start_limits
+from torch_dpflow.remote.fleet import remote_workers, worker_states
 from torch_dpflow.remote.launchers.fc_deploy import deploy
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
@@ -178,7 +178,7 @@ def test_credentials_that_expire_pause_starts_until_there_are_others(
     monkeypatch: pytest.MonkeyPatch,
     short_lease: None,
 ) -> None:
-    monkeypatch.setattr(start_limits, "DENIED_S", 0.2)
+    monkeypatch.setattr(worker_states, "DENIED_S", 0.2)
     remote = loader()
 
     def expire() -> None:

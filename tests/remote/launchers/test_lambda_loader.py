@@ -24,7 +24,7 @@ from tests.remote_cases import lose_one, names_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.remote import Lambda
-from torch_dpflow.remote.fleet import start_limits
+from torch_dpflow.remote.fleet import worker_states
 
 pytest.importorskip("awslambdaric", reason="pip install 'torch_dpflow[test]'")
 
@@ -169,7 +169,7 @@ def test_credentials_that_expire_pause_starts_until_there_are_others(
     local: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(start_limits, "DENIED_S", 0.2)
+    monkeypatch.setattr(worker_states, "DENIED_S", 0.2)
     remote, before = loader(), server.refused[403]
 
     def expire() -> None:

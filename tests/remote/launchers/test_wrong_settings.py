@@ -20,7 +20,7 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import WorkerStartError
 from torch_dpflow.remote import FunctionCompute, Kubernetes, Lambda
-from torch_dpflow.remote.fleet import start_limits
+from torch_dpflow.remote.fleet import worker_states
 
 KINDS = {"fc": FunctionCompute, "lambda": Lambda, "kubernetes": Kubernetes}
 
@@ -34,7 +34,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_limits, "RENEW_S", 0.1)
+    monkeypatch.setattr(worker_states, "RENEW_S", 0.1)
 
 
 def found(platform: str) -> AbstractContextManager[FunctionDouble]:
@@ -153,9 +153,9 @@ import json, sys
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import WorkerStartError
 from torch_dpflow.remote import FunctionCompute
-from torch_dpflow.remote.fleet import start_limits
+from torch_dpflow.remote.fleet import worker_states
 
-start_limits.RENEW_S = 0.1
+worker_states.RENEW_S = 0.1
 spec = FunctionCompute(**json.loads(sys.argv[1]))
 try:
     list(DPFlowDataLoader([*range(16)], batch_size=2, num_workers=2, platform=spec))

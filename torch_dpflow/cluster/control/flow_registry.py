@@ -28,7 +28,7 @@ import msgspec
 from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowView, LifeStep, Part
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import UnknownFlowError
+from torch_dpflow.ipc.messages.fields import UnknownFlowError
 
 #: Most flows of a cluster, each version counted.
 MAX_FLOWS = 4096

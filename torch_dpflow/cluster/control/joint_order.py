@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import AwaitedRanksError, OutOfStepError
+from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 from torch_dpflow.samplers.passes import RankShares

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch_dpflow.cluster.messages.provisioner import MAX_EVENTS, MAX_OWNED
 from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
-from torch_dpflow.ipc.messages.errors import StaleShardError
+from torch_dpflow.ipc.messages.fields import StaleShardError
 from torch_dpflow.remote.launchers.contract import Ended, Outcome, Refused, WorkerName
 
 #: Silence after which a shard has lost its workers, seconds: they have ended, as it does not answer them.

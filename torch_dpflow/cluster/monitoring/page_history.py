@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, state_words
-from torch_dpflow.cluster.monitoring.limits import LITTLE_STALL, advice_of, headline_of, limit_of
 from torch_dpflow.cluster.monitoring.page_figures import (
     DOWN,
+    LITTLE_STALL,
     MAX_JOBS,
     MAX_PROCESSES,
     RUNNING,
@@ -24,6 +24,9 @@ from torch_dpflow.cluster.monitoring.page_figures import (
     ProcessRow,
     Summary,
     Update,
+    advice_of,
+    headline_of,
+    limit_of,
 )
 
 #: Interval over which rates are computed, seconds; jobs report once a second.

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from torch_dpflow._core.checks import check_path, is_loopback
-from torch_dpflow._core.depth import check_json
+from torch_dpflow._core.checks import check_json, check_path, is_loopback
 from torch_dpflow.cluster.security.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.ipc.rpc import ClientOptions, RpcClient

@@ -45,7 +45,7 @@ from torch_dpflow.cluster.services.joined_nodes import JoinedNodes
 from torch_dpflow.cluster.services.service import WorkerPlatform
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
-from torch_dpflow.ipc.messages.errors import OverloadedError, UnknownFlowError
+from torch_dpflow.ipc.messages.fields import OverloadedError, UnknownFlowError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.fleet.worker_listener import ports_in

@@ -20,7 +20,7 @@ from torch_dpflow.cluster.services.joined_nodes import NODE_METHODS, JoinedNodes
 from torch_dpflow.cluster.services.service import HeartbeatSender, ServiceSpec, ask_in, serve
 from torch_dpflow.cluster.services.state_store import WriteBehindStore, open_store
 from torch_dpflow.ipc.memory.headroom import Headroom
-from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.messages.fields import OverloadedError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 

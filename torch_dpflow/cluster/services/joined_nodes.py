@@ -10,7 +10,7 @@ import msgspec
 
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
-from torch_dpflow.cluster.control.node_table import NodeTable
+from torch_dpflow.cluster.control.placement import NodeTable
 from torch_dpflow.cluster.messages.node import (
     Launch,
     NodeAssignment,
@@ -24,7 +24,7 @@ from torch_dpflow.cluster.security.connection_file import ConnectionFile, is_pro
 from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace
 from torch_dpflow.cluster.services.state_store import WriteBehindStore
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import OverloadedError
+from torch_dpflow.ipc.messages.fields import OverloadedError
 from torch_dpflow.ipc.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.shipping.compatibility import unfit, versions_here

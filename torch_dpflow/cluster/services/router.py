@@ -15,7 +15,6 @@ import numpy as np
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.control.lookaheads import KnownEpoch, joint_order, speed_step
-from torch_dpflow.cluster.control.name_leases import NameLeases
 from torch_dpflow.cluster.control.routing import Routing
 from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.router import (
@@ -41,9 +40,9 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.services.service import ServiceSpec, serve
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import MisdirectedError, StaleShardError
-from torch_dpflow.ipc.messages.fields import UNNAMED, Name
+from torch_dpflow.ipc.messages.fields import UNNAMED, MisdirectedError, Name, StaleShardError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.ipc.rpc.leases import NameLeases
 from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers import sampling_group

@@ -29,7 +29,7 @@ from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Serve
 from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, WorkerDemultiplexer
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
-from torch_dpflow.ipc.messages.errors import OverloadedError, StaleJobError, StaleRoutingError
+from torch_dpflow.ipc.messages.fields import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
 from torch_dpflow.ipc.rpc.leases import (
     ExpireLeases,

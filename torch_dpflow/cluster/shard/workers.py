@@ -24,7 +24,7 @@ from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, detach, 
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.ipc.memory.arena import RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaPeers, ArenaReader
-from torch_dpflow.ipc.messages.errors import AwaitedWorkersError, LostWorkersError, RecoverableError
+from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError, RecoverableError
 from torch_dpflow.ipc.messages.headers import Finished, WorkerHandshake
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Listener
@@ -45,7 +45,7 @@ RETRY_S = 30.0
 OVERTAKE_S = 1.0
 #: Time without a working worker after which waiting jobs get the reason, and the interval of repetitions, seconds.
 OUTAGE_S = 3.0
-#: Limits of a platform, of `start_limits.LIMITED_BY`, for which jobs wait without a time limit.
+#: Limits of a platform, of `worker_states.LIMITED_BY`, for which jobs wait without a time limit.
 AWAITED = ("quota", "throttling")
 
 

@@ -13,8 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
-from torch_dpflow._core.checks import check_type
-from torch_dpflow._core.depth import is_too_deep, may_be_too_deep
+from torch_dpflow._core.checks import check_type, is_too_deep, may_be_too_deep
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item

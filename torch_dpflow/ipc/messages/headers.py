@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from torch_dpflow._core.depth import MAX_DEPTH, check_msgpack
+from torch_dpflow._core.checks import MAX_DEPTH, check_msgpack
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 from torch_dpflow.ipc.messages.remote_worker import (

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from torch_dpflow._core.depth import check_json
+from torch_dpflow._core.checks import check_json
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.fields import Body, Count, Name, Seconds, Text
 

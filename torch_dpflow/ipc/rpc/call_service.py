@@ -13,8 +13,7 @@ import msgspec
 
 from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
 from torch_dpflow.ipc.messages import headers as messages
-from torch_dpflow.ipc.messages.errors import RecoverableError
-from torch_dpflow.ipc.messages.fields import MAX_TEXT
+from torch_dpflow.ipc.messages.fields import MAX_TEXT, RecoverableError
 from torch_dpflow.ipc.messages.headers import Frame, Header, Reply, body_decoder, decode_body, encode, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.replies import ReplyMemory, Verdict

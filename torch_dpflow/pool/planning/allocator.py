@@ -26,7 +26,7 @@ import numpy.typing as npt
 from torch_dpflow._core.checks import check_seconds
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.ipc.rpc.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
-from torch_dpflow.pool.planning.placement import UNPLACED, place
+from torch_dpflow.pool.planning.layout import UNPLACED, place
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch_dpflow.datasets.storage.failures import is_transient
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, StorageError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.pool.messages import ELSEWHERE, HERE, IN_STORAGE, PENDING, AnySource, RecordStates
-from torch_dpflow.pool.planning.placement import ALL, resident, resident_layout
+from torch_dpflow.pool.planning.layout import ALL, resident, resident_layout
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.ahead import AheadReading
 from torch_dpflow.pool.sources import OpenedSource

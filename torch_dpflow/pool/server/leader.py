@@ -29,7 +29,7 @@ from torch_dpflow.pool.messages import (
     UnloadDataset,
 )
 from torch_dpflow.pool.planning.allocator import AllocatorInstruction, Fill, StripeAllocator
-from torch_dpflow.pool.planning.placement import resident_layout
+from torch_dpflow.pool.planning.layout import resident_layout
 from torch_dpflow.pool.server import start_thread
 from torch_dpflow.pool.server.held_dataset import HeldDataset
 from torch_dpflow.pool.server.holdings import MAX_DATASETS, Holdings

@@ -23,8 +23,7 @@ from torch_dpflow.pool.messages import (
     PreloadDataset,
 )
 from torch_dpflow.pool.planning.allocator import StripeAllocator, StripeTable
-from torch_dpflow.pool.planning.layout import SampleLayout
-from torch_dpflow.pool.planning.placement import ALL, cut_that_fits
+from torch_dpflow.pool.planning.layout import ALL, SampleLayout, cut_that_fits
 from torch_dpflow.pool.server.held_dataset import HeldDataset
 from torch_dpflow.pool.server.holdings import Holdings
 from torch_dpflow.pool.server_messages import (

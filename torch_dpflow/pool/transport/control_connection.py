@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from torch_dpflow._core.depth import check_msgpack
+from torch_dpflow._core.checks import check_msgpack
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import DATASETS
 from torch_dpflow.pool.messages import (

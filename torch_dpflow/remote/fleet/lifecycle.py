@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from torch_dpflow.errors import RejectedError, UnavailableError
-from torch_dpflow.remote.fleet.start_limits import StartLimits
 from torch_dpflow.remote.fleet.worker_states import (
     AdmitWorker,
     CheckWorker,
@@ -35,6 +34,7 @@ from torch_dpflow.remote.fleet.worker_states import (
     FleetWorker,
     RejectWorker,
     Report,
+    StartLimits,
     StartWorker,
     StopWorker,
     WorkerState,

@@ -22,10 +22,10 @@ from torch_dpflow._core.checks import (
     check_type,
     format_duration,
     is_loopback,
+    load_json,
     parse_bytes,
     parse_duration,
 )
-from torch_dpflow._core.depth import load_json
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.remote.launchers.aws_client import REQUIRED, AwsClient
 from torch_dpflow.remote.launchers.contract import (

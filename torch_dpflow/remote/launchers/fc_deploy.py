@@ -7,8 +7,7 @@ from typing import Any
 
 from torch_dpflow.errors import DeniedError, OptionError
 from torch_dpflow.remote.launchers.alibaba_client import MissingError
-from torch_dpflow.remote.launchers.fc import FunctionCompute
-from torch_dpflow.remote.launchers.fc_function import QUEUE_S, FunctionControl
+from torch_dpflow.remote.launchers.fc import QUEUE_S, FunctionCompute, FunctionControl
 from torch_dpflow.remote.launchers.processes import MODULE
 
 #: What the image runs, and the port of its server.

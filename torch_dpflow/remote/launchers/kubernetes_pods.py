@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dpflow._core.checks import is_loopback
-from torch_dpflow._core.depth import load_json
+from torch_dpflow._core.checks import is_loopback, load_json
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
