@@ -23,7 +23,7 @@ class LookaheadSampler(Protocol):
     """A sampler with lookaheads."""
 
     def lookahead(self) -> Lookahead | None:
-        """Return what is known of its future draws; None: nothing. Draws nothing."""
+        """Return the known future draws; None if nothing is known. Draws nothing."""
         ...
 
 

@@ -37,7 +37,7 @@ class Ranking(ABC):
 
     @abstractmethod
     def renew(self, key: int) -> float:
-        """Recompute what is stored for a key that was read or became resident; returns its distance."""
+        """Recompute the stored values of a key that was read or became resident; return its distance."""
 
     @abstractmethod
     def renew_many(self, keys: Keys) -> Distances:

@@ -164,7 +164,7 @@ class _WatchedLoader:
         self._look_at = 0.0
 
     def figures(self, loader: Any) -> JobRow:
-        """Return the figures of what it has read."""
+        """Return the figures of the loader."""
         meter = loader._runtime.meter
         stall_s, reading_s = meter.stall_s, meter.iterating_s
         waiting_s = meter.waiting_s()  # with a wait that still lasts

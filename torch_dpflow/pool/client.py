@@ -79,8 +79,8 @@ class DataClient:
             progress: called about ten times a second.
             transform: for a dataset: decodes a sample's bytes, in this process, to an array of a shape that all samples
                 share. The pool then caches these arrays as a dataset of its own, which is read through the result's
-                `pushed` and lost with its server, as what `push` caches. Another transform makes another dataset. If it
-                raises, what was pushed stays.
+                `pushed` and lost with its server, as what `push` caches. A different transform creates a different
+                dataset. If it raises, arrays that were pushed before stay.
             rank, world: only with a transform: this process decodes every `world`-th part, beginning with part `rank`.
 
         Raises:
@@ -125,7 +125,7 @@ class DataClient:
 
         Other processes find it by name (`array`). No storage has it: if its server is lost, so is the array, and
         reading raises PeerLostError until it is pushed again. Pushing the same array again changes nothing, or
-        completes what was interrupted.
+        completes an interrupted push.
 
         name: NAMESPACE/NAME:VERSION.
 

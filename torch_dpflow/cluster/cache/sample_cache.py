@@ -308,7 +308,7 @@ class SampleCache:
         return out
 
     def _make_room(self, wanted: CacheEntry, size: int) -> bool:
-        """Evict what may be evicted for an entry; return whether it fits then."""
+        """Make room for an entry by the evictions that are allowed for it; return whether the entry fits then."""
         if not wanted.requests:
             return self._objects.make_room(size, share=AHEAD_SHARE)
         if self._objects.make_room(size, share=1.0):
@@ -321,7 +321,7 @@ class SampleCache:
         return not self._loading and not self._objects.held
 
     def _trim(self) -> None:
-        """Drop what is not needed now: samples were larger than expected, or the capacity shrank."""
+        """Drop samples that are not needed now, after samples were larger than expected or the capacity shrank."""
         while self._objects.is_over and (self._objects.evict() or self._requeue_farthest()):
             pass
 

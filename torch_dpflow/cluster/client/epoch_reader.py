@@ -45,7 +45,7 @@ class Pipeline:
         fetched: batches that are fetched from the shards at a time.
         requested: batches that are requested from shards ahead of need; more than `fetched`.
         budget_bytes: most bytes of fetched batches; one batch alone may be larger.
-        reconnect_timeout_s: how long the cluster may be away, seconds.
+        reconnect_timeout_s: how long the cluster may be unreachable, seconds.
         loading_s: how much longer samples may take while the cluster answers, seconds.
     """
 

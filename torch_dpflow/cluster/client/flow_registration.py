@@ -175,7 +175,7 @@ def content_of(
     options: JobOptions,
     settings: ScriptSettings,
 ) -> dict[str, str]:
-    """Return what identifies the content of a flow, by name. Takes about as long as pickling the dataset."""
+    """Return the parts that identify the content of a flow, by name. Takes about as long as pickling the dataset."""
     if options.fingerprint is not None:
         return {"its content": options.fingerprint}
     content = {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}

@@ -91,8 +91,8 @@ class JobOptions:
         requested: batches that are requested from shards ahead of need (P_R), more than `ready`. A sampler whose order
             may change while it is read is drawn no further ahead than torch draws it.
         budget_bytes: most bytes of batches in transit; one batch alone may be larger.
-        reconnect_timeout_s: how long the cluster, or all workers that a platform runs for the flow, may be away before
-            a call fails, seconds.
+        reconnect_timeout_s: how long the cluster may be unreachable, or all workers that a platform runs for the flow
+            may be lost, before a call fails, seconds.
 
     Raises:
         OptionError: a value is out of range or unknown.

@@ -157,7 +157,7 @@ class JointOrder:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _agrees(self, rank: int, held: Held) -> bool:
-        """Return whether a rank has what it was given."""
+        """Return whether a rank has exactly the samples that it was given."""
         joint = self._epochs.get(held.epoch)
         return joint is not None and joint.agrees(rank, held)
 

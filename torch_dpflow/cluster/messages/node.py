@@ -131,7 +131,7 @@ class NodeJoined(Body):
 
 
 class NodeReport(Body):
-    """To a coordinator, periodically: what a joined node runs. Answered with `NodeAssignment`."""
+    """To a coordinator, periodically: the processes of a joined node. Answered with `NodeAssignment`."""
 
     name: NodeName
     generation: Count

@@ -83,7 +83,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def generate_keys(address: str, *, certificates: bool = False) -> ConnectionFile:
     """Generate the keys of a new cluster whose coordinator listens at `address`.
 
-    certificates: generate them too. Raises MissingExtraError: what draws them is not installed.
+    certificates: generate certificates too. Raises MissingExtraError if the library for them is not installed.
     """
     server_public, server_secret = draw_key_pair()
     client_public, client_secret = draw_key_pair()

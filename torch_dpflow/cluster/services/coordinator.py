@@ -1,7 +1,7 @@
-"""The coordinator of a cluster: its flows, their life cycle and datasets, and what is to run (thesis 4.3.2).
+"""The coordinator of a cluster: its flows, their life cycle and datasets, and the processes to run (thesis 4.3.2).
 
 Jobs request the address of their router at the start and read without the coordinator. Its state is in a state store;
-its node reports what runs.
+its node reports the running processes.
 """
 
 from __future__ import annotations

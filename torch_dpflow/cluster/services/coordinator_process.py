@@ -1,4 +1,4 @@
-"""The process of a coordinator: load its state, serve, and have its node run what is desired."""
+"""The process of a coordinator: it loads its state, serves, and sends its node the processes to run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer
 
 
 class Reconciler:
-    """Two daemon threads: one observes what the node runs, one sends the node what is desired."""
+    """Two daemon threads: one observes the node's running processes, one sends the node the desired ones."""
 
     def __init__(self, service: ServiceSpec, server: RpcServer) -> None:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
@@ -46,7 +46,8 @@ class Reconciler:
     def start(self, observe: Callable[[list[ProcessView]], None], desired: Callable[[], list[Launch]]) -> None:
         """Start the threads. To be called once.
 
-        observe: called with what runs. desired: returns what is to run. Both run in the server's thread.
+        observe: called with the running processes. desired: returns the processes to run. Both run in the server's
+            thread.
         """
         self._observe, self._desired = observe, desired
         self._observer.start()

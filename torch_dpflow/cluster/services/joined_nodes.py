@@ -1,4 +1,4 @@
-"""The calls by which nodes of other hosts join a coordinator, report what they run, and receive what to run."""
+"""Calls of nodes on other hosts: to join a coordinator, report running processes, and receive the processes to run."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class JoinedNodes:
     ) -> None:
         """Connect it with a coordinator. To be called once, before the server serves.
 
-        assigned: returns what a node is to run; None while that is not known.
-        observed: returns what the cluster's own node runs.
+        assigned: returns the processes that a node should run; None while they are not known.
+        observed: returns the running processes of the cluster's own node.
         changed: called when nodes join, leave or expire.
         """
         self._assigned, self._observed, self._changed = assigned, observed, changed

@@ -113,7 +113,8 @@ class Joining:
 
 
 class CoordinatorLink:
-    """A thread that reports to the coordinator and has the local node run what the coordinator assigns.
+    """A thread that reports to the coordinator, and makes the local node run the processes that the coordinator
+    assigns.
 
     If the cluster has expired the node, or was started anew, the link joins again once nothing runs here.
 

@@ -94,7 +94,7 @@ def max_workers() -> int:
 class Node:
     """Keeps its own processes and those that a coordinator desires running. One thread drives it.
 
-    It saves no state: clients send what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
+    It saves no state: clients send the desired processes. A process that ends, or sends no heartbeat for `lease_s`, is
     restarted at the same address.
 
     Args:

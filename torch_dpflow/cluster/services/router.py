@@ -255,7 +255,7 @@ class Router:
         return Result(answer, [array.tobytes() for array in arrays])
 
     def _known_epoch(self, name: str, job: _Job) -> KnownEpoch | None:
-        """Return what is known of the newest epoch of a job; None before its first."""
+        """Return the newest epoch of a job, as far as the router knows it; None before the first one."""
         if job.announced:
             order = joint_order(job.announced, job.shares.replicas)
             if len(job.announced) == job.shares.replicas:

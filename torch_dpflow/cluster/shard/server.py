@@ -160,7 +160,7 @@ class SampleShard:
 
     @property
     def size(self) -> int:
-        """Samples of its flow."""
+        """Number of samples of the flow."""
         return self._spec.size
 
     @property

@@ -244,10 +244,10 @@ class ShardWorkers:
         self._shard.check_timeouts()
 
     def outage(self) -> RecoverableError | None:
-        """Return the reason once no worker has worked for `OUTAGE_S`; None otherwise.
+        """Return the reason why nothing is loaded, once no worker has worked for `OUTAGE_S`; None otherwise.
 
-        Jobs wait without a time limit for workers that start, and for a platform that is short of capacity. Workers
-        that are gone for another reason count as a part of the cluster that is away.
+        Jobs wait without a time limit for workers that start, and for a platform that is short of capacity. If all
+        workers are gone for another reason, the job's timeout for an unreachable cluster applies.
         """
         if self._none_since is None or self._clock() - self._none_since < OUTAGE_S:
             return None

@@ -63,7 +63,7 @@ def addresses_of(listen: str) -> list[str]:
 
 
 def ports_in(listen: str) -> int | None:
-    """Return how many listeners fit there side by side; None: any number."""
+    """Return how many listeners this address has ports for; None: any number."""
     ports = _split(listen)[1]
     return None if ports in ("", "0", "*") else len(addresses_of(listen))
 
