@@ -1,8 +1,8 @@
 """Checks of arguments and of nested values. Each error says what was given and what is allowed.
 
 Values from peers and files have a limit of nesting, the same with every Python. The decoders' own limit is the
-interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and fewer the deeper the caller is. So a
-value that the decoder accepts may be nested too deeply for later code.
+interpreter's recursion limit: about 1,000 levels in Python 3.11, 10,000 in 3.13, and fewer the deeper the caller is. So
+a value that the decoder accepts may be nested too deeply for later code.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ class Joining:
 
 
 class CoordinatorLink:
-    """A thread that reports to the coordinator, and makes the local node run the processes that the coordinator
-    assigns.
+    """Thread that reports to the coordinator, and makes the local node run the processes that it assigns.
 
     If the cluster has expired the node, or was started anew, the link joins again once nothing runs here.
 
