@@ -16,7 +16,10 @@ from torch_dpflow.log import SERVICE
 
 
 class CallTiming:
-    """Schedule of a repeated call: after an interval, or on request; after a failure not before a back-off. Seconds."""
+    """Schedule of a repeated call: after an interval or on request, but after a failure only once a back-off is over.
+
+    All times are seconds.
+    """
 
     def __init__(self, interval_s: float, now: float, backoff: Backoff | None = None) -> None:
         self._interval_s = interval_s

@@ -252,7 +252,7 @@ class Shortage:
         self._complains_at = self._fails_at = math.inf
 
     def limit(self, by: str, text: str, working: int) -> None:
-        """Record and log what limits the workers; by: empty if nothing does any more."""
+        """Record and log what limits the workers. by: the limit; empty once there is none."""
         self.reason = f"limited by {by}: {text}" if by else ""
         if by:
             self._log.warning(
