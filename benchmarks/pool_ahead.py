@@ -34,12 +34,12 @@ from benchmarks.oss_server import OSSServer, StoredObject
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.cluster import started
 from torch_dpflow import DPFlowDataLoader, JobOptions, PooledDataset
-from torch_dpflow.announcing import Order
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.lookahead import Order
 from torch_dpflow.pool import DataClient
 
 RECORD_BYTES, BATCH, WORKERS, JOBS = 20_000, 32, 2, 2

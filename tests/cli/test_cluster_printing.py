@@ -10,8 +10,7 @@ from contextlib import redirect_stdout
 import pytest
 
 from torch_dpflow.cli.cluster_views import print_missing, print_processes, print_sharing, print_top
-from torch_dpflow.cluster.messages.coordinator import FlowView, Part
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec, FlowView, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, JobRow, figures_of
 

@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.announcing import Order
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
+from torch_dpflow.lookahead import Order
 
 COUNT = 23
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 #: Who keeps values, asks users' code or is torch's sampler, among those that decide which samples are read and kept.
 SHELLS = {
-    "caches": {"dataset", "sizing", "store"},
+    "caches": {"dataset", "store"},
     "samplers": {"sampler"},
 }
 
@@ -33,7 +33,7 @@ CLIENTS = {
     "alibabacloud_tea_openapi": "remote.launchers.alibaba_client",
     "darabonba": "remote.launchers.alibaba_client",
     "alibabacloud_eci20180808": "remote.launchers.eci",
-    "alibabacloud_fc20230330": "remote.launchers.fc_function",
+    "alibabacloud_fc20230330": "remote.launchers.fc",
 }
 
 

@@ -41,7 +41,7 @@ from torch_dpflow.pool.messages import (
     PreloadDataset,
     RecordStates,
 )
-from torch_dpflow.pool.reader.local_server import LocalServer
+from torch_dpflow.pool.reader.server_memory import LocalServer
 from torch_dpflow.pool.server import leader
 from torch_dpflow.pool.server.held_dataset import HeldDataset
 from torch_dpflow.pool.server.leader_state import KnownDataset

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpflow._core.checks import check_type, working
-from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.store import CacheStatistics, SampleStore
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.lookahead import Lookahead, Order, announce_order
 
 
 class LookaheadSampler(Protocol):
@@ -145,7 +144,7 @@ class ALSDCache(Dataset[Any]):
         return [self._transformed(sample) for sample in samples]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the dataset inside; see `announcing`."""
+        """Announce the order of an epoch to the dataset inside; see `lookahead`."""
         announce_order(self.dataset, order, spread, extends)
 
     def statistics(self) -> CacheStatistics:

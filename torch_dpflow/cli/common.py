@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from torch_dpflow._core.checks import CONTROL, check_int
-from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY
+from torch_dpflow.cluster.messages.coordinator import MIN_MEMORY
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import UsageError
 from torch_dpflow.log import FORMATS, LEVELS

@@ -44,7 +44,7 @@ COMMANDS = {
         "image",
         "Write the files from which a container image of workers is built.",
     ),
-    "manifest": ("torch_dpflow.cli.manifest", "manifest", "Print the Kubernetes objects of a cluster."),
+    "manifest": ("torch_dpflow.cli.deploy", "manifest", "Print the Kubernetes objects of a cluster."),
     "simulate": ("torch_dpflow.cli.simulate", "simulate", "Estimate how many workers a flow needs."),
     "pool": ("torch_dpflow.cli.pool", "pool", "Hold datasets in this host's memory for all who read them."),
     "dataset": (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.utils.data import Dataset
 
-from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader
+from torch_dpflow.lookahead import Order, announce_order
 
 
 class DatasetReader(SampleReader, Dataset[Sample]):
@@ -34,6 +34,6 @@ class DatasetReader(SampleReader, Dataset[Sample]):
     """
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Pass on the order in which samples will be read, see `announcing`. Loaders call it as an epoch begins."""
+        """Pass on the order in which samples will be read, see `lookahead`. Loaders call it as an epoch begins."""
         if self._through is not None:
             announce_order(self._through, order, spread, extends)

@@ -1,10 +1,17 @@
 """Declarative flows: describe how samples are loaded, build the description with a reader, and read it."""
 
 from torch_dpflow.flows.cluster_reader import RemoteDataLoadFlowReader
-from torch_dpflow.flows.flow import DataLoadFlow, DataLoadFlowReader, to_graphviz, to_mermaid
+from torch_dpflow.flows.flow import (
+    DataLoadFlow,
+    DataLoadFlowReader,
+    describe_flow,
+    load_flow,
+    save_flow,
+    to_graphviz,
+    to_mermaid,
+)
 from torch_dpflow.flows.read import DataLoadFlowRead, MappedDataset, random_split
 from torch_dpflow.flows.readers import LocalDataLoadFlowReader
-from torch_dpflow.flows.saving import describe_flow, load_flow, save_flow
 from torch_dpflow.flows.stage import (
     DataTransform,
     ImagePilDecode,

@@ -16,12 +16,12 @@ from torch.utils.data import Dataset, get_worker_info
 
 from torch_dpflow._core.checks import MAX_INT64, MIN_INT64, check_int, check_type
 from torch_dpflow._core.processes import PerProcess
-from torch_dpflow.announcing import Order
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError
 from torch_dpflow.flows.flow import DataLoadFlow
 from torch_dpflow.flows.stage import SampleTransform, Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
+from torch_dpflow.lookahead import Order
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.loader import DPFlowDataLoader
@@ -103,7 +103,7 @@ class MappedDataset(Dataset[Any]):
         return list(self._samples.__getitems__(places))
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the flow's dataset; see `announcing`."""
+        """Announce the order of an epoch to the flow's dataset; see `lookahead`."""
         indices = self._indices
         places = order if indices is None else lambda: indices[order()]
         self._samples.announce_order(places, spread, extends)

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import working
-from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.epoch.rng import loading_epoch, preserved_rng, seed_batch
 from torch_dpflow.errors import DPFlowError, StageError
 from torch_dpflow.flows.stage import Stage
+from torch_dpflow.lookahead import Order, announce_order
 
 #: First fields of the counter: whether an epoch was set, which, and the counted epoch.
 _IS_SET, _SET, _COUNTED, _HEAD = range(4)
@@ -127,7 +127,7 @@ class StagedDataset(Dataset[Any]):
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
-        """Announce the order of an epoch to the dataset inside; see `announcing`."""
+        """Announce the order of an epoch to the dataset inside; see `lookahead`."""
         announce_order(self._samples, order, spread, extends)
 
     def load_each(self, indices: list[int]) -> list[Any]:

@@ -13,7 +13,6 @@ from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import DatasetKind, pin_memory
-from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.epoch.own_state import return_dataset
 from torch_dpflow.epoch.plan import (
     Plan,
@@ -34,6 +33,7 @@ from torch_dpflow.epoch.progress import (
 )
 from torch_dpflow.epoch.rng import fingerprints, preserved_rng_except, restore_generator, unchanged_generators
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
+from torch_dpflow.lookahead import announce_order, takes_orders
 
 
 class LoaderView:

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch_dpflow._core.checks import check_flag, check_seconds, check_type
 from torch_dpflow._core.processes import PerProcess
-from torch_dpflow.announcing import Order
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.lookahead import Order
 from torch_dpflow.pool.reader.lookup import check_directory
 from torch_dpflow.pool.reader.pool_reader import PoolReader
 from torch_dpflow.pool.sources import identity_of, source_of

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, FlowSpec
 from torch_dpflow.cluster.messages.router import (
     DrawSamples,
     JobHeartbeat,

@@ -11,7 +11,7 @@ from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.flow_registration import content_of, describe, register, split_stages
 from torch_dpflow.cluster.client.options import FlowDefinition, JobOptions
 from torch_dpflow.cluster.control.flow_registry import FlowRegistry
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.shard.sample_source import SampleAssignment
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError

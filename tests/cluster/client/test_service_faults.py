@@ -17,7 +17,7 @@ from torch_dpflow.cluster.client.flow_registration import register
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.client.outage_log import MAX_FAULTS, OutageLog
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.messages.fields import (

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.cluster.control.placement import max_min, parts_of, spread
-from torch_dpflow.cluster.messages.coordinator import ClusterLimits, Part
-from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY, FlowSpec
+from torch_dpflow.cluster.messages.coordinator import MIN_MEMORY, ClusterLimits, FlowSpec, Part
 from torch_dpflow.errors import OptionError
 
 

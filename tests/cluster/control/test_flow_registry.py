@@ -21,8 +21,7 @@ from torch_dpflow.cluster.control.flow_registry import (
     StartFlow,
     StopFlow,
 )
-from torch_dpflow.cluster.messages.coordinator import LifeStep, Part
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec, LifeStep, Part
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.ipc.messages.fields import UnknownFlowError
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
 from torch_dpflow.cluster.control.placement import launches_of, parts_of
-from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, Part
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, FlowSpec, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 
 LIMITS = AutoscaleLimits(0, 16)

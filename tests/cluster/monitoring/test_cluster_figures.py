@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.cluster.messages.coordinator import FlowView, LifeStep, Part
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec, FlowView, LifeStep, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.monitoring.cluster_figures import JobRow, figures_of
 

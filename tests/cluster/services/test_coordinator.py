@@ -11,8 +11,7 @@ import pytest
 
 from tests.new_process import in_fork
 from torch_dpflow.cluster.control.flow_registry import UNREAD_S
-from torch_dpflow.cluster.messages.coordinator import Access, ClusterLimits, FlowView, Scale
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import Access, ClusterLimits, FlowSpec, FlowView, Scale
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.coordinator import Coordinator

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import Join, Joined, RegisterShard, RouterSettings
 from torch_dpflow.cluster.services.router import Router
 from torch_dpflow.errors import DeadlineError

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, ContentRequest, Scale
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, ContentRequest, FlowSpec, Scale
 from torch_dpflow.cluster.messages.node import Heartbeat
 from torch_dpflow.cluster.messages.router import (
     DrawSamples,

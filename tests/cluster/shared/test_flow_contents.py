@@ -18,8 +18,7 @@ from tests.shared_datasets import Numbers
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.client import flow_registration
 from torch_dpflow.cluster.client.open_job import SharedJob
-from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest, Scale
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest, FlowSpec, Scale
 from torch_dpflow.cluster.messages.node import ProcessView, Running
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.services import contents

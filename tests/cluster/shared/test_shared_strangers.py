@@ -12,8 +12,7 @@ import pytest
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.open_job import JobOptions
-from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import ContentPiece, ContentRequest, FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.cluster.messages.shard import Ask
 from torch_dpflow.cluster.security.connection_file import find_cluster, generate_keys

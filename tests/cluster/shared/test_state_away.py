@@ -23,8 +23,7 @@ from tests.worker_cases import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.flow_registration import register
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
-from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec, FlowView, Scale
 from torch_dpflow.cluster.security.connection_file import find_cluster
 from torch_dpflow.cluster.services.state_store import open_store
 from torch_dpflow.errors import DeadlineError, DPFlowError, RemoteCallError

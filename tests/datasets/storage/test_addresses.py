@@ -38,7 +38,7 @@ from torch_dpflow.datasets.storage.urls import (
 )
 from torch_dpflow.datasets.verify import verify
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, SourceError, StorageError
-from torch_dpflow.flows.saving import load_flow
+from torch_dpflow.flows.flow import load_flow
 
 SECRET = "pa:ss wörd/@"
 ESCAPED = "pa%3Ass%20w%C3%B6rd%2F%40"

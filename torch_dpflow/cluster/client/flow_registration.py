@@ -16,8 +16,7 @@ from torch_dpflow.caches.policy import parse_capacity
 from torch_dpflow.cluster.client.fingerprint import fingerprint
 from torch_dpflow.cluster.client.options import DEFAULT_MEMORY_BYTES, FlowDefinition, JobOptions
 from torch_dpflow.cluster.client.outage_log import SILENCE_S, OutageLog
-from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece, FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster, keys_hint
 from torch_dpflow.cluster.shard.sample_source import KeylessTransform, TwoStageDataset
 from torch_dpflow.errors import (

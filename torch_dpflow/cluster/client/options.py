@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from torch_dpflow._core.checks import check_fields, check_flag, check_int, check_number, check_seconds
-from torch_dpflow.cluster.messages.flow_spec import (
+from torch_dpflow.cluster.messages.coordinator import (
     MAX_SHARDS,
     MAX_SIZE,
     MIN_IDLE_S,

@@ -25,8 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowView, LifeStep, Part
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import MAX_LIFE, FlowSpec, FlowView, LifeStep, Part
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UnknownFlowError
 

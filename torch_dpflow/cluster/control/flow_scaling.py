@@ -14,8 +14,7 @@ import msgspec
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
 from torch_dpflow.cluster.control.placement import max_min
-from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, WorkerSeconds
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, FlowSpec, WorkerSeconds
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 

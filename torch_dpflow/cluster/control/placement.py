@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torch_dpflow.cluster.messages.coordinator import ClusterLimits, Part
-from torch_dpflow.cluster.messages.flow_spec import MIN_MEMORY, FlowSpec
+from torch_dpflow.cluster.messages.coordinator import MIN_MEMORY, ClusterLimits, FlowSpec, Part
 from torch_dpflow.cluster.messages.node import MAX_NODES, Launch, NodeRecord, NodeView, ProcessView
 from torch_dpflow.cluster.messages.router import RouterSettings
 from torch_dpflow.cluster.messages.shard import ShardArguments, ShardSettings, WorkerArguments

@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
+from torch_dpflow.cluster.messages.coordinator import MAX_WORKERS
 from torch_dpflow.errors import (
     DeniedError,
     ExpiredError,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES, Body, Count, SampleKeys

@@ -34,11 +34,11 @@ from torch_dpflow.cluster.messages.coordinator import (
     ContentRequest,
     Cost,
     CostRequest,
+    FlowSpec,
     FlowView,
     Part,
     Scale,
 )
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 from torch_dpflow.cluster.services.contents import Contents
 from torch_dpflow.cluster.services.joined_nodes import JoinedNodes

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_dpflow._core.descriptors import raise_limit
-from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
-from torch_dpflow.cluster.messages.flow_spec import MAX_WORKERS
+from torch_dpflow.cluster.messages.coordinator import MAX_WORKERS, AutoscaleLimits, ClusterLimits, CoordinatorArguments
 from torch_dpflow.cluster.messages.node import END_NOTICE_S, Launch
 from torch_dpflow.cluster.monitoring.metrics_server import check_metrics_address
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page, listen_at

@@ -16,7 +16,7 @@ from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.control.lookaheads import KnownEpoch, joint_order, speed_step
 from torch_dpflow.cluster.control.routing import Routing
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
     JOB_LEASE_S,
     MAX_JOBS,
@@ -116,7 +116,7 @@ class Router:
         incarnation: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec = spec
+        self._spec, self._flow = spec, spec.instance
         # Above all generations of earlier routers, without a clock: clocks differ between hosts, and may be set back.
         self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
@@ -388,8 +388,8 @@ class Router:
 
     def _check_flow(self, flow: str) -> None:
         # After the router of the job's flow has ended, another one may listen at its address.
-        if flow != self._spec.instance:
-            raise MisdirectedError(f"this is the router of flow {self._spec.instance!r}, and not of {flow!r}")
+        if flow != self._flow:
+            raise MisdirectedError(f"this is the router of flow {self._flow!r}, and not of {flow!r}")
 
     def _remove_reader(self, name: str) -> None:
         self._figures.pop(name, None)

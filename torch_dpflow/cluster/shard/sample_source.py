@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import Dataset
 
 from torch_dpflow._core.torch_private import set_worker_info
-from torch_dpflow.announcing import announce_order, takes_orders
 from torch_dpflow.cluster.messages.shard import FAILED, SAMPLE, key_to_load, unpack_task
 from torch_dpflow.epoch.rng import seed_batch
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.serialization.codec import decode
 from torch_dpflow.ipc.serialization.pickling import explain_loading
 from torch_dpflow.log import SERVICE
+from torch_dpflow.lookahead import announce_order, takes_orders
 from torch_dpflow.remote.shipping.content_pack import pack, unpack
 from torch_dpflow.workers.batches import failure
 from torch_dpflow.workers.process_control import keep_freed_memory

@@ -16,7 +16,7 @@ from torch_dpflow.cluster.cache.objects import Arrival, CacheInstruction, Cancel
 from torch_dpflow.cluster.cache.sample_cache import SampleCache
 from torch_dpflow.cluster.cache.staged_sample_cache import StagedSampleCache
 from torch_dpflow.cluster.control.lookaheads import LookaheadParts, ShardLookaheads
-from torch_dpflow.cluster.messages.flow_spec import FlowSpec
+from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
     JOB_LEASE_S,
     MAX_JOBS,
@@ -73,7 +73,7 @@ class SampleShard:
         end_worker: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec = spec
+        self._spec, self._flow = spec, spec.instance
         self._clock = clock
         self._workers = ShardWorkers(
             listener,
@@ -325,8 +325,8 @@ class SampleShard:
 
     def _check_flow(self, job: JobId) -> None:
         # A service of another flow may listen at this address after the job's own shard has ended.
-        if job.flow != self._spec.instance:
-            raise StaleRoutingError(f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}")
+        if job.flow != self._flow:
+            raise StaleRoutingError(f"this is a shard of flow {self._flow!r}, and not of {job.flow!r}")
 
     def _remove_job(self, job: str) -> None:
         self._open.pop(job, None)

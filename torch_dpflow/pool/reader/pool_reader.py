@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.announcing import Order
 from torch_dpflow.errors import DPFlowError
+from torch_dpflow.lookahead import Order
 from torch_dpflow.pool.messages import AnySource
-from torch_dpflow.pool.reader.ahead_reader import AheadReader, RemoteMemory
-from torch_dpflow.pool.reader.local_server import FIRST_PAUSE_S, MAX_PAUSE_S, LocalServer
 from torch_dpflow.pool.reader.lookup import PoolLookup, StripeOwners, log_fallback
+from torch_dpflow.pool.reader.server_memory import FIRST_PAUSE_S, MAX_PAUSE_S, AheadReader, LocalServer, RemoteMemory
 from torch_dpflow.pool.server_messages import ServerInfo
 from torch_dpflow.pool.transport.address import PoolAddress
 from torch_dpflow.pool.transport.control_connection import PoolConnection
@@ -72,7 +71,7 @@ class PoolReader:
         """Announce to the server the order in which records are read from now on, if that is useful.
 
         keys: called at most once.
-        spread, extends: as of `announcing.announce_order`.
+        spread, extends: as of `lookahead.announce_order`.
         """
         with self._lock, self._from_storage():
             deadline = 0.0 if extends and self._lookup.is_silent else time.monotonic() + _ANNOUNCING_S
