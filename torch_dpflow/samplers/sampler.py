@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler, get_worker_info
 
 from torch_dpflow._core import dealing
@@ -23,6 +22,7 @@ from torch_dpflow.samplers.indices import (
     permutation,
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
+from torch_dpflow.samplers.ranks import own_rank
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
 STATE_VERSION = 2
@@ -57,6 +57,8 @@ class DynaGCSSampler(Sampler[int]):
         batch_size: samples that a rank takes at once; used in a group, where None draws 64 at a time.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: this rank; by default torch.distributed's, if it is initialised, else 0.
+        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group: `num_replicas` and `rank` are
+            this process's there. Its peers in other dimensions read the same samples.
         shuffle: False reads the indices in the order given; not in a group.
         seed: determines the order; in a group together with the job's name. Seeds of one group may be equal.
         drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating
@@ -66,7 +68,8 @@ class DynaGCSSampler(Sampler[int]):
             `SharedLogGroup`.
 
     Raises:
-        OptionError: a value is out of range, or the group is of another strategy or size.
+        OptionError: a value is out of range, the group is of another strategy or size, or this process is
+            outside `ranks`.
         OptionTypeError: an argument is of the wrong type.
     """
 
@@ -78,6 +81,7 @@ class DynaGCSSampler(Sampler[int]):
         batch_size: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
+        ranks: Any = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -89,7 +93,7 @@ class DynaGCSSampler(Sampler[int]):
         #: Samples that all ranks choose from.
         self.size = length_of(data_source) if self.indices is None else len(self.indices)
         #: `is_distributed`: it has ranks, so that only `set_epoch` begins another epoch.
-        self.num_replicas, self.rank, self.is_distributed = own_rank(num_replicas, rank)
+        self.num_replicas, self.rank, self.is_distributed = own_rank(num_replicas, rank, ranks)
         self.drop_last = check_flag("drop_last", drop_last)
         self._shares = RankShares(self.size, self.num_replicas, self.drop_last)
         self.shuffle = check_flag("shuffle", shuffle)
@@ -375,18 +379,6 @@ def length_of(data_source: Sized) -> int:
             f"data_source is a {type(data_source).__name__} without a length; give a map-style data set, "
             "or the indices to read"
         ) from error
-
-
-def own_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int, bool]:
-    """Return the number of ranks, this one, and whether the caller has ranks at all."""
-    initialised = dist.is_available() and dist.is_initialized()
-    is_distributed = initialised or num_replicas is not None
-    if num_replicas is None:
-        num_replicas = dist.get_world_size() if initialised else 1
-    if rank is None:
-        rank = dist.get_rank() if initialised else 0
-    replicas = check_int("num_replicas", num_replicas, minimum=1)
-    return replicas, check_int("rank", rank, minimum=0, maximum=replicas - 1), is_distributed
 
 
 def check_group(group: SamplingGroup, strategy: str, length: int | None) -> None:
