@@ -18,7 +18,7 @@ from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers import Item, make_importer
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.spec import checksum_of
+from torch_dpflow.datasets.storage.base import checksum_of
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
 
 pa, csv, parquet = Later("pyarrow"), Later("pyarrow.csv"), Later("pyarrow.parquet")

@@ -15,8 +15,8 @@ from tests.flows.flow_cases import Numbers, label_of, numbers_flow
 from tests.new_process import run_interpreter
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.spec import sha256_of
 from torch_dpflow.datasets.storage import ObjectReader
+from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.errors import (
     DamagedStoreError,
     NewerFormatError,

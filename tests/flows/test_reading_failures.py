@@ -21,8 +21,8 @@ from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.datasets.spec import checksum_of
 from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.base import checksum_of
 from torch_dpflow.errors import (
     AccessDeniedError,
     ChecksumError,

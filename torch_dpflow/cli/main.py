@@ -47,6 +47,7 @@ COMMANDS = {
     "manifest": ("torch_dpflow.cli.deploy", "manifest", "Print the Kubernetes objects of a cluster."),
     "simulate": ("torch_dpflow.cli.simulate", "simulate", "Estimate how many workers a flow needs."),
     "pool": ("torch_dpflow.cli.pool", "pool", "Hold datasets in this host's memory for all who read them."),
+    "cache": ("torch_dpflow.cli.cache", "cache", "Show or clear the disk cache of samples."),
     "dataset": (
         "torch_dpflow.cli.dataset",
         "dataset",

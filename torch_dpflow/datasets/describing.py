@@ -13,8 +13,9 @@ from fsspec.implementations.local import LocalFileSystem
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Importer, Item
-from torch_dpflow.datasets.spec import ChecksumAlgorithm, SampleMeta, checksum_of, data_url
+from torch_dpflow.datasets.spec import SampleMeta, data_url
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, checksum_of
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of

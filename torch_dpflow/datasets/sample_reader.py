@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from torch_dpflow._core.checks import check_int, check_type
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.shard_cache import CompactShards, LoadedShard, ShardCache, shard_cost
-from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, matches, url_below
+from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.base import matches
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.datasets.store import StoredDataset
@@ -200,7 +201,7 @@ class SampleReader:
         if isinstance(meta, DPFlowError):
             return meta
         try:
-            span = _span(opened.data_url(meta), meta, None if self._check is False else meta.revision)
+            span = _span(opened.data_url(meta), meta, is_checked=self._check is not False)
             # A CRC of 100 kB takes 35 µs, a hundredth of decoding such an image; few disks have checksums of their own.
             checksum = None if self._check is False else meta.checksum
             return _Described(span, meta.length, checksum, meta.fields())
@@ -258,11 +259,13 @@ def _sample_of(shard: LoadedShard, offset: int) -> SampleMeta | DPFlowError:
     return shard if isinstance(shard, DPFlowError) else shard.samples[offset]
 
 
-def _span(url: str, meta: SampleMeta, revision: str | None) -> ByteRange:
+def _span(url: str, meta: SampleMeta, *, is_checked: bool) -> ByteRange:
+    revision = meta.revision if is_checked else None
+    identity = meta.checksum or revision
     if meta.offset is None:
-        return ByteRange(url, size=meta.length, revision=revision)
+        return ByteRange(url, size=meta.length, revision=revision, identity=identity)
     assert meta.length is not None
-    return ByteRange(url, meta.offset, meta.offset + meta.length, revision=revision)
+    return ByteRange(url, meta.offset, meta.offset + meta.length, revision=revision, identity=identity)
 
 
 class _OpenedVariant:
@@ -309,7 +312,10 @@ class _OpenedVariant:
     def _load(self, numbers: Sequence[int]) -> list[LoadedShard]:
         dataset, name = self._stored.dataset, self._stored.variant_name
         urls = [join_url(self._stored.url, dataset.shard_path(name, number)) for number in numbers]
-        contents = self._metadata.read_each([ByteRange(url) for url in urls])
+        entries = [self._stored.variant.shards[number] for number in numbers]
+        contents = self._metadata.read_each(
+            [ByteRange(url, identity=f"sha256:{entry.sha256}") for url, entry in zip(urls, entries, strict=True)]
+        )
         return [self._decode(number, url, data) for number, url, data in zip(numbers, urls, contents)]
 
     def _decode(self, number: int, url: str, data: bytes | DPFlowError) -> LoadedShard:

@@ -18,17 +18,14 @@ written by a later release therefore causes an error that names it.
 
 from __future__ import annotations
 
-import hashlib
 import re
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from torch_dpflow._core.checks import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
-from torch_dpflow.datasets.storage.base import REVISION_PATTERN
+from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, REVISION_PATTERN, sha256_of
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import (
     DamagedStoreError,
@@ -48,8 +45,6 @@ ID_PATTERN = f"^{NAME}/{NAME}{END}"
 LABEL_PATTERN = f"^{LABEL}{END}"
 _REFERENCE = re.compile(f"(?P<id>{NAME}/{NAME})(:(?P<version>{LABEL})(:(?P<variant>{LABEL}))?)?")
 
-ChecksumAlgorithm = Literal["crc32", "sha256"]
-CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
 
 #: The format that this release writes and the newest that it reads; for metadata shards the newest.
 FORMAT = 1
@@ -124,30 +119,6 @@ def next_version(version: str) -> str:
     if found is None:
         return f"{version}.2"
     return f"{version[: found.start()]}{int(found.group()) + 1}{version[found.end() :]}"
-
-
-def sha256_of(data: bytes | memoryview) -> str:
-    """Return the SHA-256 as 64 hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def _crc32_of(data: bytes | memoryview) -> str:
-    return f"{zlib.crc32(data):08x}"
-
-
-_ALGORITHMS: dict[str, Callable[[bytes | memoryview], str]] = {"crc32": _crc32_of, "sha256": sha256_of}
-assert _ALGORITHMS.keys() == set(get_args(ChecksumAlgorithm))
-
-
-def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
-    """Return `algorithm:hexadecimal digest`. "crc32" detects accidents cheaply, "sha256" forgeries too."""
-    return f"{algorithm}:{_ALGORITHMS[algorithm](data)}"
-
-
-def matches(data: bytes | memoryview, checksum: str) -> bool:
-    """Return whether the bytes have this checksum, which names its algorithm."""
-    algorithm, _, digest = checksum.partition(":")
-    return _ALGORITHMS[algorithm](data) == digest
 
 
 class SpecStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.describing import Objects
-from torch_dpflow.datasets.spec import SampleMeta, matches
+from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage.base import matches
 from torch_dpflow.datasets.storage.file_systems import revision_of
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError

@@ -14,7 +14,6 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.import_progress import DraftRecord, ImportedShard, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.spec import (
-    ChecksumAlgorithm,
     DatasetRef,
     DatasetShardMeta,
     SampleMeta,
@@ -23,9 +22,9 @@ from torch_dpflow.datasets.spec import (
     Variant,
     decode_shard,
     encode_file,
-    sha256_of,
     shard_path,
 )
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import SourceError
 

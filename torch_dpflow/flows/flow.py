@@ -19,7 +19,8 @@ import msgspec
 from torch_dpflow._core.checks import check_int, check_json, check_type, working
 from torch_dpflow._version import __version__
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.spec import DatasetRef, sha256_of
+from torch_dpflow.datasets.spec import DatasetRef
+from torch_dpflow.datasets.storage.base import sha256_of
 from torch_dpflow.datasets.storage.credentials import refuse_keys
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionError, OptionTypeError, UsageError

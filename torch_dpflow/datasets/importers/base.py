@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch_dpflow.datasets.spec import CHECKSUM_PATTERN, matches
-from torch_dpflow.datasets.storage.base import REVISION_PATTERN
+from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, REVISION_PATTERN, matches
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import SourceError
 

@@ -1,17 +1,47 @@
-"""The contract of a storage, byte ranges, and the limits of reads."""
+"""The contract of a storage, byte ranges, checksums, and the limits of reads."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-from torch_dpflow._core.checks import check_fields, check_int, check_seconds
+from torch_dpflow._core.checks import check_fields, check_int, check_path, check_seconds, check_type, parse_bytes
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
+ChecksumAlgorithm = Literal["crc32", "sha256"]
+CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
 #: A strong ETag, or an HTTP date.
 REVISION_PATTERN = '^("[!#-~]+"|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT)$'
+
+
+def sha256_of(data: bytes | memoryview) -> str:
+    """Return the SHA-256 as 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _crc32_of(data: bytes | memoryview) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+_ALGORITHMS: dict[str, Callable[[bytes | memoryview], str]] = {"crc32": _crc32_of, "sha256": sha256_of}
+assert _ALGORITHMS.keys() == set(get_args(ChecksumAlgorithm))
+
+
+def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
+    """Return `algorithm:hexadecimal digest`. "crc32" detects accidents cheaply, "sha256" forgeries too."""
+    return f"{algorithm}:{_ALGORITHMS[algorithm](data)}"
+
+
+def matches(data: bytes | memoryview, checksum: str) -> bool:
+    """Whether the bytes have this checksum, which names its algorithm."""
+    algorithm, _, digest = checksum.partition(":")
+    return _ALGORITHMS[algorithm](data) == digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +58,8 @@ class ByteRange:
     size: int | None = None
     #: The expected state of the object, see `revision_of`. Another one is an error where S3 or OSS is read directly.
     revision: str | None = None
+    #: What fixes the bytes: a checksum of them, or a revision. A disk cache keeps only ranges that have it.
+    identity: str | None = None
 
     def __post_init__(self) -> None:
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
@@ -112,6 +144,10 @@ class ReadOptions:
     merge_gap: int = 64 * 1024
     #: Bytes above which an object or range is refused, so that no storage can fill the memory.
     longest: int = 1 << 30
+    #: Directory on a local disk in which samples of other storages are kept; None: `DPFLOW_CACHE_DIR`, else no cache.
+    cache_dir: str | os.PathLike[str] | None = None
+    #: Maximum bytes of that directory, also as text such as "500GiB"; None: until a tenth of its disk is free.
+    cache_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, check_seconds, "timeout_s", "deadline_s", maximum=math.inf)
@@ -119,3 +155,21 @@ class ReadOptions:
         check_fields(self, check_int, "merge_gap", minimum=0)
         check_fields(self, check_int, "concurrency", "longest", minimum=1)
         check_fields(self, check_int, "attempts", minimum=1, optional=True)
+        if isinstance(self.cache_bytes, str):
+            object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
+        check_fields(self, check_int, "cache_bytes", minimum=1, optional=True)
+        if self.cache_dir is not None:
+            object.__setattr__(self, "cache_dir", check_directory("cache_dir", self.cache_dir))
+
+
+def check_directory(name: str, value: object) -> str:
+    """Return a local directory as an absolute path. Raises OptionError, OptionTypeError."""
+    allowed = "the path of a directory on a local disk"
+    check_type(name, value, (str, os.PathLike), allowed)
+    path: object = os.fspath(value)  # type: ignore[call-overload]
+    check_type(name, path, str, allowed)
+    assert isinstance(path, str)
+    check_path(name, path)
+    if not path or "://" in path:
+        raise OptionError(f"{name}={path!r}: give {allowed}")
+    return os.path.abspath(os.path.expanduser(path))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_dpflow._core.processes import PerProcess
-from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions, Storage
+from torch_dpflow.datasets.storage.base import (
+    CHECKSUM_PATTERN,
+    ByteRange,
+    ReadOptions,
+    Storage,
+    check_directory,
+    matches,
+)
 from torch_dpflow.datasets.storage.batch_reads import (
     LOCAL_MERGE_GAP,
     MAX_MERGED,
@@ -18,6 +27,7 @@ from torch_dpflow.datasets.storage.batch_reads import (
     plan_reads,
 )
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
+from torch_dpflow.datasets.storage.disk_cache import DiskCache
 from torch_dpflow.datasets.storage.endpoints import needs_vendor, split_url
 from torch_dpflow.datasets.storage.failures import fetch_with_retries
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
@@ -83,6 +93,7 @@ class ObjectReader:
         opened = self._opened.get()
         results: list[bytes | DPFlowError] = [b""] * len(spans)
         wanted = [position for position, span in enumerate(spans) if span.start != span.stop]
+        wanted = self._take_cached(opened, spans, wanted, results)
         is_remote = any(opened.storage(url).is_remote for url in {spans[position].url for position in wanted})
         reads = plan_reads(
             [spans[position] for position in wanted],
@@ -102,13 +113,41 @@ class ObjectReader:
     def _read(self, span: ByteRange) -> bytes:
         if span.start == span.stop:
             return b""
-        return fetch_with_retries(self._opened.get().storage(span.url), span, self.options)
+        opened = self._opened.get()
+        key = opened.cache_key(span)
+        cached = opened.cached(key)
+        if cached is not None:
+            return cached
+        data = fetch_with_retries(opened.storage(span.url), span, self.options)
+        opened.keep(key, span, data)
+        return data
 
     def _result(self, span: ByteRange) -> bytes | DPFlowError:
         try:
             return self._read(span)
         except DPFlowError as error:
             return error
+
+    def _take_cached(
+        self, opened: _Opened, spans: Sequence[ByteRange], wanted: list[int], results: list[bytes | DPFlowError]
+    ) -> list[int]:
+        """Store what the disk cache has in `results`, and return the positions that it does not have."""
+        if opened.cache is None:
+            return wanted
+        missing: list[int] = []
+
+        def task(position: int) -> Callable[[], None]:
+            def look() -> None:
+                cached = opened.cached(opened.cache_key(spans[position]))
+                if cached is None:
+                    missing.append(position)
+                else:
+                    results[position] = cached
+
+            return look
+
+        opened.overlap.run([task(position) for position in wanted], is_remote=False)
+        return sorted(missing)
 
     def _store(
         self,
@@ -130,7 +169,9 @@ class ObjectReader:
                 self._store(opened, Read(span), [(position, span)], results, limit)
             return
         for position, span in targets:
-            results[position] = read.cut(span, data)
+            content = read.cut(span, data)
+            opened.keep(opened.cache_key(span), span, content)
+            results[position] = content
 
     def _fetch(self, opened: _Opened, span: ByteRange, limit: BatchDeadline) -> bytes:
         storage = opened.storage(span.url)
@@ -174,6 +215,7 @@ class _Opened:
         self._options = options
         self._storages: dict[str, Storage] = {}
         self.overlap = Overlap(options.concurrency)
+        self.cache = _disk_cache(options)
 
     def storage(self, url: str) -> Storage:
         address = file_system_of(url)
@@ -193,10 +235,44 @@ class _Opened:
     def node(self, url: str) -> str:
         return self.storage(url).node(url)
 
+    def cache_key(self, span: ByteRange) -> str | None:
+        """Return the name of a range in the disk cache; None if it is not kept there."""
+        if self.cache is None or span.identity is None:
+            return None
+        storage = self.storage(span.url)
+        # A revision is only as good as its check, which fsspec's clients do not make.
+        is_fixed = isinstance(storage, HttpStorage) or _is_checksum(span.identity)
+        if not storage.is_remote or not is_fixed:
+            return None
+        return "\n".join([storage.node(span.url), span.url, str(span.start), str(span.stop), span.identity])
+
+    def cached(self, key: str | None) -> bytes | None:
+        return None if self.cache is None or key is None else self.cache.get(key)
+
+    def keep(self, key: str | None, span: ByteRange, data: bytes) -> None:
+        """Put bytes from the storage into the disk cache, unless they do not match their checksum."""
+        if self.cache is None or key is None or span.identity is None:
+            return
+        if not _is_checksum(span.identity) or matches(data, span.identity):
+            self.cache.put(key, data)
+
     def close(self) -> None:
         self.overlap.close()
         for storage in self._storages.values():
             storage.close()
+
+
+def _disk_cache(options: ReadOptions) -> DiskCache | None:
+    """Return the cache of this process, which the environment may name. Raises OptionError for what it names."""
+    directory = options.cache_dir or os.environ.get("DPFLOW_CACHE_DIR")
+    if not directory:
+        return None
+    assert not isinstance(options.cache_bytes, str)
+    return DiskCache(check_directory("DPFLOW_CACHE_DIR", directory), options.cache_bytes)
+
+
+def _is_checksum(identity: str) -> bool:
+    return re.fullmatch(CHECKSUM_PATTERN, identity) is not None
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
