@@ -24,6 +24,7 @@ import random
 import shutil
 import stat
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -43,8 +44,9 @@ _PAUSE_AFTER_FAILURE_S = 60.0
 _PAUSE_WHEN_FULL_S = 1.0
 #: Seconds for which a directory without idle entries is not searched again.
 _SEARCH_AGAIN_S = 3600.0
-#: Seconds to wait for the lock of the count, which its holder needs for microseconds.
-_LOCK_S = 0.02
+#: Seconds to wait for the lock of the count, which its holder needs for microseconds; then nothing is added for longer.
+_LOCK_S = 0.25
+_PAUSE_WHEN_LOCKED_S = 10.0
 #: Seconds after which a temporary file is one of a killed writer.
 _ABANDONED_S = 3600.0
 #: Length and CRC-32 of the data, and SHA-256 of the key.
@@ -75,6 +77,8 @@ class CacheUsage:
 class DiskCache:
     """A directory of entries. Thread-safe, and may be used by any number of processes of one user.
 
+    An instance belongs to the process that made it.
+
     Args:
         directory: made if needed. Not used if another user owns it or may write to it.
         limit: maximum bytes on the disk; None: until a tenth of the file system is free.
@@ -87,6 +91,8 @@ class DiskCache:
         self._paused_until = 0.0
         #: By directory: when it was last searched for idle entries.
         self._searched: dict[str, float] = {}
+        #: The threads of this process wait for each other without polling.
+        self._counting = threading.Lock()
         self._warned = False
         self._is_usable = self._open()
 
@@ -130,7 +136,7 @@ class DiskCache:
             if os.path.exists(path):
                 return
             if not (self._reserve(size) or (self._free_idle(size) and self._reserve(size))):
-                self._paused_until = time.monotonic() + _PAUSE_WHEN_FULL_S
+                self._pause(_PAUSE_WHEN_FULL_S)
                 return
             try:
                 _write(path, data, _footer(digest, data))
@@ -138,7 +144,7 @@ class DiskCache:
                 self._count(-size)
                 raise
         except OSError as error:
-            self._paused_until = time.monotonic() + _PAUSE_AFTER_FAILURE_S
+            self._pause(_PAUSE_AFTER_FAILURE_S)
             self._warn(error)
 
     def usage(self) -> CacheUsage:
@@ -211,21 +217,19 @@ class DiskCache:
     def _counted(self) -> Iterator[_Count | None]:
         """Hold the lock of the count. Yields None if it cannot be had in time, as its holder may be frozen."""
         os.makedirs(self._root, mode=0o700, exist_ok=True)
-        descriptor = os.open(os.path.join(self._root, "bytes"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            deadline = time.monotonic() + _LOCK_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        yield None
-                        return
-                    time.sleep(0.0005)
-            yield _Count(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._counting:
+            descriptor = os.open(os.path.join(self._root, "bytes"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if _lock(descriptor):
+                    yield _Count(descriptor)
+                else:
+                    self._pause(_PAUSE_WHEN_LOCKED_S)
+                    yield None
+            finally:
+                os.close(descriptor)
+
+    def _pause(self, seconds: float) -> None:
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     def _free_idle(self, size: int) -> bool:
         """Remove idle entries of one directory. Return whether at least `size` bytes were freed."""
@@ -272,6 +276,20 @@ class _Count:
 
     def set(self, total: int) -> None:
         os.pwrite(self._descriptor, _COUNT.pack(total), 0)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file, and return whether this was possible in `_LOCK_S`. Closing it ends the lock."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        else:
+            return True
 
 
 def _footer(digest: bytes, data: bytes) -> bytes:
