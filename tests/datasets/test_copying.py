@@ -9,12 +9,11 @@ import pytest
 
 from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from torch_dpflow.datasets import DatasetStore, Draft, verify
-from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.datasets.removal import delete
 from torch_dpflow.datasets.verify import Compared
+from torch_dpflow.datasets.versions import copy, delete
 from torch_dpflow.errors import (
     DamagedStoreError,
     DatasetNotFoundError,

@@ -13,7 +13,7 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset, verify
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.datasets.removal import delete, prune
+from torch_dpflow.datasets.versions import delete, prune
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, OptionError
 
 

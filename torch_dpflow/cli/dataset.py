@@ -22,14 +22,13 @@ from torch_dpflow.cli.tables import (
     problem_line,
     verify_progress,
 )
-from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers import IMPORTERS, make_importer
-from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, next_version
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.verify import Compared, verify
+from torch_dpflow.datasets.versions import copy, delete, prune
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 

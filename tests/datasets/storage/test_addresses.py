@@ -25,7 +25,6 @@ from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.file_systems import use_plain_names
 from torch_dpflow.datasets.storage.urls import (
@@ -37,6 +36,7 @@ from torch_dpflow.datasets.storage.urls import (
     without_login,
 )
 from torch_dpflow.datasets.verify import verify
+from torch_dpflow.datasets.versions import delete, prune
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, SourceError, StorageError
 from torch_dpflow.flows.flow import load_flow
 

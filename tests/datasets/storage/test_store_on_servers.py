@@ -19,14 +19,13 @@ from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.samples_source import Numbered, content, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets import DatasetStore, Draft, verify
-from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.file_systems import fsspec_options
+from torch_dpflow.datasets.versions import copy, delete, prune
 from torch_dpflow.errors import (
     AccessDeniedError,
     ChecksumError,
