@@ -80,6 +80,7 @@ def test_subsets_leave_the_rest_alone() -> None:
         (["a"], OptionTypeError, "no whole numbers"),
         ([[1]], OptionTypeError, "no whole numbers"),
         ([True], OptionTypeError, "no whole numbers"),
+        ([2, True], OptionTypeError, "no whole numbers"),
     ],
 )
 def test_wrong_subsets_are_told(indices: Any, error: type[Exception], told: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pickle
 import random
+from array import array
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +19,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.samplers import DynaGCSSampler
+from torch_dpflow.samplers.indices import check_indices
 
 
 def distributed_cases(count: int) -> Iterator[tuple[int, int, bool, bool, int, int]]:
@@ -73,7 +78,7 @@ def test_indices_are_permuted_as_positions_are() -> None:
 
 
 def test_data_sets_of_other_things_are_read_by_position() -> None:
-    for data in (["a", "b", "c"], [0.5, 1.5, 2.5], [True, False, True], torch.zeros(3, 2), np.zeros(3)):
+    for data in (["a", "b", "c"], [[0.5], [1.5], [2.5]], [1, "a", True], torch.zeros(3, 2), np.zeros((3, 1))):
         assert sorted(DynaGCSSampler(data)) == [0, 1, 2]
 
 
@@ -204,7 +209,13 @@ def test_a_state_is_small_and_plain() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 1}, {"data_source": range(31)}, {"shuffle": False}, {"drop_last": True}],
+    [
+        {"seed": 1},
+        {"data_source": range(31)},
+        {"data_source": range(5, 35)},
+        {"shuffle": False},
+        {"drop_last": True},
+    ],
     ids=str,
 )
 def test_a_state_of_other_arguments_is_refused(changes: dict[str, Any]) -> None:
@@ -213,6 +224,15 @@ def test_a_state_of_other_arguments_is_refused(changes: dict[str, Any]) -> None:
     other = DynaGCSSampler(options.pop("data_source"), **options)
     with pytest.raises(StateError, match=r"was taken with|make the sampler"):
         other.load_state_dict(state)
+
+
+def test_a_state_of_other_indices_is_refused_by_their_description() -> None:
+    state = DynaGCSSampler([3, 1, 2, 9]).state_dict()
+    DynaGCSSampler([3, 1, 2, 9]).load_state_dict(state)
+    with pytest.raises(StateError, match=r"'4 samples \[3, 1, 2, ...\] .*, this sampler has '4 samples \[3, 1, 4, ..."):
+        DynaGCSSampler([3, 1, 4, 9]).load_state_dict(state)
+    positions = DynaGCSSampler(TensorDataset(torch.zeros(4))).state_dict()
+    DynaGCSSampler(range(4)).load_state_dict(positions)
 
 
 #: Places of no epoch of 30 samples, and ranks of no run.
@@ -287,6 +307,52 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], names: str) ->
 def test_negative_and_repeated_indices_are_refused(indices: Any) -> None:
     with pytest.raises(OptionError, match=r"data_source has .*range\(len"):
         DynaGCSSampler(indices)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [3.5],
+        [1.0, 2],
+        (True, False),
+        [2, True],
+        [2, np.bool_(True)],
+        np.array([1.0]),
+        np.array([True, False]),
+        torch.tensor([3.5]),
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        torch.tensor([True]),
+        [torch.tensor(1.0)],
+        array("d", [1.0]),
+        {3, 4},
+        {3: 0}.values(),
+        "data",
+        b"data",
+    ],
+)
+def test_numbers_that_are_no_indices_are_not_taken_for_a_data_set(given: Any) -> None:
+    with pytest.raises(OptionTypeError, match="data_source.*(convert them to int.*range|give a list|is text)"):
+        DynaGCSSampler(given)
+
+
+def test_whole_numbers_of_any_maker_are_indices() -> None:
+    numbers = [5, 3, 8]
+    makers: list[Any] = [tuple, deque, np.array, torch.tensor, pyarrow.array, partial(array, "q"), single_tensors]
+    for make in makers:
+        sampler = DynaGCSSampler(make(numbers), shuffle=False)
+        assert list(sampler) == numbers, make
+
+
+def single_tensors(numbers: list[int]) -> list[Any]:
+    return [torch.tensor(number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [([1, True], "bool"), (np.array([2**63], np.uint64), "has 9223372036854775808")]
+)
+def test_what_numpy_would_make_other_indices_of_is_refused(given: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        check_indices(given)
 
 
 def test_arguments_of_the_wrong_type_are_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
+from torch_dpflow.epoch.part import part_of_dataset, part_of_sampler
 from torch_dpflow.epoch.plan import (
     TAKEN,
     Plan,
@@ -44,6 +45,7 @@ class LoaderShape:
 
     Lengths are computed only when a state is made: torch computes none while it iterates, and `__len__` may fail or be
     slow.
+    Indices of a part are read with the first state.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -52,6 +54,7 @@ class LoaderShape:
         self._batch_size = loader.batch_size
         self._index_sampler = loader._index_sampler
         self._sampler = type(loader.sampler).__name__
+        self._indices: dict[str, str | None] | None = None
 
     def length(self) -> int | None:
         """Return the number of batches of an epoch; None if the sampler has no length."""
@@ -65,7 +68,16 @@ class LoaderShape:
             "dataset's length": length_or_none(self._dataset),
             "batch_size": self._batch_size,
             "sampler": self._sampler,
+            **self._parts_read(),
         }
+
+    def _parts_read(self) -> dict[str, str | None]:
+        if self._indices is None:
+            self._indices = {
+                "part of the dataset": part_of_dataset(self._dataset),
+                "sampler's part": part_of_sampler(self._index_sampler),
+            }
+        return self._indices
 
 
 class GeneratorStates(msgspec.Struct, frozen=True):

@@ -85,7 +85,8 @@ class LoaderState:
     ended: bool = False
     #: Batches in a whole epoch, if known; compared when resuming, as the next one is.
     length: int | None = None
-    #: The dataset's length, the batch size and the sampler's class; None if unknown.
+    #: The dataset's length, the batch size, the sampler's class, and the parts that dataset and sampler have; None if
+    #: unknown. States of earlier releases lack the parts.
     made_of: dict[str, int | str | None] = field(default_factory=dict)
     #: One entry per worker if batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)

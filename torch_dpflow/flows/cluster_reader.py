@@ -145,7 +145,7 @@ class SubsetOrder(Sampler[Any]):
 
     def __init__(self, order: _Order, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self._order = order
-        self._indices = indices
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self._order)
@@ -153,9 +153,9 @@ class SubsetOrder(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         for place in self._order:
             if isinstance(place, Iterable):
-                yield [int(self._indices[one]) for one in place]
+                yield [int(self.indices[one]) for one in place]
             else:
-                yield int(self._indices[place])
+                yield int(self.indices[place])
 
 
 class RemoteDataLoadFlowReader:

@@ -22,6 +22,7 @@ from torch_dpflow.flows.stage import SampleTransform, Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
 from torch_dpflow.lookahead import Order
+from torch_dpflow.samplers.indices import has_flags
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.loader import DPFlowDataLoader
@@ -86,12 +87,13 @@ class MappedDataset(Dataset[Any]):
     ) -> None:
         self._samples = StagedDataset(samples, local, flow) if local else samples
         self._epochs = samples.epochs
-        self._indices = indices
+        #: The flow's samples, by number here; None: all.
+        self.indices = indices
         self._flow = flow
         self._skips = skips
 
     def __len__(self) -> int:
-        return len(self._samples) if self._indices is None else len(self._indices)
+        return len(self._samples) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
         return self._samples[self._place(index)]
@@ -104,7 +106,7 @@ class MappedDataset(Dataset[Any]):
 
     def announce_order(self, order: Order, spread: int, extends: bool = False) -> None:
         """Announce the order of an epoch to the flow's dataset; see `lookahead`."""
-        indices = self._indices
+        indices = self.indices
         places = order if indices is None else lambda: indices[order()]
         self._samples.announce_order(places, spread, extends)
 
@@ -141,7 +143,7 @@ class MappedDataset(Dataset[Any]):
         if not -size <= place < size:
             raise IndexError(f"sample {place} is out of range; {self._flow} has {size} samples here, from 0")
         place %= size
-        return place if self._indices is None else int(self._indices[place])
+        return place if self.indices is None else int(self.indices[place])
 
 
 class DataLoadFlowRead:
@@ -252,9 +254,12 @@ def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[Any]]:
     """Return the indices as an array of integers, or of objects if no integer type is wide enough."""
     refusal = f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints"
     try:
-        found = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices))
+        values = indices if isinstance(indices, np.ndarray) else list(indices)
+        found = np.asarray(values)
     except (TypeError, ValueError) as error:  # no iterable; rows of several lengths
         raise OptionTypeError(refusal) from error
+    if values is not indices and has_flags(values):
+        raise OptionTypeError(refusal)
     if found.size == 0:
         return np.zeros(0, np.int64)
     is_long = found.dtype == object and all(isinstance(index, int) for index in found)

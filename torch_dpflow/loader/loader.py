@@ -169,7 +169,7 @@ class DPFlowDataLoader(DataLoader[T]):
         """Return the position of the latest iteration as a dict of plain types, for JSON, pickle or `torch.save`.
 
         The own states of a dataset or sampler with a `state_dict` are included unchanged. O(1): no index and no sample
-        is read. Valid at any time: before the first batch, after any, after the last.
+        is read, except that the first state of an epoch reads the indices of a `Subset` or of a sampler. Valid at any time: before the first batch, after any, after the last.
 
         It holds the state of the loader's `generator`, but of the process's generators only the states that this epoch
         was drawn from. So the rest of the epoch is always exact. Later epochs are exact if a `generator` was given, or
@@ -205,8 +205,8 @@ class DPFlowDataLoader(DataLoader[T]):
         skips what was delivered. A dataset or sampler that cannot restore its own state raises at the next `iter`.
 
         Raises:
-            StateError: the state is invalid, or was taken with other data or another shared flow; or the workers are
-                threads. Nothing is changed then.
+            StateError: the state is invalid, or was taken with other data, another part of it or another shared flow;
+                or the workers are threads. Nothing is changed then.
         """
         self._check_workers()
         state = LoaderState.from_dict(state_dict)

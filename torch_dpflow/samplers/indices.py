@@ -35,16 +35,16 @@ def check_indices(
         OptionTypeError: they are not whole numbers in one dimension.
         OptionError: one is negative, is not below `size`, or is there twice; or there are none.
     """
-    array = _whole_numbers(indices, name)
-    if not len(array):
-        if allow_empty:
-            return array
+    given = _whole_numbers(indices, name)
+    if not len(given) and not allow_empty:
         raise OptionError(f"{name} is empty; a job needs at least one sample")
-    lowest, highest = int(array.min()), int(array.max())
+    lowest, highest = (int(given.min()), int(given.max())) if len(given) else (0, 0)
     if lowest < 0:
         raise OptionError(f"{name} has {lowest}; sample numbers start at 0")
-    if size is not None and highest >= size:
-        raise OptionError(f"{name} has {highest}; with {size} samples, 0 to {size - 1} are allowed")
+    if len(given) and highest >= (MAX_SEED if size is None else size):
+        allowed = f"with {size} samples, 0 to {size - 1} are" if size is not None else "numbers below 2**63 - 1 are"
+        raise OptionError(f"{name} has {highest}; {allowed} allowed")
+    array = given.astype(np.int64)
     if (repeated := _first_repeated(array)) is not None:
         raise OptionError(f"{name} has {repeated} more than once; an epoch reads every sample once")
     return array
@@ -56,18 +56,26 @@ def _is_tensor(indices: object) -> TypeGuard[torch.Tensor]:
     return torch is not None and isinstance(indices, torch.Tensor)
 
 
-def _whole_numbers(indices: Indices, name: str) -> IndexArray:
+def has_flags(values: Iterable[Any]) -> bool:
+    """Whether a bool is among the values: it is a mask's, and NumPy would make sample 0 or 1 of it."""
+    return not {bool, np.bool_}.isdisjoint(map(type, values))
+
+
+def _whole_numbers(indices: Indices, name: str) -> NDArray[np.integer[Any]]:
     if _is_tensor(indices):
         indices = indices.numpy(force=True)
     elif not isinstance(indices, np.ndarray):
         if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
             raise OptionTypeError(f"{name}={indices!r} is of type {type(indices).__name__}; give sample numbers")
-        indices = np.asarray(list(indices) or np.empty(0, np.int64))
+        values = list(indices)
+        if has_flags(values):
+            raise OptionTypeError(f"{name} has a bool; give sample numbers, those of a mask by numpy.flatnonzero(mask)")
+        indices = np.asarray(values or np.empty(0, np.int64))
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise OptionTypeError(
             f"{name}: one dimension of whole numbers is required, got dtype {indices.dtype} and shape {indices.shape}"
         )
-    return indices.astype(np.int64)
+    return indices
 
 
 def _first_repeated(array: IndexArray) -> int | None:

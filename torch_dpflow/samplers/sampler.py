@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,15 @@ from torch.utils.data import Sampler, get_worker_info
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import check_flag, check_int, check_number
 from torch_dpflow._core.dealing import Places, RankPosition
+from torch_dpflow._core.sample_numbers import describe_numbers
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.samplers.given_indices import given_indices
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import (
     MAX_SEED,
     CompactArray,
     IndexArray,
-    check_indices,
     permutation,
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
@@ -70,7 +72,8 @@ class DynaGCSSampler(Sampler[int]):
     Raises:
         OptionError: a value is out of range, the group is of another strategy or size, or this process is
             outside `ranks`.
-        OptionTypeError: an argument is of the wrong type.
+        OptionTypeError: an argument is of the wrong type; `data_source` is a row of numbers that are not
+            whole, of bools, or without an order.
     """
 
     def __init__(
@@ -322,11 +325,17 @@ class DynaGCSSampler(Sampler[int]):
         return {
             "version": STATE_VERSION,
             "length": self.size,
+            "indices": self._described_indices,
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "strategy": None if self.group is None else self.strategy,
         }
+
+    @cached_property
+    def _described_indices(self) -> str | None:
+        is_all = self.indices is None or np.array_equal(self.indices, np.arange(self.size))
+        return None if is_all or self.indices is None else describe_numbers(self.indices)
 
     def _join(self, group: SamplingGroup) -> str:
         check_group(group, self.strategy, None if self.indices is not None else self.size)
@@ -343,32 +352,6 @@ class DynaGCSSampler(Sampler[int]):
             independence=self.independence,
         )
         return job
-
-
-def given_indices(data_source: object) -> IndexArray | None:
-    """Return the indices, if `data_source` is a sequence of whole numbers; None if it is a data set."""
-    if isinstance(data_source, range):
-        return check_indices(data_source, name="data_source", allow_empty=True)
-    if isinstance(data_source, torch.Tensor):
-        array = data_source.numpy(force=True)
-    elif isinstance(data_source, np.ndarray):
-        array = data_source
-    elif isinstance(data_source, list | tuple) and all(_is_index(x) for x in data_source):
-        array = np.asarray(data_source, np.int64)
-    else:
-        return None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        return None
-    try:
-        return check_indices(array, name="data_source", allow_empty=True)
-    except OptionError as error:
-        raise OptionError(
-            f"{error}. Whole numbers are taken as indices; for a data set made of them pass range(len(...))"
-        ) from error
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def length_of(data_source: Sized) -> int:

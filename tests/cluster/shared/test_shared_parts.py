@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, DynaGCSSampler, JobOptions
-from torch_dpflow.errors import UsageError
+from torch_dpflow.errors import StateError, UsageError
 from torch_dpflow.flows import DataLoadFlow, RemoteDataLoadFlowReader, random_split
 from torch_dpflow.loader.flow_job import routed_order
 
@@ -86,13 +86,28 @@ def test_samples_of_a_changed_part_are_those_of_the_new_one(
     assert keys(one) == [5, 9]
 
 
-def test_a_part_that_has_a_sample_twice_is_a_dataset_of_its_own(
-    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers
+@pytest.mark.parametrize(
+    ("indices", "read", "named"),
+    [
+        ([4, 4, 8], [4, 4, 8], "indices has 4 more than once"),
+        ([4, -1], [4, -1], "indices has -1; sample numbers start at 0"),
+        ([4, True], [4, 1], "indices has a bool"),
+        ([4, SIZE], None, f"indices has {SIZE}; with {SIZE} samples"),
+        ([4.0], None, "whole numbers is required, got dtype float64"),
+    ],
+)
+def test_a_part_of_unusual_indices_is_a_dataset_of_its_own_and_its_refusal_names_them(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers, indices: Any, read: list[int] | None, named: str
 ) -> None:
-    twice = loader(Subset(dataset, [4, 4, 8]))
-    assert keys(twice) == [4, 4, 8]
-    with pytest.raises(UsageError, match="content"):
+    part = loader(Subset(dataset, indices))
+    if read is None:
         keys(loader(dataset))
+    else:
+        assert keys(part) == read
+        part = loader(dataset)
+    with pytest.raises(UsageError, match=rf"dataset is .*no part of another dataset: .*{named}") as refusal:
+        keys(part)
+    assert "registered is" in str(refusal.value)
 
 
 def test_an_epoch_of_a_part_is_resumed(loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers) -> None:
@@ -104,6 +119,20 @@ def test_an_epoch_of_a_part_is_resumed(loader: Callable[..., DPFlowDataLoader[An
     again = loader(Subset(dataset, fold), shuffle=True)
     again.load_state_dict(state)
     assert sorted(seen + keys(again)) == fold
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_state_of_another_part_is_refused(
+    loader: Callable[..., DPFlowDataLoader[Any]], dataset: Numbers, shuffle: bool
+) -> None:
+    first = loader(Subset(dataset, list(range(10, 40))), shuffle=shuffle)
+    next(iter(first))
+    for other in (ALSDCache(Subset(dataset, list(range(11, 41))), MEMORY), Subset(dataset, range(39, 9, -1))):
+        again = loader(other, shuffle=shuffle)
+        expected = r"part of the dataset is 30 samples \[10, 11, 12, \.\.\.\] .* this one's is 30 samples \[(11|39), "
+        with pytest.raises(StateError, match=expected):
+            again.load_state_dict(first.state_dict())
+    assert len(keys(again)) == 30
 
 
 def test_parts_of_a_flow_are_ordered_by_its_router(cluster: TestCluster, flow: str, dataset: Numbers) -> None:

@@ -99,14 +99,29 @@ def without_subset(dataset: Any) -> tuple[Any, IndexArray | None]:
 
     A `Subset` that has a sample twice, or invalid numbers, stays as it is.
     """
-    data, places = sys.modules.get("torch.utils.data"), None
-    while data is not None and type(dataset) is data.Subset:
+    places = None
+    while _is_subset(dataset):
         try:
             own = check_indices(dataset.indices, len(dataset.dataset))
         except (OptionError, TypeError):
             break
         dataset, places = dataset.dataset, own if places is None else own[places]
     return dataset, places
+
+
+def _is_subset(dataset: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and type(dataset) is data.Subset
+
+
+def _own_indices(dataset: Any) -> str:
+    """Return why a `Subset` is not read as a part of the dataset below it; empty for any other dataset."""
+    try:
+        if _is_subset(dataset):
+            check_indices(dataset.indices, len(dataset.dataset))
+    except (OptionError, TypeError) as error:
+        return f" (no part of another dataset: {error!s:.150})"
+    return ""
 
 
 def length_of(dataset: Any) -> int:
@@ -149,7 +164,7 @@ def describe(
         size=size,
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
-            "dataset": f"{module}.{kind.__qualname__} of {size} samples",
+            "dataset": f"{module}.{kind.__qualname__} of {size} samples{_own_indices(source.dataset.cacheable)}",
             **content,
             "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
         },

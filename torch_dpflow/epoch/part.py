@@ -1,0 +1,80 @@
+"""The part of a dataset that a loader reads, described so that a state of another part is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, Subset, SubsetRandomSampler
+
+from torch_dpflow._core.checks import working
+from torch_dpflow._core.sample_numbers import describe_numbers
+
+#: The part of a dataset that is no `Subset`.
+WHOLE = "all samples"
+
+
+def part_of_dataset(dataset: Any) -> str | None:
+    """Return which samples a `Subset` has, also one of a `Subset` or within a dataset of this package.
+
+    The text is `WHOLE` for other datasets, and None if an index is no whole number. Takes as long as reading the
+    indices.
+    """
+    levels = [_described(indices) for indices in _levels(dataset)]
+    return None if None in levels else " of ".join(map(str, levels)) or WHOLE
+
+
+def part_of_sampler(index_sampler: Any) -> str | None:
+    """Return which samples a sampler of fixed indices chooses from; None for any other sampler.
+
+    A list, a SubsetRandomSampler and samplers of this package have fixed indices.
+    """
+    while type(index_sampler) is BatchSampler:
+        index_sampler = index_sampler.sampler
+    if _is_row(index_sampler):
+        return _described(index_sampler)
+    if isinstance(index_sampler, SubsetRandomSampler) or _is_ours(index_sampler):
+        indices = working(index_sampler, "indices")
+        return None if indices is None else _described(indices)
+    return None
+
+
+def _levels(dataset: Any) -> Iterator[Any]:
+    """Yield the indices of each `Subset`, from the outermost."""
+    while isinstance(dataset, Subset) or _is_ours(dataset):
+        indices, below = working(dataset, "indices"), working(dataset, "dataset")
+        if indices is not None and not _is_everything(indices, below):
+            yield indices
+        dataset = below
+
+
+def _is_ours(part: Any) -> bool:
+    return type(part).__module__.startswith("torch_dpflow.")
+
+
+def _is_row(part: Any) -> bool:
+    return isinstance(part, list | tuple | range | np.ndarray | torch.Tensor)
+
+
+def _is_everything(indices: Any, below: Any) -> bool:
+    """Whether these are all samples in their order."""
+    try:
+        return len(indices) == len(below) and list(indices) == list(range(len(below)))
+    except Exception:  # one of them has no length
+        return False
+
+
+def _described(indices: Any) -> str | None:
+    try:
+        if isinstance(indices, torch.Tensor):
+            indices = indices.numpy(force=True)
+        elif isinstance(indices, list | tuple) and indices and _is_row(indices[0]):  # batches
+            indices = list(chain.from_iterable(indices))
+        numbers = np.asarray(indices)
+    except Exception:  # no numbers, or batches of several kinds
+        return None
+    is_row = numbers.ndim == 1 and (numbers.dtype.kind in "iu" or not len(numbers))
+    return describe_numbers(numbers) if is_row else None
