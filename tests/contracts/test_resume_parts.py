@@ -51,9 +51,7 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_state_is_resumed_with_its_own_part_and_refused_with_another(
-    OurLoader: Any, kind: str, workers: int
-) -> None:
+def test_a_state_is_resumed_with_its_own_part_and_refused_with_another(OurLoader: Any, kind: str, workers: int) -> None:
     make, size = PARTS[kind], {} if kind in ("batches", "batched") else {"batch_size": 2}
     first = OurLoader(**make(0), **size, num_workers=workers)
     batches = iter(first)

@@ -331,7 +331,7 @@ def test_negative_and_repeated_indices_are_refused(indices: Any) -> None:
     ],
 )
 def test_numbers_that_are_no_indices_are_not_taken_for_a_data_set(given: Any) -> None:
-    with pytest.raises(OptionTypeError, match="data_source.*(convert them to int.*range|give a list|is text)"):
+    with pytest.raises(OptionTypeError, match=r"data_source.*(convert them to int.*range|give a list|is text)"):
         DynaGCSSampler(given)
 
 

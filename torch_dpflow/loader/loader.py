@@ -169,7 +169,8 @@ class DPFlowDataLoader(DataLoader[T]):
         """Return the position of the latest iteration as a dict of plain types, for JSON, pickle or `torch.save`.
 
         The own states of a dataset or sampler with a `state_dict` are included unchanged. O(1): no index and no sample
-        is read, except that the first state of an epoch reads the indices of a `Subset` or of a sampler. Valid at any time: before the first batch, after any, after the last.
+        is read, except that the first state of an epoch reads the indices of a `Subset` or of a sampler. Valid at any
+        time: before the first batch, after any, after the last.
 
         It holds the state of the loader's `generator`, but of the process's generators only the states that this epoch
         was drawn from. So the rest of the epoch is always exact. Later epochs are exact if a `generator` was given, or
