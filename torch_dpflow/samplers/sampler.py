@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Sampler, get_worker_info
 
 from torch_dpflow._core import dealing
@@ -20,7 +19,6 @@ from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import (
     MAX_SEED,
     CompactArray,
-    IndexArray,
     permutation,
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
