@@ -16,7 +16,7 @@ import numpy as np
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.processes import has_ended, own_process
 from torch_dpflow._core.threads import StopSignal
-from torch_dpflow.cluster.client.delivery import Marks, mark
+from torch_dpflow.cluster.client.epoch_cursor import EpochCursor, Marks, mark
 from torch_dpflow.cluster.client.options import Failover, JobDescription
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.control.routing import RouteMap
@@ -32,6 +32,7 @@ from torch_dpflow.cluster.messages.router import (
     Join,
     Joined,
     NameHolder,
+    ReadByAll,
     ReportOrder,
     RoutingTable,
     StartEpoch,
@@ -57,6 +58,8 @@ JOIN_S = 20.0
 MIN_CALL_S = 0.5
 #: Longest pauses between attempts, after the first and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
+#: How long the position of all ranks is requested while the router or other ranks are away, seconds.
+READ_BY_ALL_S = 3.0
 #: Least time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
 #: coordinator may be away while jobs read.
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
@@ -72,6 +75,9 @@ class _EpochAtRouter:
     #: A bit for each sample, set once it was drawn; and how many of them are set.
     drawn: Marks
     position: int
+    #: Samples of this rank's part, and those that had been read when the rest was dealt to these ranks.
+    length: int
+    earlier: Marks | None
 
 
 class RouterLink:
@@ -145,15 +151,16 @@ class RouterLink:
         rank = self._job.rank
         return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
-    def start_epoch(self, epoch: int, drawn: Marks, position: int, *, resumes: bool = False) -> None:
-        """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn.
+    def start_epoch(self, at: EpochCursor, *, resumes: bool = False) -> None:
+        """Begin to draw an epoch from this position.
 
         resumes: whether it continues from a saved state, which may be of its beginning.
         """
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
             self._before, self._announced = self._epoch, None
-            self._epoch, self._router_in_step = _EpochAtRouter(epoch, drawn, position), False
+            self._epoch = _EpochAtRouter(at.epoch, at.marks.copy(), at.position, at.length, at.earlier)
+            self._router_in_step = False
             self._attempt(self._in_epoch)
 
     def announce(self, epoch: int, order: IndexArray) -> None:
@@ -166,6 +173,22 @@ class RouterLink:
         """Return the epoch's next samples, at most `count`; empty at its end. PeerLostError once it is abandoned."""
         with self._lock:
             return self._attempt(lambda: self._draw(count), given_up)
+
+    def read_by_all(self, epoch: int, position: int) -> Marks | None:
+        """Return the samples that all ranks have once each has `position` samples of its part; None if not known.
+
+        Takes no lock, as another thread may hold it while it waits for other ranks. Waits at most READ_BY_ALL_S.
+        """
+        deadline = time.monotonic() + READ_BY_ALL_S
+        while (left_s := deadline - time.monotonic()) > 0 and not self.outages.is_out:
+            router = self._router
+            with suppress(DeadlineError, PeerLostError, RemoteCallError):
+                if router is not None:
+                    request = ReadByAll(self.id, epoch, position)
+                    frames = router.call("read_by_all", request, timeout_s=left_s).frames
+                    return np.array(np.frombuffer(frames[0], np.uint8)) if frames else None
+            time.sleep(FIRST_PAUSE_S)
+        return None
 
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Join again under a new generation, unless another thread has done so since generation `stale`.
@@ -415,15 +438,16 @@ class RouterLink:
         if before is not None and before.number < self._epoch.number:
             epochs.append(before)
         fresh = self._is_fresh and not self._epoch.position
-        body = StartEpoch(self.id, [EpochPlace(epoch.number, epoch.position) for epoch in epochs], fresh)
-        frames = [epoch.drawn.tobytes() for epoch in epochs]
+        places = [EpochPlace(epoch.number, epoch.position, epoch.earlier is not None) for epoch in epochs]
+        body = StartEpoch(self.id, places, fresh)
+        frames = [marks.tobytes() for epoch in epochs for marks in (epoch.drawn, epoch.earlier) if marks is not None]
         router.call("start", body, frames, timeout_s=self._call_s)
         self._router_in_step = True
 
     def _draw(self, count: int) -> IndexArray:
         epoch = self._epoch
         assert epoch is not None
-        if epoch.position == self.length:
+        if epoch.position == epoch.length:
             return np.empty(0, np.int64)
         router = self._in_epoch()
         draw = DrawSamples(self.id, epoch.number, epoch.position, count)

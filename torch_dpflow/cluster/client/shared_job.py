@@ -16,7 +16,8 @@ from typing import Any, cast
 from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
 from torch_dpflow.cluster.client.collate import collate_function
-from torch_dpflow.cluster.client.delivery import LATER, EpochCursor, PlanFeed
+from torch_dpflow.cluster.client.delivery import LATER, PlanFeed
+from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
 from torch_dpflow.cluster.client.options import Failover, JobDescription, JobOptions
 from torch_dpflow.cluster.client.router_link import RouterLink
@@ -132,17 +133,17 @@ class SharedJob:
         rank waits again if it resumes from a state that differs from what the router knows of it. There is no time
         limit.
 
-        done: a `state`; the samples that were delivered by then are not read again.
+        done: a `state`, of a run with any number of ranks; the samples that were delivered by then are not read again.
         draw_seed: with the epoch, the seed of the random draws; None: the job's seed.
-        Raises StateError for a state of another flow, epoch or rank.
+        Raises StateError for a state of another flow or epoch, and for one that lacks what other ranks had read.
         """
         cursor = self._cursor_at_start(epoch)
         if done is not None:
             cursor.resume(epoch, done)
         self._begin(cursor)
-        self._router.start_epoch(epoch, cursor.marks.copy(), cursor.position, resumes=done is not None)
+        self._router.start_epoch(cursor, resumes=done is not None)
         closed = StopSignal()
-        batches = self._drawn_batches(self.length - cursor.position, closed)
+        batches = self._drawn_batches(cursor.left, closed)
         return self._read(batches, epoch, draw_seed, closed)
 
     def read(
@@ -169,9 +170,14 @@ class SharedJob:
         return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed, await_plan)
 
     def state(self) -> dict[str, Any]:
-        """Return which samples of the epoch have been delivered. O(size / 8)."""
+        """Return which samples of the epoch have been delivered. O(size / 8).
+
+        For one rank of several, the router also reports what all ranks have at this rank's position. So the state of
+        one rank is enough to resume with another number of ranks if they are in step.
+        """
         if self._reader is not None:
             self._reader.note_delivered()
+        self._note_together()
         return self._cursor.state()
 
     def close_with(self, owner: object) -> None:
@@ -215,11 +221,26 @@ class SharedJob:
     ) -> None:
         self.close()
 
+    def _note_together(self) -> None:
+        """Request what all ranks have read at this rank's position, unless the cursor has it."""
+        cursor = self._cursor
+        if cursor.knows_all_ranks or self._closed.is_set() or os.getpid() != self._pid:
+            return
+        marks = self._router.read_by_all(cursor.epoch, cursor.position)
+        if marks is None:
+            text = (
+                "flow %r, job %r: the router does not know what all ranks have read by now; with another number of "
+                "ranks, this state resumes together with those of all ranks only"
+            )
+            LOADER.warning(text, self._job.flow, self._job.name)
+        else:
+            cursor.together = cursor.position, marks
+
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _cursor_at_start(self, epoch: int) -> EpochCursor:
         epoch = check_int("epoch", epoch, minimum=0)
-        return EpochCursor(self._job.size, self._job.seed, self._job.rank, epoch)
+        return EpochCursor(self._job, epoch)
 
     def _begin(self, cursor: EpochCursor) -> None:
         if self._closed.is_set():
@@ -271,8 +292,6 @@ class SharedJob:
     def _drawn_batches(self, left: int, given_up: StopSignal) -> Iterator[list[int]]:
         """Yield batches as the router draws them. Each call draws half of what is requested ahead."""
         size = self._job.batch_size
-        if self._job.drop_last:
-            left -= left % size
         waiting: list[int] = []
         ahead = max(1, self._options.requested // 2) * size
         while left:

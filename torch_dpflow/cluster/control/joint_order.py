@@ -19,10 +19,11 @@ nothing, so it need not wait for ranks that have not reported: `draw` with `alon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
@@ -42,8 +43,11 @@ class Held:
     epoch: int
     #: How many of its places, from the first on.
     position: int = 0
-    #: The samples in them, ascending, each once.
+    #: The samples in them, ascending, each once. A rank that resumes from the state of another one, in step with it,
+    #: reports those of all ranks.
     samples: IndexArray = field(default_factory=lambda: _NOTHING)
+    #: The samples that had been read when the rest was dealt to these ranks, ascending; the places are of the rest.
+    earlier: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
 class JointOrder:
@@ -103,17 +107,21 @@ class JointOrder:
             UsageError: the ranks are too far apart, or this one has samples that are not the job's.
         """
         now = held[0]
-        if now.position > self._shares.per_rank:
+        if len(now.earlier) > self._shares.length:
             raise UsageError(
-                f"rank {rank} of job {self._job!r} has {now.position} samples of an epoch of {self._shares.per_rank}"
+                f"rank {rank} of job {self._job!r} reports {len(now.earlier)} samples of earlier runs, and the job has "
+                f"{self._shares.length}"
             )
+        per_rank = self._shares_of_rest(now).per_rank
+        if now.position > per_rank:
+            raise UsageError(f"rank {rank} of job {self._job!r} has {now.position} samples of an epoch of {per_rank}")
         self._at.pop((rank, ""), None)
         self._at[rank, reader] = now.epoch
         if self._epochs:
             if self._begin_next(now) or self._agrees(rank, now):
                 return
             self._epochs, self._reported, self._fresh = {}, {}, set()
-        self._reported[rank] = {one.epoch: one for one in held}
+        self._reported[rank] = {one.epoch: self._with_shared_arrays(one) for one in held}
         (self._fresh.add if fresh else self._fresh.discard)(rank)
         if not self.awaited:
             self._refill(rank)
@@ -152,9 +160,35 @@ class JointOrder:
                 f"rank {rank} of job {self._job!r} has drawn {position} samples of epoch {epoch}, which its router "
                 "does not know; start the epoch again with what you have"
             )
-        return joint.part(rank, position, min(position + count, self._shares.per_rank), now)
+        return joint.part(rank, position, min(position + count, joint.per_rank), now)
+
+    def read_by_all(self, epoch: int, position: int) -> NDArray[np.uint8] | None:
+        """Return what the job has read of an epoch once each rank has read `position` samples of its part.
+
+        A bit for each sample of the group, the most significant bit of a byte first. None if that is not known: a rank
+        had reported a later position, and not in which order it came there.
+
+        Raises:
+            OutOfStepError: the epoch is not in progress, or ranks have to report first.
+        """
+        joint = self._epochs.get(epoch)
+        if joint is None:
+            raise OutOfStepError(f"epoch {epoch} of job {self._job!r} has not begun here")
+        return joint.read_by_all(min(position, joint.per_rank), self._group.size)
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _shares_of_rest(self, held: Held) -> RankShares:
+        """Return how the samples that no earlier run had read are divided among the ranks."""
+        return replace(self._shares, length=self._shares.length - len(held.earlier))
+
+    def _with_shared_arrays(self, held: Held) -> Held:
+        """Return a report with the arrays of an equal one: each rank may report what all have read."""
+        others = [reported[held.epoch] for reported in self._reported.values() if held.epoch in reported]
+        samples = held.samples
+        if len(samples) > held.position:
+            samples = _first_equal(samples, [one.samples for one in others])
+        return replace(held, samples=samples, earlier=_first_equal(held.earlier, [one.earlier for one in others]))
 
     def _agrees(self, rank: int, held: Held) -> bool:
         """Return whether a rank has exactly the samples that it was given."""
@@ -164,7 +198,7 @@ class JointOrder:
     def _begin_next(self, held: Held) -> bool:
         """Begin the next epoch if this rank is the first to reach it; return whether it is."""
         newest = max(self._epochs)
-        if held.position or held.epoch <= newest:
+        if held.position or len(held.earlier) or held.epoch <= newest:
             return False
         before: dict[int, _JointEpoch] = {}
         if self._shares.replicas > 1:
@@ -208,6 +242,7 @@ class JointOrder:
     def _held_in(self, epoch: int) -> list[Held]:
         """Return what each rank has of an epoch; nothing if the rank has not reached it."""
         held: list[Held] = []
+        earlier = self._earlier_in(epoch)
         for rank in range(self._shares.replicas):
             reported = self._reported[rank]
             now = next(iter(reported))
@@ -216,13 +251,30 @@ class JointOrder:
                     f"rank {rank} of job {self._job!r} is in epoch {now} and does not know what it read of epoch "
                     f"{epoch}, in which others are; resume all ranks from the state of one moment"
                 )
-            held.append(reported.get(epoch, Held(epoch)))
+            held.append(reported.get(epoch, Held(epoch, earlier=earlier)))
         return held
 
+    def _earlier_in(self, epoch: int) -> IndexArray:
+        """Return the samples of an epoch that earlier runs had read, by the ranks that are or were in it."""
+        first: int | None = None
+        earlier = _NOTHING
+        for rank, reported in self._reported.items():
+            if epoch not in reported:
+                continue
+            if first is None:
+                first, earlier = rank, reported[epoch].earlier
+            elif not np.array_equal(earlier, reported[epoch].earlier):
+                raise UsageError(
+                    f"ranks {first} and {rank} of job {self._job!r} resume epoch {epoch} after {len(earlier)} and "
+                    f"{len(reported[epoch].earlier)} samples of earlier runs, or after other ones; resume all ranks "
+                    "from the same states"
+                )
+        return earlier
+
     def _begin(self, epoch: int, held: list[Held]) -> _JointEpoch:
-        done = np.unique(np.concatenate([one.samples for one in held]))
-        self._group.start_epoch(self._job, epoch, done=done)
-        return _JointEpoch(self._shares, held, done, partial(self._group.next, self._job))
+        joint = _JointEpoch(self._shares_of_rest(held[0]), held, partial(self._group.next, self._job))
+        self._group.start_epoch(self._job, epoch, done=joint.done)
+        return joint
 
     def validate(self) -> None:
         """Check every invariant; O(samples), for tests. Raises AssertionError."""
@@ -237,9 +289,8 @@ class _JointEpoch:
     """Slots of one epoch, filled in order as ranks draw.
 
     Args:
-        shares: how many slots there are.
+        shares: how the samples are divided that no earlier run has read.
         held: what each rank has; those slots stay empty, and no rank draws them.
-        done: the samples of all of them.
         draw: returns the next n samples, fewer at the end; missing ones are padded with those from the epoch's
             beginning.
     """
@@ -248,12 +299,15 @@ class _JointEpoch:
         self,
         shares: RankShares,
         held: list[Held],
-        done: IndexArray,
         draw: Callable[[int, float | None], IndexArray],
     ) -> None:
         self._replicas = shares.replicas
+        self.per_rank = shares.per_rank
         self._held = held
-        self.done = done
+        self._earlier = held[0].earlier
+        done = _union([one.samples for one in held])
+        #: The samples that had been read when the epoch was begun here, ascending.
+        self.done = _union([self._earlier, done])
         self._draw = draw
         self._slots: CompactArray = np.full(shares.total, -1, compact(shares.length))
         #: The slots to fill, ascending.
@@ -262,6 +316,8 @@ class _JointEpoch:
         #: The padding of an uneven end, and how much of it has been used.
         self._head: IndexArray = done[: self._replicas]
         self._padded = 0
+        #: The latest answer of `read_by_all`, which all ranks request at about the same position.
+        self._marks: tuple[int, NDArray[np.uint8]] | None = None
 
     def _open_slots(self, total: int) -> CompactArray:
         slots = np.arange(total, dtype=compact(total))
@@ -281,7 +337,7 @@ class _JointEpoch:
     def agrees(self, rank: int, held: Held) -> bool:
         """Return whether `held` is what the rank has if it received its places in order."""
         mine = self._held[rank]
-        if held.position < mine.position:
+        if held.position < mine.position or not np.array_equal(held.earlier, self._earlier):
             return False
         given = self._slots[rank :: self._replicas][mine.position : held.position]
         return bool((given >= 0).all()) and np.array_equal(
@@ -293,6 +349,20 @@ class _JointEpoch:
         if end > start:
             self._fill(rank + self._replicas * (end - 1), now)
         return self._slots[rank :: self._replicas][start:end].astype(np.int64)
+
+    def read_by_all(self, position: int, size: int) -> NDArray[np.uint8] | None:
+        """See `JointOrder.read_by_all`; size: of the group."""
+        if any(one.position > position for one in self._held):
+            return None
+        if self._marks is None or self._marks[0] != position:
+            end = self._replicas * position
+            self._fill(end - 1, None)
+            read = np.zeros(size, np.bool_)
+            read[self.done] = True
+            given = self._slots[:end]
+            read[given[given >= 0]] = True
+            self._marks = position, np.packbits(read)
+        return self._marks[1]
 
     def finish(self) -> None:
         """Fill every slot, before the group begins another epoch."""
@@ -320,3 +390,13 @@ class _JointEpoch:
         filled, empty = self._open[: self._filled], self._open[self._filled :]
         assert (self._slots[filled] >= 0).all()
         assert (self._slots[empty] < 0).all()
+
+
+def _first_equal(array: IndexArray, others: Sequence[IndexArray]) -> IndexArray:
+    """Return the first of the others that is equal, so that only one of them is kept; else the array itself."""
+    return next((other for other in others if np.array_equal(array, other)), array)
+
+
+def _union(arrays: Sequence[IndexArray]) -> IndexArray:
+    """Return the samples of all arrays, ascending, each once. An array that is there repeatedly counts once."""
+    return np.unique(np.concatenate([*{id(array): array for array in arrays}.values()]))

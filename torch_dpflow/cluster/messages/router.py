@@ -200,10 +200,12 @@ class EpochPlace(Body):
     epoch: Count
     #: Number of samples of its part that have been drawn.
     position: Count
+    #: Whether another frame follows, of the samples that had been read when the rest was dealt to these ranks.
+    has_earlier: bool = False
 
 
 class StartEpoch(Body):
-    """To a router: an epoch starts or continues. A frame follows for each of `places`."""
+    """To a router: an epoch starts or continues. The frames of each of `places` follow."""
 
     job: JobId
     #: In the current epoch, then in the one before.
@@ -220,6 +222,17 @@ class DrawSamples(Body):
     #: Number of samples of its part that have been drawn; a repeated call returns the same samples.
     position: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+
+
+class ReadByAll(Body):
+    """To a router: request the samples of an epoch that all ranks have once each has as many of its part.
+
+    Answered with a frame of one bit for each sample, or with none if that is not known.
+    """
+
+    job: JobId
+    epoch: Count
+    position: Count
 
 
 #: How long the leases of jobs and shards last after the latest heartbeat, seconds.

@@ -32,6 +32,7 @@ from torch_dpflow.cluster.messages.router import (
     Joined,
     LookaheadRequest,
     NameHolder,
+    ReadByAll,
     RegisterShard,
     ReportOrder,
     RouterSettings,
@@ -49,6 +50,7 @@ from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray, compact
 from torch_dpflow.samplers.passes import RankShares
 
+_NOTHING: IndexArray = np.empty(0, np.int64)
 #: The cache capacity of the group is corrected once it is off by more than this share.
 RESIZED_SHARE = 0.1
 
@@ -149,6 +151,7 @@ class Router:
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
         server.register("holder", self._on_holder, body_type=Name, remembered=False)
+        server.register("read_by_all", self._on_read_by_all, body_type=ReadByAll, remembered=False)
         server.register("lookahead", self._on_lookahead, body_type=LookaheadRequest, remembered=False)
         #: Counts draws: each may change the lookahead of jobs without a fixed order.
         self._draws = 0
@@ -320,11 +323,13 @@ class Router:
         start: StartEpoch = call.body
         reader = self._renew_lease(start.job)
         self._resting.discard(start.job.name)
-        if len(call.frames) != len(start.places):
-            raise UsageError(f"{len(call.frames)} bitmaps for {len(start.places)} epochs: one for each is required")
+        needed = sum(1 + place.has_earlier for place in start.places)
+        if len(call.frames) != needed:
+            raise UsageError(f"{len(call.frames)} bitmaps for {len(start.places)} epochs: {needed} are required")
+        samples = map(self._decode_bitmap, call.frames)
         held = [
-            Held(place.epoch, place.position, self._decode_bitmap(frame))
-            for place, frame in zip(start.places, call.frames)
+            Held(place.epoch, place.position, next(samples), next(samples) if place.has_earlier else _NOTHING)
+            for place in start.places
         ]
         job = self._jobs[reader.job]
         job.order.start(reader.rank, held, reader=start.job.name, fresh=start.fresh)
@@ -365,6 +370,12 @@ class Router:
         self._draws += 1
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, now, alone=alone)
         return Result(None, [indices.tobytes()])
+
+    def _on_read_by_all(self, call: IncomingCall) -> Result:
+        request: ReadByAll = call.body
+        reader = self._renew_lease(request.job)
+        marks = self._jobs[reader.job].order.read_by_all(request.epoch, request.position)
+        return Result(None, [] if marks is None else [marks.tobytes()])
 
     def _on_heartbeat(self, call: IncomingCall) -> Result:
         heartbeat: JobHeartbeat = call.body

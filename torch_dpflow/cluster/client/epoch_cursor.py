@@ -1,0 +1,238 @@
+"""Position of a job, or of a rank of one, in an epoch of the router's order; saved and resumed with any number of ranks.
+
+A state has three sets of samples, one bit for each sample of the flow:
+
+- `done`: those that were delivered to this rank.
+- `together`: those that all ranks had when each had as many as this one, by the router's answer.
+- `earlier`: those that had been read when the rest was dealt to the present ranks.
+
+A run with as many ranks resumes each rank from its own `done`. With another number of ranks, or from the states of ranks
+that were out of step, what was read becomes `earlier`, and the rest is dealt anew. What was read is `together` of one
+state where the ranks were in step, else `done` of the states of all ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.cluster.client.options import JobDescription
+from torch_dpflow.errors import StateError
+from torch_dpflow.samplers.passes import RankShares
+
+Marks = npt.NDArray[np.uint8]
+
+
+def mark(marks: Marks, keys: npt.NDArray[np.int64]) -> None:
+    """Set the bits of these samples, the most significant bit of a byte first."""
+    np.bitwise_or.at(marks, keys >> 3, (128 >> (keys & 7)).astype(np.uint8))
+
+
+class EpochCursor:
+    """Position of a job, or of a rank of one, in its epoch; at first at the start."""
+
+    def __init__(self, job: JobDescription, epoch: int) -> None:
+        self._job = job
+        self.epoch = epoch
+        #: Samples that were delivered, of this rank's part of the samples that are not in `earlier`.
+        self.position = 0
+        self.marks: Marks = np.zeros(-(-job.size // 8), np.uint8)
+        #: The samples that had been read when the rest was dealt to the present ranks; None: all were dealt.
+        self.earlier: Marks | None = None
+        #: A position, and the samples that all ranks have once each has as many; None: not known.
+        self.together: tuple[int, Marks] | None = None
+
+    @property
+    def knows_all_ranks(self) -> bool:
+        """Whether it has what all ranks have read at its position, or that follows from its own samples."""
+        is_alone = self._job.rank is None or self._job.rank.replicas == 1
+        return is_alone or not self.position or (self.together is not None and self.together[0] == self.position)
+
+    @property
+    def length(self) -> int:
+        """Samples of this rank's part of the epoch, without `earlier`."""
+        job = self._job
+        samples = job.size if job.indices is None else len(job.indices)
+        read = 0 if self.earlier is None else _count(self.earlier)
+        if job.rank is None:
+            return samples - read
+        return RankShares(samples - read, job.rank.replicas, job.rank.drop_last).per_rank
+
+    @property
+    def left(self) -> int:
+        """Samples that are to be delivered, without a last batch that is dropped."""
+        left = self.length - self.position
+        return left - left % self._job.batch_size if self._job.drop_last else left
+
+    def add(self, keys: list[int], position: int) -> None:
+        """Record the delivery of a batch, `position` samples in all by then. May be repeated."""
+        # For the few samples of a batch numpy would take twice as long.
+        marks = self.marks.data
+        for key in keys:
+            marks[key >> 3] |= 128 >> (key & 7)
+        self.position = position
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as plain data: O(size / 8)."""
+        rank = self._job.rank
+        at, together = self.together or (-1, self.marks)
+        return {
+            "epoch": self.epoch,
+            "size": self._job.size,
+            "seed": self._job.seed,
+            "rank": None if rank is None else [rank.rank, rank.replicas],
+            "position": self.position,
+            "over": self.left <= 0,
+            "done": _encoded(self.marks),
+            "together": _encoded(together) if at == self.position else None,
+            "earlier": None if self.earlier is None else _encoded(self.earlier),
+        }
+
+    def resume(self, epoch: int, state: dict[str, Any]) -> None:
+        """Set the position to that of `state`, which is one rank's or those of all ranks (`join_flow_states`).
+
+        Raises StateError, and changes nothing, unless it is of this epoch and has what all ranks had read.
+        """
+        is_joined = "ranks" in state
+        saved = _saved(state["ranks"] if is_joined else [state], epoch, self._job.size)
+        rank, replicas = (0, 1) if self._job.rank is None else (self._job.rank.rank, self._job.rank.replicas)
+        own = next((one for one in saved if (one.rank, one.replicas) == (rank, replicas)), None)
+        one = saved[0] if own is None else own
+        marks, position, earlier = np.zeros_like(self.marks), 0, one.earlier
+        in_step = not is_joined or (len(saved) == replicas and len({part.position for part in saved}) == 1)
+        if one.replicas != replicas or not in_step:
+            earlier = self._read_by_all(saved, is_joined=is_joined)
+        elif own is not None:
+            marks, position = own.done, own.position
+        else:
+            marks, position = one.read_in_step(), one.position
+        self._check(marks, earlier)
+        self.epoch, self.marks = epoch, marks.copy()
+        self.earlier = earlier if earlier.any() else None
+        # `drop_last` may have been given since, which makes a part shorter by one sample.
+        self.position = min(position, self.length)
+        self.together = None if one.together is None or not position else (self.position, one.together)
+
+    def _read_by_all(self, saved: Sequence[_Saved], *, is_joined: bool) -> Marks:
+        """Return what all ranks of the run had read that saved these states."""
+        one = saved[0]
+        if all(part.over for part in saved) and (len(saved) == one.replicas or not is_joined):
+            return self._members()  # an epoch that was read to its end is not continued, whatever `drop_last` left out
+        if not is_joined:
+            return one.read_in_step() | one.earlier
+        read: Marks = np.bitwise_or.reduce([part.done | part.earlier for part in saved])
+        return read
+
+    def _members(self) -> Marks:
+        """Return all samples of the job."""
+        members = np.ones(self._job.size, np.bool_)
+        if self._job.indices is not None:
+            members[:] = False
+            members[self._job.indices] = True
+        return np.packbits(members)
+
+    def _check(self, *marks: Marks) -> None:
+        foreign = np.bitwise_or.reduce(marks) & ~self._members()
+        if foreign.any():
+            raise StateError(
+                f"the state has sample {int(np.unpackbits(foreign).argmax())}, which the job does not read; resume "
+                "with the samples that the state was taken with, or begin the epoch anew"
+            )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The state of one rank, checked."""
+
+    rank: int
+    replicas: int
+    position: int
+    over: bool
+    done: Marks
+    together: Marks | None
+    earlier: Marks
+
+    @classmethod
+    def of(cls, state: dict[str, Any], epoch: int, size: int) -> _Saved:
+        """Raises StateError: the state is damaged, or of another epoch or flow."""
+        try:
+            if (state["epoch"], state["size"]) != (epoch, size):
+                raise StateError(
+                    f"the state is of epoch {state['epoch']!r} of {state['size']!r} samples, to be begun is epoch "
+                    f"{epoch} of {size}; give the epoch's own state, or none"
+                )
+            rank, replicas = (0, 1) if state["rank"] is None else map(int, state["rank"])
+            done, together, earlier = (_decoded(state.get(name), size) for name in ("done", "together", "earlier"))
+            position, over = int(state["position"]), bool(state.get("over", False))
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"the job's state is damaged: {error!r}") from error
+        # A part's last sample may fill up an uneven end, and may be one that the rank has.
+        read = -1 if done is None else _count(done)
+        if done is None or not (0 <= position <= min(size, read + 1) and 0 <= rank < replicas):
+            raise StateError(
+                f"the job's state is damaged: rank {rank} of {replicas} at position {position} with {read} samples of "
+                f"{size}; pass what state_dict() returned"
+            )
+        return cls(rank, replicas, position, over, done, together, np.zeros_like(done) if earlier is None else earlier)
+
+    def read_in_step(self) -> Marks:
+        """Return what all ranks had read if they were in step, without `earlier`. Raises StateError if not known."""
+        if self.replicas == 1:
+            return self.done
+        if not self.position:
+            return np.zeros_like(self.done)
+        if self.together is None:
+            raise StateError(
+                f"the state has the samples of rank {self.rank} of {self.replicas} only, as the flow's router did not "
+                f"know those of the others when the state was saved; give load_state_dict() the states of all "
+                f"{self.replicas} ranks as a list, resume with {self.replicas} ranks from the state of each, or begin "
+                "the epoch anew"
+            )
+        return self.together & ~self.earlier
+
+
+def _saved(parts: Any, epoch: int, size: int) -> list[_Saved]:
+    """Return the checked states of the ranks of one run. Raises StateError if they do not belong together."""
+    if not isinstance(parts, list) or not parts:
+        raise StateError(f"the job's state is damaged: its ranks are {parts!r:.80}; give the states of all ranks")
+    saved = [_Saved.of(part, epoch, size) for part in parts]
+    ranks = {one.rank for one in saved}
+    if len(ranks) < len(saved) or any(one.replicas != saved[0].replicas for one in saved):
+        raise StateError(
+            f"the states are of [rank, ranks] {[[one.rank, one.replicas] for one in saved]}; give one state of every "
+            "rank that there was"
+        )
+    if any(not np.array_equal(one.earlier, saved[0].earlier) for one in saved):
+        raise StateError(
+            "the states continue different earlier runs of the epoch; give states that the ranks of one run saved "
+            "together"
+        )
+    return saved
+
+
+def _count(marks: Marks) -> int:
+    return int(np.unpackbits(marks).sum())
+
+
+def _encoded(marks: Marks) -> str:
+    return base64.b64encode(marks.tobytes()).decode("ascii")
+
+
+def _decoded(text: str | None, size: int) -> Marks | None:
+    """Return the marks; None for None. Raises StateError or ValueError for any others than those of `size` samples."""
+    if text is None:
+        return None
+    marks = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    needed = -(-size // 8)
+    if len(marks) != needed:
+        raise StateError(f"the job's state is damaged: {len(marks)} bytes of marks; {needed} bytes are right")
+    if size % 8 and marks[-1] & ((1 << (8 - size % 8)) - 1):
+        raise StateError(f"the job's state is damaged: it marks a sample beyond the {size} of the flow")
+    return marks
