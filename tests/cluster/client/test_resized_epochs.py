@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
@@ -127,16 +128,16 @@ def test_every_sample_is_read_once_by_ranks_in_step(
             states = run.state(data.draw(st.integers(0, replicas - 1))) if one_state else run.joined()
     assert len(set(before)) == len(before)
     together = run.finish()
-    rest, last = set(range(length)) - set(before), sizes[-1]
+    left, last = set(range(length)) - set(before), sizes[-1]
     assert len({*map(len, run.read)}) == 1
     if drop_last:
-        assert len(rest) - len(together) == len(rest) % last
+        assert len(left) - len(together) == len(left) % last
         assert len(set(together)) == len(together)
-        assert set(together) <= rest
+        assert set(together) <= left
     else:
         # As many ranks as before may be filled up with samples that they had read.
-        assert set(together) >= rest if sizes[-2] == last else set(together) == rest
-        assert len(together) - len(rest) == -len(rest) % last
+        assert set(together) >= left if sizes[-2] == last else set(together) == left
+        assert len(together) - len(left) == -len(left) % last
 
 
 @settings(deadline=None, max_examples=60)
@@ -175,7 +176,8 @@ def test_every_sample_is_read_once_by_ranks_that_are_out_of_step(
 def test_alone_the_rest_is_dealt_as_distributed_sampler_deals(
     length: int, earlier: list[tuple[int, float]], last: int
 ) -> None:
-    order = list(DistributedSampler(range(length), 1, 0, seed=SEED))
+    sampler: Any = DistributedSampler(Numbers(length), 1, 0, seed=SEED)
+    order: list[int] = list(sampler)
     states: Any = None
     for replicas, share in earlier:
         run = Run(length, replicas, states)
@@ -272,7 +274,9 @@ def test_states_that_are_damaged_or_do_not_belong_together_are_refused(state: di
     cursor = EpochCursor(job, 0)
     with pytest.raises(StateError, match=message):
         cursor.resume(0, state)
-    assert (cursor.position, cursor.marks.any(), cursor.earlier) == (0, False, None)
+    assert not cursor.position
+    assert not cursor.marks.any()
+    assert cursor.earlier is None
 
 
 def test_samples_that_are_not_the_jobs_are_refused() -> None:
