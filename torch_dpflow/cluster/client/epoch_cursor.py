@@ -1,4 +1,4 @@
-"""Position of a job, or of a rank of one, in an epoch of the router's order; saved and resumed with any number of ranks.
+"""Position of a job, or of one of its ranks, in an epoch of the router's order, to be resumed by any number of ranks.
 
 A state has three sets of samples, one bit for each sample of the flow:
 
@@ -6,9 +6,9 @@ A state has three sets of samples, one bit for each sample of the flow:
 - `together`: those that all ranks had when each had as many as this one, by the router's answer.
 - `earlier`: those that had been read when the rest was dealt to the present ranks.
 
-A run with as many ranks resumes each rank from its own `done`. With another number of ranks, or from the states of ranks
-that were out of step, what was read becomes `earlier`, and the rest is dealt anew. What was read is `together` of one
-state where the ranks were in step, else `done` of the states of all ranks.
+A run with as many ranks resumes each rank from its own `done`. With another number of ranks, or from the states of
+ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt anew. The samples that
+were read are `together` of one state where the ranks were in step, else `done` of the states of all ranks.
 """
 
 from __future__ import annotations
