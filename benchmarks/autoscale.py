@@ -18,11 +18,11 @@ from rich.table import Table
 
 from benchmarks.autoscale_laws import LAWS
 from torch_dpflow.cluster.control.scaling_model import (
+    SPREAD,
     FlowModel,
     Law,
     ScalingOutcome,
     ScalingRun,
-    cold_start_percentile,
 )
 
 #: workers before anything changes, and samples a second that they can just serve, at 90% of their time
@@ -115,11 +115,21 @@ def measure(scenario: Scenario, name: str, make: Callable[[int], Law], seeds: Se
     )
 
 
+def settled_s(outcome: ScalingOutcome, since: float) -> float:
+    """Return how long after `since` the job last stalled, seconds; 0 if it did not stall."""
+    return max([0.0, *(at - since for at in outcome.stalled_at)])
+
+
+def cold_start_percentile(median_s: float) -> float:
+    """Return the time within which 95% of workers start, seconds."""
+    return median_s * math.exp(SPREAD * 1.645)
+
+
 def _settled(scenario: Scenario, outcomes: Sequence[ScalingOutcome]) -> float | None:
     since = scenario.changes_at
     if since is None:
         return None
-    settled = statistics.median(one.settled_s(since) for one in outcomes)
+    settled = statistics.median(settled_s(one, since) for one in outcomes)
     return settled if settled < scenario.duration_s - since - 10.0 else math.inf
 
 

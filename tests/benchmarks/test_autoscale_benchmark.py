@@ -28,8 +28,8 @@ def ours(number: int) -> list[model.ScalingOutcome]:
 def test_after_demand_has_doubled_jobs_wait_for_little_more_than_a_cold_start(number: int) -> None:
     cold_s = autoscale.SCENARIOS[number].model.cold_start_s
     outcomes = ours(number)
-    settled = statistics.median(one.settled_s(autoscale.CHANGE_S) for one in outcomes)
-    assert 0 < settled <= model.cold_start_percentile(cold_s) + 10.0
+    settled = statistics.median(autoscale.settled_s(one, autoscale.CHANGE_S) for one in outcomes)
+    assert 0 < settled <= autoscale.cold_start_percentile(cold_s) + 10.0
     most = MOST_WHERE_SLOW if cold_s >= 40 else MOST
     assert 1.0 <= statistics.median(one.ratio for one in outcomes) <= most
 

@@ -508,9 +508,3 @@ def test_a_lowered_target_takes_back_starts_whose_answer_is_still_out() -> None:
     assert machine.handle(Ended(named(0, 1), End()), 3.0) == []
     assert machine.workers == []
     assert machine.limited_by == "", "it was no false start"
-
-
-def test_names_go_on_where_another_fleet_of_the_group_has_ended() -> None:
-    limits = Limits(shares_memory=False, accepts_connections=False, max_lifetime_s=None)
-    machine = Prompt(PREFIX, limits, draw=lambda: 0.5, incarnation=41)
-    assert starts(machine.target(1, 0.0)) == [named(0, 42)]

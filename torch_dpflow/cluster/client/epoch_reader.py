@@ -306,7 +306,7 @@ class EpochReader:
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait for every sample of a batch, and fetch lost ones again."""
         since, waited = time.monotonic(), False
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        backoff: Backoff | None = None
         while True:
             had = len(batch.values)
             while batch.fetches and not batch.is_poisoned:
@@ -318,6 +318,7 @@ class EpochReader:
                 if self._closed.is_set():
                     raise _Closed
                 if outcome.error is not None:
+                    backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
                     self._mend(outcome.error, batch, since, backoff)
                     waited = True
             missing = batch.missing
@@ -330,7 +331,7 @@ class EpochReader:
                 break
             if len(batch.values) > had:
                 since = time.monotonic()
-                backoff.reset()
+                backoff = None
             batch.fetches = self._links.fetch(missing, self._of)
         if waited:
             self._router.outages.on_success()

@@ -94,15 +94,6 @@ class ScalingOutcome:
         """Worker-seconds divided by those of the ideal policy."""
         return self.worker_s / self.min_worker_s if self.min_worker_s else math.inf
 
-    def settled_s(self, since: float) -> float:
-        """Return how long after `since` the job last stalled, seconds; 0 if it did not stall."""
-        return max([0.0, *(at - since for at in self.stalled_at)])
-
-
-def cold_start_percentile(median_s: float, deviations: float = 1.645) -> float:
-    """Return the time within which most workers start, seconds: by default the 95th percentile."""
-    return median_s * math.exp(SPREAD * deviations)
-
 
 class ScalingRun:
     """One run of a model under an autoscaling policy."""

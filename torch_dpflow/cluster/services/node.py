@@ -94,7 +94,7 @@ def max_workers() -> int:
 class Node:
     """Keeps its own processes and those that a coordinator desires running. One thread drives it.
 
-    It saves no state: clients send the desired processes. A process that ends, or sends no heartbeat for `lease_s`, is
+    It saves no state: clients send the desired processes. A process that ends, or sends no heartbeat for `LEASE_S`, is
     restarted at the same address.
 
     Args:
@@ -117,16 +117,14 @@ class Node:
         *,
         roles: Collection[str] = ROLES,
         worker_platform: PlatformSpec | None = None,
-        lease_s: float = LEASE_S,
     ) -> None:
         if not platform.limits.accepts_connections:
             raise OptionError(f"platform={platform!r}: services must be reached by others, which it does not allow")
         require_same_host(platform, "a node")
         self._place = place
         self._platform = platform
-        self._lease_s = lease_s
         self._supervisor = Supervisor(
-            lease_s=lease_s, most=max_processes(), max_starting=max(2, len(os.sched_getaffinity(0)))
+            lease_s=LEASE_S, most=max_processes(), max_starting=max(2, len(os.sched_getaffinity(0)))
         )
         #: Id and incarnation of processes that end once a heartbeat is answered, after they have ended their workers.
         self._leaving: set[tuple[str, int]] = set()
@@ -287,7 +285,7 @@ class Node:
     def _kill(self, kill: Kill) -> None:
         why = ""
         if self._supervisor.is_desired(kill.id, kill.incarnation):
-            why = f"no heartbeat for {self._lease_s:g} s"
+            why = f"no heartbeat for {LEASE_S:g} s"
             SERVICE.warning("process %s killed: %s", kill.id, why, extra=subjects_of(kill.id))
         else:
             SERVICE.info("process %s stopped: no longer desired", kill.id, extra=subjects_of(kill.id))

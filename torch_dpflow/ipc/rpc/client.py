@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -91,11 +91,9 @@ class RpcClient:
         *,
         options: ClientOptions | None = None,
         transport: TransportOptions | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
         self.options = options or ClientOptions()
-        self._clock = clock
         self._pid = os.getpid()
         self._connection = connect(address, options=transport or TransportOptions())
         #: Guards everything below, and the connection while no thread leads.
@@ -108,7 +106,7 @@ class RpcClient:
         # Not a bound method: a reference cycle would leave a client that was not closed to the garbage collector, which
         # would close its socket in an arbitrary thread.
         self._session = ClientSession(address, functools.partial(_make_carrier, address, self.options))
-        self._inquire_at = clock()
+        self._inquire_at = time.monotonic()
 
     def call(
         self,
@@ -184,7 +182,7 @@ class RpcClient:
     def _begin(self, method: str, body: Any, frames: Sequence[Frame], reply_type: Any, timeout_s: float | None) -> Call:
         timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
         return self._session.begin_call(
-            method, encode_body(body), frames, _decoder(reply_type), now=self._clock(), timeout_s=timeout_s
+            method, encode_body(body), frames, _decoder(reply_type), now=time.monotonic(), timeout_s=timeout_s
         )
 
     def _result(self, call: Call) -> Answer:
@@ -194,7 +192,7 @@ class RpcClient:
 
     def _is_over_within(self, call: Call, timeout_s: float) -> bool:
         """Wait up to `timeout_s`; return whether the call is over, or past its deadline."""
-        until = self._clock() + timeout_s
+        until = time.monotonic() + timeout_s
         return self._wait(call, min(until, call.deadline)) or until >= call.deadline
 
     def _wait(self, call: Call, deadline: float) -> bool:
@@ -203,7 +201,7 @@ class RpcClient:
         Become the leader if there is none.
         """
         if not self._waiters:
-            self._inquire_at = max(self._inquire_at, self._clock() + self.options.inquire_s)
+            self._inquire_at = max(self._inquire_at, time.monotonic() + self.options.inquire_s)
         self._waiters += 1
         try:
             return self._wait_on(call, deadline)
@@ -212,7 +210,7 @@ class RpcClient:
 
     def _wait_on(self, call: Call, deadline: float) -> bool:
         while not call.is_over:
-            now = self._clock()
+            now = time.monotonic()
             if now >= deadline:
                 return False
             if self._leading:
@@ -247,7 +245,7 @@ class RpcClient:
             self._leading = False
             self._changed.notify_all()
         if received is not None:
-            self._session.on_message(received, self._clock())
+            self._session.on_message(received, time.monotonic())
 
     def _inquire(self, now: float) -> None:
         if now >= self._inquire_at:

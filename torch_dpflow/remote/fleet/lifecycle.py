@@ -63,8 +63,6 @@ class Fleet:
         prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
         limits: of the platform.
         draw: returns numbers from 0 to below 1, for jitter.
-        lifetime_s: after how long workers are replaced, unless the platform ends them before, seconds; None: never.
-        incarnation: the highest incarnation of any earlier worker of this group; 0 if there was none.
         alone: whether no other workers do the work. If so, the fleet fails if it has no worker and starts are refused
             for long.
     """
@@ -75,18 +73,15 @@ class Fleet:
         limits: Limits,
         *,
         draw: Callable[[], float],
-        lifetime_s: float | None = None,
-        incarnation: int = 0,
         alone: bool = True,
     ) -> None:
         self._prefix = prefix
         self._alone = alone
         self._grace_s = limits.grace_s
         self._draw = draw
-        lifetimes = [one for one in (lifetime_s, limits.max_lifetime_s) if one is not None]
-        self._lifetime_s = min(lifetimes, default=None)
+        self._lifetime_s = limits.max_lifetime_s
         self._limits = StartLimits(limits, draw)
-        self._incarnation = incarnation
+        self._incarnation = 0
         self._target = 0
         self._workers: dict[str, FleetWorker] = {}
         self._has_arrived = False

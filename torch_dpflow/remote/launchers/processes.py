@@ -72,7 +72,6 @@ class SubprocessLauncher:
     Args:
         module: the module that workers run. python: the interpreter.
         env: variables for workers, beside those of this process.
-        prefix: a command that runs another one, which is given to it; its first word is a path.
     """
 
     limits = Limits(shares_memory=True, accepts_connections=True, max_lifetime_s=None)
@@ -83,10 +82,9 @@ class SubprocessLauncher:
         *,
         python: str = sys.executable,
         env: Mapping[str, str] | None = None,
-        prefix: Sequence[str] = (),
     ) -> None:
         self._python = python
-        self._command = (*prefix, python, "-m", module)
+        self._command = (python, "-m", module)
         self._env = dict(env or {})
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
