@@ -3,9 +3,9 @@
 It reads a private loader (two workers, a map-style dataset, `shuffle=True`) and a flow (one job, a `dpflow up` of its
 own) in steady state. Every process of the run records which functions run in each of its windows. In a window the job
 takes some batches in mid-epoch, so that as many others are planned, loaded and stored. As many windows, in which the
-job takes nothing, show what runs anyway, as heartbeats do. A file counts if a function of it runs in at least half of
-the first windows, and twice as often as in the others. `--functions` prints these functions too, with their processes
-and threads.
+job takes nothing, show what runs anyway, as heartbeats do. A file counts if a function of it runs in at least two
+thirds of the first windows, and twice as often as in the others. `--functions` prints these functions too, with their
+processes and threads.
 """
 
 import mmap
@@ -115,7 +115,7 @@ def measure(root: Path, *, flow: bool) -> dict[str, set[str]]:
     runs = Counter((int(number) % 2, name, function) for number, name, function in entries)
     found: dict[str, set[str]] = defaultdict(set)
     for (has_batches, name, function), count in sorted(runs.items()):
-        if has_batches and count >= max(WINDOWS // 2, 2 * runs[0, name, function]):
+        if has_batches and count >= max(2 * WINDOWS / 3, 2 * runs[0, name, function]):
             found[name].add(function)
     return found
 

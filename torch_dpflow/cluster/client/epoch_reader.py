@@ -13,8 +13,7 @@ from typing import Any
 
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.threads import StopSignal
-from torch_dpflow.cluster.client.collate import Received, build_batch, received_sample
-from torch_dpflow.cluster.client.delivery import LATER, ReadyBatch, ReadyBatches
+from torch_dpflow.cluster.client.collate import LATER, ReadyBatch, ReadyBatches, Received, build_batch, received_sample
 from torch_dpflow.cluster.client.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
 from torch_dpflow.epoch.plan import TAKEN
 from torch_dpflow.errors import (

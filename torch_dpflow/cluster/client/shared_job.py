@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from torch_dpflow._core.checks import check_int
 from torch_dpflow._core.threads import PeriodicCall, StopSignal
-from torch_dpflow.cluster.client.collate import collate_function
-from torch_dpflow.cluster.client.delivery import LATER, PlanFeed
+from torch_dpflow.cluster.client.collate import LATER, PlanFeed, collate_function
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.epoch_reader import CLOSE_S, EpochReader, Pipeline
 from torch_dpflow.cluster.client.options import Failover, JobDescription, JobOptions
