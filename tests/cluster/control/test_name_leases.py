@@ -64,15 +64,17 @@ def test_the_name_of_one_that_is_gone_is_free(end: str) -> None:
         names.admit("a", 9, holder=7, now=LEASE_S)
 
 
-def test_a_holder_that_has_ended_is_replaced_at_once_and_only_that_one() -> None:
+def test_a_holder_and_its_latest_renewal_are_known() -> None:
     names = make()
-    assert names.admit("a", 2, holder=8, now=1.0, process="p", replaces=7) is True
+    assert names.leave("a", 1, now=1.0)
+    assert names.admit("a", 2, holder=8, now=1.0, process="p") is False
     assert names.holder("a") == (8, "p")
     assert names.holder("b") == (0, "")
-    with pytest.raises(NameBusyError):
-        names.admit("a", 3, holder=9, now=2.0, replaces=7)
+    assert names.renewed_at("a") == 1.0
     with pytest.raises(StaleJobError):
         names.renew("a", 1, now=2.0)
+    names.renew("a", 2, now=2.0)
+    assert names.renewed_at("a") == 2.0
 
 
 @given(

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.cluster.client.options import JobDescription
+from torch_dpflow.cluster.messages.router import EpochPlace
 from torch_dpflow.errors import StateError
 from torch_dpflow.samplers.passes import RankShares
 
@@ -68,6 +69,10 @@ class EpochCursor:
         """Samples that are to be delivered, without a last batch that is dropped."""
         left = self.length - self.position
         return left - left % self._job.batch_size if self._job.drop_last else left
+
+    def drawn(self) -> DrawnEpoch:
+        """Return a copy for the router: until more is drawn, the samples that were delivered are those drawn."""
+        return DrawnEpoch(self.epoch, self.marks.copy(), self.position, self.length, self.earlier)
 
     def add(self, keys: list[int], position: int) -> None:
         """Record the delivery of a batch, `position` samples in all by then. May be repeated."""
@@ -143,6 +148,28 @@ class EpochCursor:
                 f"the state has sample {int(np.unpackbits(foreign).argmax())}, which the job does not read; resume "
                 "with the samples that the state was taken with, or begin the epoch anew"
             )
+
+
+@dataclass(slots=True)
+class DrawnEpoch:
+    """The samples that were drawn of an epoch, as its router has to know them."""
+
+    number: int
+    drawn: Marks
+    #: How many samples of this rank's part were drawn.
+    position: int
+    #: As in `EpochCursor`.
+    length: int
+    earlier: Marks | None
+
+    @property
+    def place(self) -> EpochPlace:
+        """The position, for a `StartEpoch`."""
+        return EpochPlace(self.number, self.position, self.earlier is not None)
+
+    def frames(self) -> list[bytes]:
+        """Return the frames of `place`."""
+        return [marks.tobytes() for marks in (self.drawn, self.earlier) if marks is not None]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.processes import has_ended, own_process
 from torch_dpflow._core.threads import StopSignal
-from torch_dpflow.cluster.client.epoch_cursor import EpochCursor, Marks, mark
+from torch_dpflow.cluster.client.epoch_cursor import DrawnEpoch, EpochCursor, Marks, mark
 from torch_dpflow.cluster.client.options import Failover, JobDescription
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.control.routing import RouteMap
@@ -24,7 +23,6 @@ from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.cluster.messages.router import (
     DrawSamples,
-    EpochPlace,
     JobFigures,
     JobHeartbeat,
     JobHeartbeatReply,
@@ -46,6 +44,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
+from torch_dpflow.ipc.messages.fields import MAX_RANKS
 from torch_dpflow.ipc.rpc import RpcClient
 from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 
@@ -65,19 +64,6 @@ READ_BY_ALL_S = 3.0
 COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
 #: Timeout of the request for how a sample's workers ended, seconds, and how many of them an error names.
 ENDS_CALL_S, MAX_ENDS = 2.0, 3
-
-
-@dataclass(slots=True)
-class _EpochAtRouter:
-    """Samples that were drawn of an epoch."""
-
-    number: int
-    #: A bit for each sample, set once it was drawn; and how many of them are set.
-    drawn: Marks
-    position: int
-    #: Samples of this rank's part, and those that had been read when the rest was dealt to these ranks.
-    length: int
-    earlier: Marks | None
 
 
 class RouterLink:
@@ -115,8 +101,8 @@ class RouterLink:
         self._holder = secrets.randbits(63)
         #: By this a later process of the host detects that this one has ended, and takes over its name.
         self._process = own_process()
-        #: The `_holder` of a process with the job's name that has ended; 0: none is known.
-        self._replaces = 0
+        #: The `_holder` of each process of the job that is known to have ended.
+        self._replaces: list[int] = []
         self._generation = 0
         self._lock = threading.RLock()
         self._coordinator: RpcClient | None = None
@@ -124,8 +110,8 @@ class RouterLink:
         #: The router's latest address; empty before it is known.
         self._address = ""
         #: The present epoch, the one before, and whether the router knows this job's position in them.
-        self._epoch: _EpochAtRouter | None = None
-        self._before: _EpochAtRouter | None = None
+        self._epoch: DrawnEpoch | None = None
+        self._before: DrawnEpoch | None = None
         self._router_in_step = False
         #: Whether nothing was read of any epoch before the present one.
         self._is_fresh = False
@@ -152,14 +138,11 @@ class RouterLink:
         return JobId(self._job.reader, self._generation, self._job.instance, "" if rank is None else rank.job)
 
     def start_epoch(self, at: EpochCursor, *, resumes: bool = False) -> None:
-        """Begin to draw an epoch from this position.
-
-        resumes: whether it continues from a saved state, which may be of its beginning.
-        """
+        """Begin to draw an epoch from this position. resumes: whether it is that of a saved state."""
         with self._lock:
             self._is_fresh = self._epoch is None and not resumes
             self._before, self._announced = self._epoch, None
-            self._epoch = _EpochAtRouter(at.epoch, at.marks.copy(), at.position, at.length, at.earlier)
+            self._epoch = at.drawn()
             self._router_in_step = False
             self._attempt(self._in_epoch)
 
@@ -184,9 +167,8 @@ class RouterLink:
             router = self._router
             with suppress(DeadlineError, PeerLostError, RemoteCallError):
                 if router is not None:
-                    request = ReadByAll(self.id, epoch, position)
-                    frames = router.call("read_by_all", request, timeout_s=left_s).frames
-                    return np.array(np.frombuffer(frames[0], np.uint8)) if frames else None
+                    answer = router.call("read_by_all", ReadByAll(self.id, epoch, position), timeout_s=left_s)
+                    return np.array(np.frombuffer(answer.frames[0], np.uint8)) if answer.frames else None
             time.sleep(FIRST_PAUSE_S)
         return None
 
@@ -315,7 +297,7 @@ class RouterLink:
             case ErrorKind.OUT_OF_STEP:
                 self._router_in_step = False
             case ErrorKind.NAME_BUSY:
-                self._replaces = self._ended_holder()
+                self._replaces = self._ended_holders()
                 self.outages.on_wait(error.text)
             case ErrorKind.UNKNOWN_FLOW if self._failover is not None:
                 # A cluster that has lost its state listens at the address of ours.
@@ -376,15 +358,15 @@ class RouterLink:
                 raise
         return self._address
 
-    def _ended_holder(self) -> int:
-        """Return the `_holder` of the process that has the job's name if it has ended on this host; else 0."""
-        router = self._router
+    def _ended_holders(self) -> list[int]:
+        """Return the `_holder` of each process of the job that has ended on this host."""
+        router, rank = self._router, self._job.rank
         if router is not None:
             with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt requests it again
-                name = self._job.reader
-                found: NameHolder = router.call("holder", name, reply_type=NameHolder, timeout_s=self._call_s).body
-                return found.holder if has_ended(found.process) else 0
-        return 0
+                name, kind = self._job.reader if rank is None else rank.job, list[NameHolder]
+                found: list[NameHolder] = router.call("holders", name, reply_type=kind, timeout_s=self._call_s).body
+                return [one.holder for one in found if has_ended(one.process)][:MAX_RANKS]
+        return []
 
     def _in_epoch(self) -> RpcClient:
         """Return the router, once it knows the job's position in its epoch."""
@@ -438,9 +420,8 @@ class RouterLink:
         if before is not None and before.number < self._epoch.number:
             epochs.append(before)
         fresh = self._is_fresh and not self._epoch.position
-        places = [EpochPlace(epoch.number, epoch.position, epoch.earlier is not None) for epoch in epochs]
-        body = StartEpoch(self.id, places, fresh)
-        frames = [marks.tobytes() for epoch in epochs for marks in (epoch.drawn, epoch.earlier) if marks is not None]
+        body = StartEpoch(self.id, [epoch.place for epoch in epochs], fresh)
+        frames = [frame for epoch in epochs for frame in epoch.frames()]
         router.call("start", body, frames, timeout_s=self._call_s)
         self._router_in_step = True
 

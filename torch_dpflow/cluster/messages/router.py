@@ -172,14 +172,14 @@ class Join(Body):
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     #: As returned by `own_process`: processes of its host can check by it whether it has ended.
     process: Text = ""
-    #: `holder` of a process with the same name that is known to have ended; 0 for none.
-    replaces: Count = 0
+    #: `holder` of each process of the same job that is known to have ended.
+    replaces: Annotated[list[Count], msgspec.Meta(max_length=MAX_RANKS)] = []
 
 
 class NameHolder(Body):
-    """The process that has a name: the answer to a call with the name."""
+    """A process of a job. A call with the job's name is answered with a list of them."""
 
-    #: As in `Join`; 0 if no process has the name.
+    #: As in `Join`.
     holder: Count
     process: Text
 

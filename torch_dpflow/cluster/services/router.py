@@ -6,7 +6,6 @@ import hmac
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,6 +38,7 @@ from torch_dpflow.cluster.messages.router import (
     RoutingTable,
     StartEpoch,
 )
+from torch_dpflow.cluster.services.router_jobs import FlowJob, Reader
 from torch_dpflow.cluster.services.service import ServiceSpec, serve
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import UNNAMED, MisdirectedError, Name, StaleShardError
@@ -53,45 +53,6 @@ from torch_dpflow.samplers.passes import RankShares
 _NOTHING: IndexArray = np.empty(0, np.int64)
 #: The cache capacity of the group is corrected once it is off by more than this share.
 RESIZED_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A process that reads: a job, or a rank of a job."""
-
-    job: str
-    rank: int
-
-
-@dataclass
-class _Job:
-    """A job with all of its ranks."""
-
-    order: JointOrder
-    shares: RankShares
-    seed: int
-    #: Samples of the job; None for all.
-    indices: IndexArray | None
-    weight: float
-    #: For a job with its own sampler: the newest epoch, and its order by rank.
-    announced_epoch: int = 0
-    announced: dict[int, IndexArray] = field(default_factory=dict)
-    #: State of the current version of its lookahead.
-    known: tuple[Any, ...] = ()
-    version: int = 0
-
-    def check(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
-        """Raise UsageError unless this rank describes the job as its other ranks do."""
-        mine = (self.shares.replicas, self.shares.drop_last, self.seed)
-        theirs = (rank.replicas, rank.drop_last, join.seed)
-        for name, here, there in zip(("num_replicas", "drop_last", "seed"), mine, theirs):
-            if here != there:
-                raise UsageError(
-                    f"rank {rank.rank} of job {rank.job!r} joins with {name}={there!r}, other ranks have {here!r}; "
-                    "all must have the same, and another job another name"
-                )
-        if not np.array_equal(_as_set(self.indices), _as_set(indices)):
-            raise UsageError(f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks")
 
 
 class Router:
@@ -129,8 +90,8 @@ class Router:
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
         self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
         #: By reader name, and by job name.
-        self._readers: dict[str, _Reader] = {}
-        self._jobs: dict[str, _Job] = {}
+        self._readers: dict[str, Reader] = {}
+        self._jobs: dict[str, FlowJob] = {}
         #: By reader name: figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}
         #: Readers that are between two epochs.
@@ -150,7 +111,7 @@ class Router:
         ):
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
-        server.register("holder", self._on_holder, body_type=Name, remembered=False)
+        server.register("holders", self._on_holders, body_type=Name, remembered=False)
         server.register("read_by_all", self._on_read_by_all, body_type=ReadByAll, remembered=False)
         server.register("lookahead", self._on_lookahead, body_type=LookaheadRequest, remembered=False)
         #: Counts draws: each may change the lookahead of jobs without a fixed order.
@@ -257,7 +218,7 @@ class Router:
         answer.version, answer.weight = job.version, job.weight
         return Result(answer, [array.tobytes() for array in arrays])
 
-    def _known_epoch(self, name: str, job: _Job) -> KnownEpoch | None:
+    def _known_epoch(self, name: str, job: FlowJob) -> KnownEpoch | None:
         """Return the newest epoch of a job, as far as the router knows it; None before the first one."""
         if job.announced:
             order = joint_order(job.announced, job.shares.replicas)
@@ -280,7 +241,8 @@ class Router:
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the maximum")
         generation = next(self._generations)
-        if self._name_leases.admit(name, generation, join.holder, now, process=join.process, replaces=join.replaces):
+        self._remove_ended(join.rank.job if join.rank else name, join.replaces, now)
+        if self._name_leases.admit(name, generation, join.holder, now, process=join.process):
             self._remove_reader(name)
         if name not in self._readers:
             try:
@@ -294,8 +256,18 @@ class Router:
         self._waiting.append((call, joined, now + call.timeout_s))
         return LATER
 
-    def _on_holder(self, call: IncomingCall) -> Result:
-        return Result(NameHolder(*self._name_leases.holder(call.body)))
+    def _on_holders(self, call: IncomingCall) -> Result:
+        return Result([NameHolder(*self._name_leases.holder(name)) for name in self._readers_of(call.body)])
+
+    def _readers_of(self, job: str) -> list[str]:
+        return [name for name, reader in self._readers.items() if reader.job == job]
+
+    def _remove_ended(self, job: str, ended: list[int], now: float) -> None:
+        """Remove the readers of a job whose processes are known to have ended."""
+        for name in self._readers_of(job) if ended else ():
+            generation = self._name_leases.members[name]
+            if self._name_leases.holder(name)[0] in ended and self._name_leases.leave(name, generation, now):
+                self._remove_reader(name)
 
     def _add_reader(self, join: Join, indices: IndexArray | None) -> None:
         rank = join.rank or JobRank(join.reader, 0, 1)
@@ -305,8 +277,9 @@ class Router:
         if job is None:
             self._add_job(join, rank, indices)
         else:
-            job.check(join, rank, indices)
-        self._readers[join.reader] = _Reader(rank.job, rank.rank)
+            renewed = max(map(self._name_leases.renewed_at, self._readers_of(rank.job)))
+            job.check(join, rank, indices, renewed=renewed, now=self._clock())
+        self._readers[join.reader] = Reader(rank.job, rank.rank)
 
     def _add_job(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
         """Add a job when its first rank joins."""
@@ -317,7 +290,7 @@ class Router:
         )
         shares = RankShares(self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last)
         order = JointOrder(self._group, rank.job, shares)
-        self._jobs[rank.job] = _Job(order, shares, join.seed, indices, join.weight)
+        self._jobs[rank.job] = FlowJob(order, shares, join.seed, indices, join.weight)
 
     def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
@@ -391,7 +364,7 @@ class Router:
         if self._name_leases.leave(job.name, job.generation, self._clock()):
             self._remove_reader(job.name)
 
-    def _renew_lease(self, job: JobId) -> _Reader:
+    def _renew_lease(self, job: JobId) -> Reader:
         """Renew the lease of a reader and return the reader. Raises StaleJobError if the reader has no lease."""
         self._check_flow(job.flow)
         self._name_leases.renew(job.name, job.generation, self._clock())
@@ -418,10 +391,6 @@ def _indices(frames: list[memoryview]) -> IndexArray:
     if len(frames) != 1 or frames[0].nbytes % 8:
         raise UsageError("a job's samples are one frame of int64")
     return np.frombuffer(frames[0], np.int64)
-
-
-def _as_set(indices: IndexArray | None) -> IndexArray:
-    return np.empty(0, np.int64) if indices is None else np.sort(indices)
 
 
 def run(service: ServiceSpec) -> None:

@@ -239,14 +239,15 @@ class NameLeases:
         current = self._holders.get(name)
         return (0, "") if current is None else (current.holder, current.process)
 
-    def admit(
-        self, name: str, generation: int, holder: int, now: float, *, process: str = "", replaces: int = 0
-    ) -> bool:
+    def renewed_at(self, name: str) -> float:
+        """Return when the holder of this name renewed its lease last."""
+        return self._holders[name].renewed
+
+    def admit(self, name: str, generation: int, holder: int, now: float, *, process: str = "") -> bool:
         """Grant the name to a process that begins to read under it, or that returns.
 
         holder: the process's random number.
         process: its identity, as of `own_process`.
-        replaces: the random number of a process that is known to have ended.
 
         Returns whether this replaces an earlier generation, whose state is void.
 
@@ -256,7 +257,7 @@ class NameLeases:
             StaleJobError: a later generation has joined.
         """
         current = self._holders.get(name)
-        if current is not None and current.holder not in (holder, replaces):
+        if current is not None and current.holder != holder:
             _refuse(name, current, holder, now)
         changes = self._leases.handle(RenewLease(name, generation, now))
         for change in changes:
