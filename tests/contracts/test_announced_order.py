@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +108,9 @@ def test_nothing_else_changes(how: str) -> None:
 def test_nor_with_workers() -> None:
     told, plain = (states_and_batches(data, "own generator", 2, 3) for data in (Told(), Plain()))
     for _, state in [*told[:-1], *plain[:-1]]:
-        del state["generator"]  # how far it was drawn ahead differs between runs
+        held = json.loads(state["state"])
+        del held["generator"]  # how far it was drawn ahead differs between runs
+        state["state"] = held
     assert told == plain
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ SIZE = 240
 
 
 def delivered(state: dict[str, Any]) -> int:
-    return int(state["samples"]) + (len(state["ahead"]) if state["kind"] == "map" else 0)
+    held = json.loads(state["state"])
+    return int(state["samples"]) + (len(held["ahead"]) if held["kind"] == "map" else 0)
 
 
 def interrupted(loader: Any) -> list[int]:

@@ -116,11 +116,15 @@ def test_damaged_states_are_refused_whole(OurLoader: Any) -> None:
     next(iterator)
     intact = loader.state_dict()
     refused = []
-    for key in intact:
+    held = json.loads(intact["state"])
+    for key in [*intact, *held]:
         for wrong in (None, -1, "x", [], {}, 10**9):
             again = OurLoader(Indices(12), batch_size=2, shuffle=True)
+            damaged = {**intact, key: wrong} if key in intact else intact
+            if key in held:
+                damaged = {**damaged, "state": json.dumps({**held, key: wrong})}
             try:
-                again.load_state_dict({**intact, key: wrong})
+                again.load_state_dict(damaged)
                 list(again)
             except StateError as error:
                 refused.append(str(error))
@@ -134,7 +138,9 @@ def test_a_damaged_state_of_numpys_generator_is_refused(OurLoader: Any, place: i
     loader = OurLoader(Indices(12), batch_size=2, shuffle=True)
     next(iter(loader))
     state = loader.state_dict()
-    state["plan_rng"]["numpy"][place] = wrong
+    held = json.loads(state["state"])
+    held["plan_rng"]["numpy"][place] = wrong
+    state["state"] = json.dumps(held)
     loader.load_state_dict(state)
     with pytest.raises(StateError, match="random number generators is damaged"):
         iter(loader)
@@ -149,7 +155,7 @@ def test_other_data_is_refused(OurLoader: Any, num_workers: int) -> None:
     state = loader.state_dict()
     for other in (
         OurLoader(Indices(30), batch_size=2, num_workers=num_workers),
-        OurLoader(Indices(20), batch_size=3, num_workers=num_workers),
+        OurLoader(Indices(20), batch_size=2, drop_last=True, num_workers=num_workers),
         OurLoader(Stream(20), batch_size=2, num_workers=num_workers),
     ):
         with pytest.raises(StateError) as raised:
@@ -163,8 +169,9 @@ def test_other_data_is_refused(OurLoader: Any, num_workers: int) -> None:
         ({"shuffle": False}, "RandomSampler"),
         ({"dataset": Indices(21)}, "20"),
         ({"dataset": Indices(21), "batch_size": 7}, "length is 9"),
+        ({"dataset": Indices(21), "batch_size": 6}, "length is 20"),
     ],
-    ids=["sampler", "length", "batch size"],
+    ids=["sampler", "length", "another length", "length and batch size"],
 )
 def test_a_loader_made_otherwise_is_refused(OurLoader: Any, other: dict[str, Any], hint: str) -> None:
     """It may have as many batches, and still deliver others."""

@@ -123,7 +123,7 @@ def test_an_epoch_read_by_changing_numbers_of_ranks_is_the_epoch(
     for sampler in ranks:
         sampler.load_state_dict(state)
         assert sampler.epoch == epoch
-    parts = [[index for _, index in zip(range(sampler.left), iter(sampler))] for sampler in ranks]
+    parts = [[index for _, index in zip(range(sampler.samples_left), iter(sampler))] for sampler in ranks]
     if len(before) < length and not (drop_last and length - len(before) < last):
         check_epoch(length, before, parts, drop_last=drop_last, dealt_before=last == sizes[-1])
     for rank, sampler in enumerate(ranks):
@@ -151,7 +151,7 @@ def test_states_of_ranks_out_of_step_are_merged(
     resumed = samplers(length, last, drop_last=drop_last)
     for sampler in resumed:
         sampler.load_state_dict(states)
-    parts = [[index for _, index in zip(range(sampler.left), iter(sampler))] for sampler in resumed]
+    parts = [[index for _, index in zip(range(sampler.samples_left), iter(sampler))] for sampler in resumed]
     if len(before) < length and not (drop_last and length - len(before) < last):
         in_step = last == replicas and len(set(steps)) == 1
         check_epoch(length, before, parts, drop_last=drop_last, dealt_before=in_step)
@@ -191,7 +191,7 @@ def test_an_epoch_that_has_ended_stays_ended_at_any_size() -> None:
     read(ranks)
     alone = DynaGCSSampler(data(807), drop_last=True)
     alone.load_state_dict(ranks[0].state_dict())
-    assert alone.left == 807
+    assert alone.samples_left == 807
     assert len(list(alone)) == 807
 
 

@@ -145,7 +145,7 @@ class RankPosition:
         What is left is dealt anew if the number of ranks is another one, or if ranks were out of step.
 
         Args:
-            states: of all ranks of one run, in order; or that of one rank, if all have read as many samples.
+            states: of all ranks of one run, in any order; or that of one rank, if all have read as many samples.
             length: samples of the epoch.
 
         Raises:
@@ -155,6 +155,9 @@ class RankPosition:
         first, before = found[0], int(states[0]["num_replicas"])
         if len(states) > 1:
             _check_ranks(states)
+            found = [
+                one for _, one in sorted(zip([state["rank"] for state in states], found), key=lambda pair: pair[0])
+            ]
             if any((one.dealt_at, one.places) != (first.dealt_at, first.places) for one in found):
                 raise StateError(
                     "the states are of ranks that did not begin or resume the epoch together; give the states that "
@@ -181,9 +184,9 @@ class RankPosition:
 
 
 def _check_ranks(states: Sequence[dict[str, Any]]) -> None:
-    ranks, sizes = [state["rank"] for state in states], sorted({state["num_replicas"] for state in states})
+    ranks, sizes = sorted(state["rank"] for state in states), sorted({state["num_replicas"] for state in states})
     if sizes != [len(states)] or ranks != list(range(len(states))):
         raise StateError(
-            f"{len(states)} states of ranks {ranks} of {sizes}: give one state of each rank of one run, in order; or, "
+            f"{len(states)} states of ranks {ranks} of {sizes}: give one state of each rank of one run; or, "
             "if all ranks have read as many samples, the state of one rank"
         )

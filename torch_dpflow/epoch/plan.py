@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from torch_dpflow._core.checks import working
 from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_state, takes
+from torch_dpflow.epoch.rank_order import RankOrder, inner_sampler, regrouped
 from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
@@ -72,12 +73,20 @@ class Plan:
         sampler: the sampler with a state of its own besides `batches`, or None; see `stateful_part`.
         position: the batches that were drawn before this plan began.
         ended_at: the epoch's length, if the sampler is known to have ended.
+        end: the position at the end of a resumed epoch, if known.
     """
 
     def __init__(
-        self, batches: Iterator[Any], *, sampler: Any = None, position: int = 0, ended_at: int | None = None
+        self,
+        batches: Iterator[Any],
+        *,
+        sampler: Any = None,
+        position: int = 0,
+        ended_at: int | None = None,
+        end: int | None = None,
     ) -> None:
         self._batches = _Iterated(batches)
+        self.end = end
         #: The position after the last batch, once the sampler has ended.
         self.ended_at = ended_at
         self._sampler = sampler if sampler is not batches else None
@@ -139,7 +148,7 @@ class Plan:
         return [*self.held, *settled]
 
     def skip(self, batches: int) -> None:
-        """Draw and drop `count` batches. Raises StateError if the epoch is shorter."""
+        """Draw and drop so many batches. Raises StateError if the epoch is shorter."""
         self._is_begun = True
         for skipped in range(batches):
             try:
@@ -154,10 +163,13 @@ class Plan:
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
         """Return the sampler's own state after the batches before `position`, which have `samples` samples.
 
-        length: batches of a whole epoch, None if unknown.
+        length: batches of a whole epoch that is not resumed, None if unknown.
 
         Raises StateError: the sampler's `state_dict` failed.
         """
+        length = length if self.end is None else self.end
+        while self.drawn < position:  # delivered before the epoch was resumed, ahead of others
+            self.draw()
         if self._sampler is None and self._iterator is None:
             return None
         if position == self.drawn == length and not self.held:
@@ -178,6 +190,8 @@ class Plan:
 
     def sampler_at_rest(self) -> Any:
         """Return the sampler's own state at the end of the epoch. Raises StateError if its `state_dict` failed."""
+        if isinstance(self._sampler, RankOrder):
+            return None  # its next epoch is what `set_epoch` says
         self.prefetch_one()
         return opened(_kept(copied_state_of(self._sampler), copied_state_of(self._iterator)))
 
@@ -199,9 +213,16 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
     """Return the first of these objects with a state of its own (`state_dict` and `load_state_dict`), or None."""
-    if type(index_sampler) is BatchSampler:  # has no state, and may be the user's own around any sampler
-        sampler = index_sampler.sampler
+    sampler = inner_sampler(index_sampler, sampler)
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
+
+
+def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
+    """Return the plan of a whole epoch, whose batches are the running iteration of the index sampler."""
+    part = stateful_part(index_sampler, sampler)
+    if part is None and (part := RankOrder.of(index_sampler, sampler)) is not None:
+        batches = part.begun(batches)
+    return Plan(batches, sampler=part)
 
 
 def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> Iterator[Any]:
@@ -259,21 +280,66 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
     batches = open_order(state.opening, index_sampler, generator)
     if state.draw_rng is not None:
         restore_rng(state.draw_rng)
-    plan = Plan(batches, sampler=stateful_part(index_sampler, sampler))
-    plan.skip(state.position)
+    if type(index_sampler) is BatchSampler and state.kind == "map" and state.position:
+        # By samples, because the batches before may have had another size.
+        rest = _after(state.samples, index_sampler.sampler)
+        if state.ended:
+            deque(rest, maxlen=0)  # what `drop_last` drops, and the draws at the end
+            return Plan(iter(()), position=state.position, ended_at=state.position)
+        left = length_or_none(index_sampler.sampler)
+        end = _end(state, index_sampler, None if left is None else left - state.samples)
+        part = stateful_part(index_sampler, sampler)
+        plan = Plan(regrouped(index_sampler, rest), sampler=part, position=state.position, end=end)
+    else:
+        plan = new_plan(batches, index_sampler, sampler)
+        plan.skip(state.position)
     plan.prefetch_one()
     return plan
 
 
+def _after(samples: int, sampler: Any) -> _Iterated:
+    """Draw and drop so many samples; return the iteration of the rest. Raises StateError if there are fewer."""
+    indices = iter(sampler)
+    dropped = sum(1 for _ in islice(indices, samples))
+    if dropped < samples:
+        raise StateError(
+            f"the state is at sample {samples}, but this epoch has {dropped}: the sampler or the data set is not the "
+            "one that the state was taken with"
+        )
+    return _Iterated(indices)
+
+
+def _end(state: LoaderState, index_sampler: Any, left: int | None) -> int | None:
+    """Return the position at the end of a resumed epoch of which so many samples are left; None if unknown."""
+    if left is None:
+        return None
+    if type(index_sampler) is not BatchSampler:
+        return state.position + left
+    size = index_sampler.batch_size
+    return int(state.position + (left // size if index_sampler.drop_last else -(-left // size)))
+
+
 def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:
     assert state.sampler is not None
-    batches = return_sampler(state.sampler, index_sampler, sampler)
     part = stateful_part(index_sampler, sampler)
+    order = None if part is not None else RankOrder.of(index_sampler, sampler)
+    if order is None:
+        batches = return_sampler(state.sampler, index_sampler, sampler)
+    else:
+        order.load_state_dict(state.sampler["sampler"])
     if state.ended:
-        return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
+        return Plan(iter(()), sampler=order or part, position=state.position, ended_at=state.position)
+    if order is not None:
+        end = _end(state, index_sampler, order.left)
+        return Plan(regrouped(index_sampler, order.rest()), sampler=order, position=state.position, end=end)
+    left = working(part, "samples_left")
+    inner = inner_sampler(index_sampler, sampler)
+    if type(left) is not int and type(index_sampler) is BatchSampler and (whole := length_or_none(inner)) is not None:
+        left = whole - state.samples
     if state.sampler["iterator"] is None:
         batches = iter(index_sampler)
-    return Plan(batches, sampler=part, position=state.position)
+    end = _end(state, index_sampler, left) if type(left) is int else None
+    return Plan(batches, sampler=part, position=state.position, end=end)
 
 
 def samples_in(index: Any) -> int:
@@ -337,14 +403,18 @@ def is_drawn_at_start(index_sampler: Any) -> bool:
     return check is not None and check(index_sampler)
 
 
-def settled_length(index_sampler: Any) -> int:
-    """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws."""
-    length = length_or_none(index_sampler)
+def settled_length(index_sampler: Any, end: int | None = None) -> int:
+    """Return how many batches of an epoch are fixed at its first one, and can be drawn then without other draws.
+
+    end: the position at the end of a resumed epoch; None for a whole one.
+    """
+    length = length_or_none(index_sampler) if end is None else end
     if length is None or not is_drawn_at_start(index_sampler):
         return 0
     if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler:
         # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
         is_short = len(index_sampler.sampler) % index_sampler.batch_size and not index_sampler.drop_last
+        is_short = is_short or end is not None
         return length - 1 if is_short and index_sampler.sampler.generator is not None else length
     return length
 

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch.utils.data import BatchSampler
 
+from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
 from torch_dpflow.epoch.part import part_of_dataset, part_of_sampler
@@ -18,10 +20,12 @@ from torch_dpflow.epoch.plan import (
     Plan,
     PlannedBatch,
     generator_state,
+    is_drawn_at_start,
     length_or_none,
     replay,
     sampler_generators,
 )
+from torch_dpflow.epoch.rank_order import inner_sampler
 from torch_dpflow.epoch.rng import (
     RngState,
     capture_rng,
@@ -53,21 +57,40 @@ class LoaderShape:
         self._dataset = loader.dataset
         self._batch_size = loader.batch_size
         self._index_sampler = loader._index_sampler
-        self._sampler = type(loader.sampler).__name__
+        self._sampler = inner_sampler(loader._index_sampler, loader.sampler)
         self._indices: dict[str, str | None] | None = None
 
     def length(self) -> int | None:
         """Return the number of batches of an epoch; None if the sampler has no length."""
         return None if self.kind == "iterable" else length_or_none(self._index_sampler)
 
-    def parts(self) -> dict[str, int | str | None]:
-        """Return the values that must be equal, by their names in messages."""
+    def ends_at(self, position: int, end: int | None) -> bool:
+        """Return whether the epoch is known to end at this position.
+
+        end: the position at the end of a resumed epoch; None for a whole one, or if unknown.
+        """
+        # The length of a user's sampler may be wrong.
+        return is_drawn_at_start(self._index_sampler) and position == (self.length() if end is None else end)
+
+    def rank(self) -> int:
+        """Return the rank of the loader's sampler; 0 if it has none."""
+        rank = working(self._sampler, "rank")
+        return rank if type(rank) is int else 0
+
+    def parts(self) -> dict[str, int | str | bool | None]:
+        """Return the values that must be equal, by their names in messages; but for `SIZES`, mostly."""
         if self.kind == "iterable":
             return {"batch_size": self._batch_size}
+        is_batched = type(self._index_sampler) is BatchSampler
+        replicas = _replicas_of(self._sampler) or _replicas_of(self._index_sampler)
         return {
             "dataset's length": length_or_none(self._dataset),
-            "batch_size": self._batch_size,
-            "sampler": self._sampler,
+            "batch_size": self._index_sampler.batch_size if is_batched else self._batch_size,
+            "drop_last": bool(self._index_sampler.drop_last) if is_batched else None,
+            "sampler": type(self._sampler).__name__,
+            "sampler's length": length_or_none(self._sampler) if is_batched and replicas is None else None,
+            "batch sampler": type(self._index_sampler).__name__,
+            "num_replicas": replicas,
             **self._parts_read(),
         }
 
@@ -78,6 +101,18 @@ class LoaderShape:
                 "sampler's part": part_of_sampler(self._index_sampler),
             }
         return self._indices
+
+
+#: What a loader may have another value of than the state that it resumes.
+SIZES = ("batch_size", "num_replicas")
+
+
+def _replicas_of(sampler: Any) -> int | None:
+    """Return the number of ranks among which a sampler divides its samples; None if it names none."""
+    for name in ("num_replicas", "num_processes"):  # accelerate's name
+        if type(replicas := working(sampler, name)) is int:
+            return replicas
+    return None
 
 
 class GeneratorStates(msgspec.Struct, frozen=True):
@@ -160,7 +195,7 @@ class EpochProgress:
         self.position = at.position
         self._samples = at.samples
         #: By position, the samples of batches delivered ahead of `position`.
-        self._ahead = dict.fromkeys(at.ahead, 0)
+        self._ahead = dict(zip(at.ahead, at.ahead_samples))
         self._shape = shape
         self._start = start
         self._generator = generator
@@ -263,6 +298,7 @@ class EpochProgress:
             position=self.position,
             samples=self._samples,
             ahead=sorted(self._ahead),
+            ahead_samples=[self._ahead[position] for position in sorted(self._ahead)],
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
             opening=list(self._start.opening),
@@ -274,7 +310,7 @@ class EpochProgress:
             generator=generator_state(self._generator),
             sampler_generators=[*map(encode_generator, self._held)],
             sampler=sampler,
-            ended=self.plan.ended_at == self.position,
+            ended=self.plan.ended_at == self.position or self._shape.ends_at(self.position, self.plan.end),
             length=length,
             made_of=self._shape.parts(),
             streams=self._streams_now(),

@@ -1,4 +1,4 @@
-"""The schema of `state_dict`: versioned, of plain types for JSON, pickle and torch.save."""
+"""The schema of `state_dict`: versioned, of one shape, for JSON, pickle and torch's checkpoints."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -6,13 +6,19 @@ from typing import Any, Literal
 
 import msgspec
 
+from torch_dpflow.epoch.encoding import Objects, as_text, from_text, packed, unpacked
 from torch_dpflow.epoch.rng import RngState
 from torch_dpflow.errors import StateError
 
-VERSION = 1
+VERSION = 2
 
 #: Keys that accelerate adds to the state of a loader that it has wrapped.
 _OTHERS_KEYS = frozenset({"_iterator_finished"})
+#: What a state shows beside its text, which has everything.
+_SHOWN = ("version", "epoch", "fresh", "position", "samples")
+_KEYS = frozenset({*_SHOWN, "state", "objects"})
+#: The own states of datasets, samplers and flows.
+_OWN = ("sampler", "dataset", "shared")
 
 #: A step in beginning an epoch: call `iter` of the sampler, or draw the base seed.
 OpeningStep = Literal["order", "seed"]
@@ -33,10 +39,6 @@ class StreamState:
     #: beginning is skipped again. None: as seeded.
     rng: RngState | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return a copy as a dict."""
-        return {**vars(self), "rng": deepcopy(self.rng)}
-
 
 @dataclass(kw_only=True)
 class LoaderState:
@@ -53,8 +55,9 @@ class LoaderState:
     position: int = 0
     #: Samples in the batches before `position`.
     samples: int = 0
-    #: Positions delivered out of order (`in_order=False`).
+    #: Positions delivered out of order (`in_order=False`), and the samples in those batches.
     ahead: list[int] = field(default_factory=list)
+    ahead_samples: list[int] = field(default_factory=list)
     #: The seed that worker streams and batch keys derive from. In a fresh state: the next epoch keeps it
     #: (persistent workers) instead of drawing another.
     base_seed: int | None = None
@@ -85,9 +88,9 @@ class LoaderState:
     ended: bool = False
     #: Batches in a whole epoch, if known; compared when resuming, as the next one is.
     length: int | None = None
-    #: The dataset's length, the batch size, the sampler's class, and the parts that dataset and sampler have; None if
-    #: unknown. States of earlier releases lack the parts.
-    made_of: dict[str, int | str | None] = field(default_factory=dict)
+    #: The dataset's length, the batch size, the sampler's class, the parts that dataset and sampler have, and so on; None
+    #: if unknown.
+    made_of: dict[str, int | str | bool | None] = field(default_factory=dict)
     #: One entry per worker if batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)
     #: The workers of the next batches, in order (only with `streams`).
@@ -98,11 +101,16 @@ class LoaderState:
     shared: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a copy as a dict of plain types. The own states of dataset and sampler are not copied."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "streams"}
-        own = ("sampler", "dataset", "shared")
-        copied = {name: value if name in own else deepcopy(value) for name, value in values.items()}
-        return {**copied, "streams": [stream.as_dict() for stream in self.streams]}
+        """Return a dict with the same keys and kinds of values, whatever the state is.
+
+        The own states of dataset and sampler are copied, but for those that no text can hold (`Objects`).
+        """
+        objects: list[Any] = []
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: packed(values[name], objects) for name in _OWN}
+        values["streams"] = [vars(one) | {"dataset": packed(one.dataset, objects)} for one in self.streams]
+        shown = {name: values[name] for name in _SHOWN}
+        return {**shown, "state": as_text(values), "objects": Objects(objects) if objects else None}
 
     @classmethod
     def from_dict(cls, state: Any) -> "LoaderState":
@@ -111,7 +119,6 @@ class LoaderState:
             raise StateError(
                 f"load_state_dict() takes the dict that state_dict() returned, not a {type(state).__name__}"
             )
-        known = {f.name for f in fields(cls)}
         state = {key: value for key, value in state.items() if key not in _OTHERS_KEYS}
         if "version" not in state or "position" not in state:
             raise StateError(
@@ -123,13 +130,31 @@ class LoaderState:
                 f"the state is of version {state['version']!r}, this torch_dpflow reads version {VERSION}; "
                 "resume with the release that wrote it, or begin the epoch anew"
             )
+        if set(state) != _KEYS:
+            raise StateError(
+                f"the state has the keys {sorted(map(str, state))[:12]} and not {sorted(_KEYS)}; it is damaged or of "
+                "another release"
+            )
+        values = from_text(state["state"])
+        if any(type(state[name]) is not type(values.get(name)) or state[name] != values[name] for name in _SHOWN):
+            raise StateError(
+                "the state is damaged: it was changed, or put together of the states of several ranks; save the state "
+                "of each rank under a key of its own"
+            )
+        return cls._of_values(values, _objects_of(state["objects"]))
+
+    @classmethod
+    def _of_values(cls, state: dict[str, Any], objects: list[Any]) -> "LoaderState":
+        known = {f.name for f in fields(cls)}
         if unknown := set(state) - known:
             raise StateError(f"the state has unknown keys {sorted(unknown)}; it is damaged or of another release")
         if missing := known - set(state):
             raise StateError(f"the state lacks {sorted(missing)}; it is damaged or of another release")
         try:
-            loaded = msgspec.convert(state, cls)
-        except msgspec.ValidationError as error:
+            own = {name: unpacked(state[name], objects) for name in _OWN}
+            streams = [one | {"dataset": unpacked(one["dataset"], objects)} for one in state["streams"]]
+            loaded = msgspec.convert(state | own | {"streams": streams}, cls)
+        except (msgspec.ValidationError, TypeError, KeyError) as error:
             raise StateError(f"the state is damaged: {error}") from error
         loaded._check()
         return loaded
@@ -149,8 +174,16 @@ class LoaderState:
         _check_own("sampler", self.sampler, {"sampler", "iterator"})
         for kept in (self.dataset, *(stream.dataset for stream in self.streams)):
             _check_own("dataset", kept, {"dataset", "iterator", "ended"})
+        if len(self.ahead_samples) != len(self.ahead) or any(samples < 0 for samples in self.ahead_samples):
+            raise StateError(f"the state is damaged: ahead={self.ahead!r:.80}, samples {self.ahead_samples!r:.80}")
         if any(worker not in range(len(self.streams)) for worker in self.due):
             raise StateError(f"the state is damaged: due={self.due} names workers beyond {len(self.streams)}")
+
+
+def _objects_of(kept: Any) -> list[Any]:
+    if kept is not None and not isinstance(kept, Objects):
+        raise StateError(f"the state is damaged: objects={kept!r:.80}; give what state_dict() returned")
+    return [] if kept is None else deepcopy(kept.values)
 
 
 def _check_own(kind: str, kept: Any, keys: set[str]) -> None:

@@ -223,7 +223,7 @@ class RoutedProgress:
 
 def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
     """Return the rest of an epoch whose order is fixed at its start; None for any other."""
-    settled = plan.settle(settled_length(loader._index_sampler))
+    settled = plan.settle(settled_length(loader._index_sampler, plan.end))
     # A batch of another type may be an iterator, which can be read once.
     if not settled or not all(type(batch) in (list, tuple, int) for batch in settled):
         return None

@@ -16,13 +16,13 @@ from torch_dpflow._core.torch_private import DatasetKind, pin_memory
 from torch_dpflow.epoch.own_state import return_dataset
 from torch_dpflow.epoch.plan import (
     Plan,
+    new_plan,
     open_order,
     repeat_draws,
     restore_sampler_generators,
     return_sampler,
     sampler_generators,
     settled_length,
-    stateful_part,
 )
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,
@@ -162,7 +162,7 @@ def _progress(
         generators=generators,
         began=runtime.began,
     )
-    plan = Plan(batches, sampler=stateful_part(loader._index_sampler, loader.sampler))
+    plan = new_plan(batches, loader._index_sampler, loader.sampler)
     held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
     shape = LoaderShape(loader)
     return EpochProgress(shape, start, plan, generator=loader.generator, held=held, streams=streams)
@@ -217,7 +217,7 @@ class EpochAnnouncement:
             announce_order(self._dataset, lambda: np.array(keys, dtype=np.int64), self._spread, extends=True)
 
     def _settle(self, loader: Any, plan: Plan) -> npt.NDArray[np.int64]:
-        settled = plan.settle(settled_length(loader._index_sampler))
+        settled = plan.settle(settled_length(loader._index_sampler, plan.end))
         self._settled = plan.drawn + len(settled)
         return flat_keys(settled)
 

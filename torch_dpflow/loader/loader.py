@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,7 @@ from torch_dpflow.loader.arguments import (
     name_of,
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
+from torch_dpflow.loader.loaded_state import check_fits, read_states
 from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -52,7 +53,7 @@ class DPFlowDataLoader(DataLoader[T]):
     - Random augmentation does not depend on the number of workers, a crash or a resume (see `LoaderOptions.seeding`;
       not with `num_workers=0`, which draws from the process's generators).
     - `state_dict()` and `load_state_dict()` save and restore the position, also in another process and with another
-      number of workers.
+      number of workers or ranks, or in another batch size.
     - `stats()` returns how long the training loop waited; `explain()` returns the cause, and what to change.
 
     Not thread-safe: iterate, save and load in one thread. A forked child can iterate the loader anew.
@@ -166,11 +167,12 @@ class DPFlowDataLoader(DataLoader[T]):
             super().check_worker_number_rationality()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the latest iteration as a dict of plain types, for JSON, pickle or `torch.save`.
+        """Return the position of the latest iteration as a dict with the same keys at every position.
 
-        The own states of a dataset or sampler with a `state_dict` are included unchanged. O(1): no index and no sample
-        is read, except that the first state of an epoch reads the indices of a `Subset` or of a sampler. Valid at any
-        time: before the first batch, after any, after the last.
+        JSON, pickle, `torch.save` and `torch.distributed.checkpoint` can store it. The own states of a dataset or
+        sampler with a `state_dict` are included; if one holds more than plain types and tensors, JSON cannot store the
+        dict. O(1): no index and no sample is read, except that the first state of an epoch reads the indices of a
+        `Subset` or of a sampler. Valid at any time: before the first batch, after any, after the last.
 
         It holds the state of the loader's `generator`, but of the process's generators only the states that this epoch
         was drawn from. So the rest of the epoch is always exact. Later epochs are exact if a `generator` was given, or
@@ -198,20 +200,27 @@ class DPFlowDataLoader(DataLoader[T]):
         )
         return state.as_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Begin the next iteration at the position of `state_dict`, whatever the number of workers was.
 
         Indices are drawn again up to the position, unless the sampler has a state of its own; samples are not loaded.
         An iterable dataset needs the same number of workers. It continues from its own state if it has one, else it
         skips what was delivered. A dataset or sampler that cannot restore its own state raises at the next `iter`.
 
+        A map-style dataset may be read in another batch size, and by another number of ranks: with torch's
+        DistributedSampler or a `DynaGCSSampler`, what is left of the epoch is dealt to the new ranks.
+
+        Args:
+            state_dict: what `state_dict()` returned: in any rank, if all ranks have read as many batches; else a list
+                of the states of all ranks, in any order.
+
         Raises:
             StateError: the state is invalid, or was taken with other data, another part of it or another shared flow;
-                or the workers are threads. Nothing is changed then.
+                or what is left cannot be divided anew; or the workers are threads. Nothing is changed then.
         """
         self._check_workers()
-        state = LoaderState.from_dict(state_dict)
-        self._check_fits(state)
+        state = read_states(state_dict, LoaderShape(self).rank())
+        check_fits(self, state)
         self._runtime.pending = state
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
 
@@ -291,38 +300,6 @@ class DPFlowDataLoader(DataLoader[T]):
             raise OptionError(
                 f"address={self.address!r}, job={self.job!r} without a flow: name the flow that the jobs share, as "
                 "flow='imagenet/train'"
-            )
-
-    def _check_fits(self, state: LoaderState) -> None:
-        shape = LoaderShape(self)
-        kind, length = shape.kind, shape.length()
-        if self.flow is None and state.shared is not None and not state.fresh:
-            raise StateError(
-                "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
-                "decides, and this loader has no flow; give it the flow=... and address=... that the state was taken "
-                "with, or begin an epoch anew"
-            )
-        if state.kind != kind:
-            raise StateError(f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}")
-        if None not in (state.length, length) and state.length != length:
-            raise StateError(
-                f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
-                "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
-            )
-        mine = shape.parts()
-        for name, was in state.made_of.items() if not state.fresh else ():
-            if None not in (was, mine.get(name)) and was != mine[name]:
-                raise StateError(
-                    f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
-                    "dataset and the arguments that it was taken with, or begin an epoch anew"
-                )
-        workers = max(1, self.num_workers)
-        keep = any(stream.dataset is not None for stream in state.streams)
-        if (keep or (kind == "iterable" and not state.fresh)) and len(state.streams) != workers:
-            raise StateError(
-                f"the state is of a loader with {len(state.streams)} workers, this one has {self.num_workers}; each "
-                "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
-                "resume with as many, or begin an epoch anew"
             )
 
 

@@ -153,7 +153,7 @@ class DynaGCSSampler(Sampler[int]):
             self._end_running(_LEFT)
 
     @property
-    def left(self) -> int:
+    def samples_left(self) -> int:
         """Number of samples that the next iteration yields."""
         _, start, _ = self._upcoming()
         return start.end(self.num_replicas, drop_last=self.drop_last) - start.position
@@ -182,7 +182,7 @@ class DynaGCSSampler(Sampler[int]):
 
         Args:
             state: of a sampler with the same arguments but for `num_replicas`, `rank` and `batch_size`. The state of
-                any rank, if all ranks have read as many samples; else a list of the states of all ranks, in order.
+                any rank, if all ranks have read as many samples; else a list of the states of all ranks.
 
         Raises:
             StateError: the state is of other data, or other arguments; or it is damaged; or ranks are missing.
@@ -313,7 +313,7 @@ class DynaGCSSampler(Sampler[int]):
                 "ranks are out of step: ranks of a group continue an epoch with as many ranks, in step; resume so, or "
                 "begin the epoch anew"
             )
-        shared: dict[str, Any] | None = states[self.rank if len(states) > 1 else 0]["shared"]
+        shared: dict[str, Any] | None = next((one for one in states if one["rank"] == self.rank), states[0])["shared"]
         if shared is None and 0 < at.position < at.end(self.num_replicas, drop_last=self.drop_last):
             raise StateError("the state is damaged: it lacks the samples that were read of the epoch")
         return shared

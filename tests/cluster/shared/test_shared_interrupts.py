@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -34,8 +35,8 @@ def make(cluster: TestCluster, flow: str) -> Iterator[Any]:
 
 
 def position_of(state: dict[str, Any]) -> int:
-    shared = state["shared"]
-    return state["samples"] if shared is None else shared["position"]
+    shared = json.loads(state["state"])["shared"]
+    return state["samples"] if shared is None else shared["plain"]["position"]
 
 
 class Own:

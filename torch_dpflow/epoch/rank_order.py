@@ -1,0 +1,113 @@
+"""The position of one rank in the order of torch's DistributedSampler, which has no state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from torch_dpflow._core.dealing import RankPosition, dealt
+from torch_dpflow.errors import StateError
+
+
+def regrouped(index_sampler: Any, indices: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over indices in the batches of a loader's `_index_sampler`."""
+    if type(index_sampler) is BatchSampler:
+        return iter(BatchSampler(indices, index_sampler.batch_size, index_sampler.drop_last))
+    return iter(indices)
+
+
+def inner_sampler(index_sampler: Any, sampler: Any) -> Any:
+    """Return the sampler that yields a loader's indices, as far as the loader knows it."""
+    return index_sampler.sampler if type(index_sampler) is BatchSampler else sampler
+
+
+class RankOrder:
+    """The state of a DistributedSampler in a loader, as if the class had `state_dict` and `load_state_dict`.
+
+    Args:
+        sampler: a DistributedSampler with the order of torch's own class.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._epoch = 0
+        #: Where the running epoch began, or was resumed; None before the first draw.
+        self._at: RankPosition | None = None
+
+    @classmethod
+    def of(cls, index_sampler: Any, sampler: Any) -> RankOrder | None:
+        """Return the order of a loader's sampler; None unless it is DistributedSampler's."""
+        inner = inner_sampler(index_sampler, sampler)
+        is_own = type(index_sampler) is BatchSampler or index_sampler is sampler
+        is_torchs = isinstance(inner, DistributedSampler) and type(inner).__iter__ is DistributedSampler.__iter__
+        return cls(inner) if is_own and is_torchs else None
+
+    @property
+    def left(self) -> int:
+        """Number of samples that are left of the epoch."""
+        assert self._at is not None
+        return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
+
+    def begun(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Iterate over the batches of a whole epoch, whose number is the sampler's at the first draw."""
+        self._epoch, self._at = self._sampler.epoch, RankPosition.beginning(len(self._sampler.dataset))
+        yield from batches
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any] | None:
+        """Return the position after `consumed` samples; None before the first draw of a whole epoch."""
+        if self._at is None:
+            return None
+        at = self._at if consumed is None else replace(self._at, position=consumed)
+        return self._identity() | {"epoch": self._epoch} | at.as_dict(self._sampler.rank, self._sampler.num_replicas)
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Restore a position from the state of one rank, or those of all. Raises StateError if it does not fit."""
+        states = state if isinstance(state, list) else [state]
+        for one in states:
+            self._check(one)
+        length, replicas = len(self._sampler.dataset), self._sampler.num_replicas
+        self._at = RankPosition.restored(states, length, replicas, drop_last=self._sampler.drop_last)
+        self._epoch = self._sampler.epoch
+
+    def rest(self) -> list[int]:
+        """Return the indices that are left of the epoch."""
+        assert self._at is not None
+        sampler, at = self._sampler, self._at
+        places = dealt(at.places, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)
+        places = places[at.position - at.dealt_at :]
+        if not sampler.shuffle:
+            return [int(place) for place in places]
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + self._epoch)
+        order = torch.randperm(len(sampler.dataset), generator=generator).numpy()
+        rest: list[int] = order[places].tolist()
+        return rest
+
+    def _identity(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {
+            "of": "DistributedSampler",
+            "length": len(sampler.dataset),
+            "drop_last": bool(sampler.drop_last),
+            "shuffle": bool(sampler.shuffle),
+            "seed": sampler.seed,
+        }
+
+    def _check(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise StateError(f"the state is damaged: that of its DistributedSampler is {state!r:.80}")
+        for name, own in self._identity().items():
+            if state.get(name) != own:
+                raise StateError(
+                    f"the state was taken with a DistributedSampler of {name}={state.get(name)!r}, this one has "
+                    f"{own!r}; make the sampler as it was made then, but for num_replicas and rank"
+                )
+        if state.get("epoch") != self._sampler.epoch:
+            raise StateError(
+                f"the state was taken in epoch {state.get('epoch')!r} of a DistributedSampler, and this one is at "
+                f"epoch {self._sampler.epoch}; call set_epoch({state.get('epoch')!r}) before the iteration"
+            )

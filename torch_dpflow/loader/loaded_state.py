@@ -1,0 +1,141 @@
+"""States given to a loader: those of all ranks joined to one, and checked to fit the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch_dpflow.epoch.progress import SIZES, LoaderShape
+from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.errors import StateError
+from torch_dpflow.loader.flow_states import join_flow_states
+
+
+def read_states(given: Any, rank: int) -> LoaderState:
+    """Return the state of one rank, or the joined states of all ranks, as that of this rank.
+
+    Raises StateError: a state is damaged, or they are not of one position, or not of all ranks.
+    """
+    if not isinstance(given, list | tuple):
+        return LoaderState.from_dict(given)
+    states = [LoaderState.from_dict(one) for one in given]
+    if not states:
+        raise StateError("no state is given; give the state of one rank, or a list of the states of all ranks")
+    if len(states) == 1:
+        return states[0]
+    if any(state.shared is not None for state in states):
+        return join_flow_states(states, rank)
+    return _joined(states, rank)
+
+
+def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
+    own = states[rank % len(states)]
+    for name, values in {
+        "epoch": [(state.epoch, state.fresh) for state in states],
+        "epoch's length": [state.length for state in states],
+        "loaders": [state.made_of for state in states],
+    }.items():
+        if any(value != values[0] for value in values):
+            raise StateError(
+                f"the states differ in the {name}: {values!r:.300}; give the states that all ranks of one run have "
+                "saved in the same epoch"
+            )
+    if own.fresh:
+        return own
+    if any(state.ahead for state in states):
+        raise StateError(
+            "the states have batches that were delivered out of order (in_order=False), and each rank has its own; "
+            "load the state of each rank into that rank, with as many ranks"
+        )
+    if all(state.sampler is None and not state.position for state in states):
+        return own
+    kept = [None if state.sampler is None else state.sampler["sampler"] for state in states]
+    if not all(isinstance(one, dict) and "num_replicas" in one for one in kept):
+        raise StateError(
+            f"the states of {len(states)} ranks are given, and their {own.made_of.get('sampler')} does not say what "
+            f"each rank has read; {_RANKED}"
+        )
+    kept.sort(key=lambda one: str(one.get("rank")).zfill(20))
+    furthest = max(states, key=lambda state: state.samples)
+    return replace(
+        own,
+        sampler={"sampler": kept, "iterator": None},
+        position=furthest.position,
+        samples=furthest.samples,
+        ended=all(state.ended for state in states),
+    )
+
+
+_RANKED = (
+    "use torch's DistributedSampler itself, or a DynaGCSSampler, or resume with as many ranks, each with its own state"
+)
+
+
+def check_fits(loader: Any, state: LoaderState) -> None:
+    """Raise StateError unless the loader can continue the epoch of a state exactly, or begin the one after it."""
+    shape = LoaderShape(loader)
+    kind, length, mine = shape.kind, shape.length(), shape.parts()
+    if loader.flow is None and state.shared is not None and not state.fresh:
+        raise StateError(
+            "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
+            "decides, and this loader has no flow; give it the flow=... and address=... that the state was taken "
+            "with, or begin an epoch anew"
+        )
+    if state.kind != kind:
+        raise StateError(f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}")
+    resized = [name for name in SIZES if state.made_of.get(name) != mine.get(name)]
+    if not resized and None not in (state.length, length) and state.length != length:
+        raise StateError(
+            f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
+            "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
+        )
+    for name, was in state.made_of.items():
+        must_equal = name == "dataset's length" if state.fresh else name not in SIZES or kind == "iterable"
+        if must_equal and None not in (was, mine.get(name)) and was != mine[name] and (resized or not state.fresh):
+            raise StateError(
+                f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
+                "dataset and the arguments that it was taken with, or begin an epoch anew"
+            )
+    if not state.fresh and state.shared is None and kind == "map":
+        _check_size(state, mine, resized, shape.rank())
+    _check_workers(loader, state)
+
+
+def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], rank: int) -> None:
+    """Raise StateError if the rest of the epoch cannot be divided anew."""
+    own = None if state.sampler is None else state.sampler["sampler"]
+    of_ranks = isinstance(own, list) or (isinstance(own, dict) and "num_replicas" in own)
+    if state.ahead and (resized or (isinstance(own, dict) and own.get("rank", rank) != rank)):
+        raise StateError(
+            "the state has batches that were delivered out of order (in_order=False), so that the samples before it "
+            "are not the first ones of its rank; resume it in the same rank, with as many ranks and the same batch_size"
+        )
+    if not state.position:
+        return
+    if "num_replicas" in resized and not of_ranks:
+        raise StateError(
+            f"the state was taken with num_replicas={state.made_of.get('num_replicas')}, and this loader's sampler has "
+            f"{mine.get('num_replicas')}; the order of a {mine.get('sampler')} cannot be divided anew: {_RANKED}"
+        )
+    if "batch_size" in resized and None in (state.made_of.get("batch_size"), mine.get("batch_size")):
+        raise StateError(
+            f"the state is of a loader whose batch_size is {state.made_of.get('batch_size')}, this one's is "
+            f"{mine.get('batch_size')}: samples are counted in batches of a batch_size only; resume as it was taken"
+        )
+    if resized and mine.get("batch sampler") != "BatchSampler" and mine.get("batch_size") is None and not of_ranks:
+        raise StateError(
+            f"batches of a {mine.get('batch sampler')} cannot be divided anew; resume with the batch_sampler that the "
+            "state was taken with, or give the loader a sampler and a batch_size"
+        )
+
+
+def _check_workers(loader: Any, state: LoaderState) -> None:
+    workers = max(1, loader.num_workers)
+    keep = any(stream.dataset is not None for stream in state.streams)
+    if (keep or (state.kind == "iterable" and not state.fresh)) and len(state.streams) != workers:
+        raise StateError(
+            f"the state is of a loader with {len(state.streams)} workers, this one has {loader.num_workers}; each "
+            "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
+            "resume with as many, or begin an epoch anew"
+        )
