@@ -88,8 +88,8 @@ class LoaderState:
     ended: bool = False
     #: Batches in a whole epoch, if known; compared when resuming, as the next one is.
     length: int | None = None
-    #: The dataset's length, the batch size, the sampler's class, the parts that dataset and sampler have, and so on; None
-    #: if unknown.
+    #: The dataset's length, the batch size, the sampler's class, the parts that dataset and sampler have, and so on;
+    #: None if unknown.
     made_of: dict[str, int | str | bool | None] = field(default_factory=dict)
     #: One entry per worker if batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)
