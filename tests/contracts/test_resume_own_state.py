@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -268,3 +270,34 @@ def test_a_dataset_that_looks_up_all_names_can_be_read_by_threads_and_is_digeste
     options = LoaderOptions(read_threads=2)
     assert plain(OurLoader(Looks(4), batch_size=2, num_workers=1, options=options)) == [[0, 1], [2, 3]]
     assert fingerprint(Looks(4)) == fingerprint(Looks(4))
+
+
+class Position(dict[str, int]):
+    """A state of which is counted how many there are."""
+
+    alive: weakref.WeakSet[Position] = weakref.WeakSet()
+
+    def __new__(cls, *_values: Any) -> Position:  # called for copies too
+        made = super().__new__(cls)
+        cls.alive.add(made)
+        return made
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Positioned(StatefulSampler):
+    """Its states are counted."""
+
+    def state_dict(self) -> dict[str, int]:
+        return Position(super().state_dict())
+
+
+@pytest.mark.parametrize("workers", ["in the process", "workers"])
+def test_states_of_a_sampler_before_delivered_batches_are_dropped(OurLoader: Any, workers: str) -> None:
+    loader = OurLoader(Indices(200), sampler=Positioned(200), **WORKERS[workers])
+    most = 0
+    for _ in loader:
+        gc.collect()
+        most = max(most, len(Position.alive))
+    assert most < 12

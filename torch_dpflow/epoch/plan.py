@@ -180,9 +180,12 @@ class Plan:
             # Before its first batch is requested, the sampler still has its state of the epoch before.
             consumed = {"consumed": samples} if self._is_begun else {}
             return opened(_kept(copied_state_of(self._sampler, **consumed), None))
-        for passed in [p for p in list(self._snapshots) if p < position]:
-            del self._snapshots[passed]
         return opened(self._snapshots[position])
+
+    def forget(self, position: int) -> None:
+        """Drop the sampler's states before the batch at `position`, the oldest that is not delivered."""
+        while self._snapshots and (oldest := next(iter(self._snapshots))) < position:
+            del self._snapshots[oldest]
 
     def _snapshot(self, position: int) -> None:
         if not self._by_count and (self._sampler is not None or self._iterator is not None):

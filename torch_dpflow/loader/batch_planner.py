@@ -30,6 +30,7 @@ def interrupted_draw() -> WorkerError:
 
 def next_undelivered(plan: Plan, progress: EpochProgress) -> tuple[int, Any]:
     """Peek at the next batch that a resumed epoch has not delivered. Raises StopIteration at the epoch's end."""
+    plan.forget(progress.position)
     position, index = plan.peek()
     while progress.was_delivered(position):
         plan.draw()

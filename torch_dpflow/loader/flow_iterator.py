@@ -147,6 +147,7 @@ def _drawn_by_reader(progress: EpochProgress, positions: dict[int, int], *, batc
     positions: filled with the position in the plan of each batch, by the batch's number.
     """
     for number in itertools.count():
+        progress.plan.forget(progress.position)
         try:
             position, index = progress.plan.draw()
             while progress.was_delivered(position):

@@ -24,6 +24,7 @@ from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.workers.local_platform import local_platform
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.workers.script_settings import ScriptSettings
+from torch_dpflow.workers.stream_items import StreamItem
 
 #: The time between SIGTERM and SIGKILL for a worker that did not stop by itself, seconds.
 TERMINATE_S = 1.0
@@ -266,10 +267,10 @@ class Restarts:
 
     def poison_error(self, index: Any, deaths: int) -> PoisonTaskError:
         """Return the error for the batch of these indices, during which several workers died."""
+        what = described(index) if isinstance(index, StreamItem) else f"the batch of {described(index)}"
         return PoisonTaskError(
-            f"the batch of {described(index)} took down {deaths} workers one after the other and is skipped; the last "
-            f"one, {self._exit_report}\nLoad these samples with num_workers=0 to see why; the loader can go on with "
-            "the batches after it"
+            f"{what} took down {deaths} workers one after the other and is skipped; the last one, "
+            f"{self._exit_report}\nLoad it with num_workers=0 to see why; what comes after it can be loaded"
         )
 
 
@@ -278,4 +279,6 @@ def described(index: Any) -> str:
     if index is None or (isinstance(index, list) and all(i is None for i in index)):
         return "the next samples of the stream"
     text = repr(index)
+    if isinstance(index, StreamItem):
+        return text
     return f"index {text}" if len(text) <= 400 else f"indices {text[:400]}… ({len(index)} of them)"

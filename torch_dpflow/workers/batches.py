@@ -22,6 +22,7 @@ from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.ipc.messages.headers import BATCH, END, FAILURE
 from torch_dpflow.workers.process_control import keep_freed_memory
 from torch_dpflow.workers.script_settings import ScriptSettings
+from torch_dpflow.workers.stream_items import StreamItem
 
 #: All workers of a loader together share at most 1 / SHARED_FRACTION of a machine's memory.
 SHARED_FRACTION = 4
@@ -261,9 +262,10 @@ class ThreadedFetcher:
 def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
     """Wrap the exception that is being handled, with this worker's traceback, for the loader to raise.
 
-    Its text mentions an index beyond the dataset's length.
+    Its text mentions an index beyond the dataset's length, or the number of a stream's item.
     """
-    wrapper = ExceptionWrapper(where=f"in DataLoader worker process {worker}")
+    place = f"at {index!r}, in worker process" if isinstance(index, StreamItem) else "in DataLoader worker process"
+    wrapper = ExceptionWrapper(where=f"{place} {worker}")
     if not _can_be_raised(wrapper.exc_type):
         wrapper.exc_type = RuntimeError
     if dataset is not None and issubclass(wrapper.exc_type, IndexError | KeyError):

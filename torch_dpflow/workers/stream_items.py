@@ -1,0 +1,89 @@
+"""Items of a stream as tasks: a task carries the item itself, where that of a map-style dataset carries indices.
+
+Workers import this without torchdata.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
+from torch_dpflow.ipc.serialization.codec import decode, encode
+
+
+class SourceFailed(NamedTuple):
+    """Stands for an item in whose place the source raised an error, which stays in the process of the source."""
+
+    number: int
+
+
+class StreamItem:
+    """One item of a stream, as it is sent to a worker.
+
+    It is encoded where the source is read, and decoded where the function is called. So an item that cannot be pickled
+    or unpickled fails with its number, as an error of the function does.
+
+    Args:
+        number: its place in the stream, from 0.
+        value: the item, or `SourceFailed`.
+    """
+
+    __slots__ = ("_frames", "_table", "_value", "number")
+
+    def __init__(self, number: int, value: Any) -> None:
+        self.number = number
+        self._value = value
+        self._table: PayloadTable | None = None
+        self._frames: Sequence[Frame] = ()
+
+    def encode(self) -> StreamItem:
+        """Encode the value, for `pickle`. Raises NotPicklableError, which names the part that cannot be pickled."""
+        self._table, self._frames = encode(self._value)
+        return self
+
+    def open(self) -> Any:
+        """Return the value. Raises MessageError if it cannot be unpickled in this process."""
+        if self._table is None:
+            return self._value
+        return decode(self._table, self._frames)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Within the pickle: a task is one frame of a message.
+        return _received, (self.number, self._table, [pickle.PickleBuffer(frame) for frame in self._frames])
+
+    def __repr__(self) -> str:
+        return f"item {self.number} of the stream"
+
+
+def _received(number: int, table: PayloadTable, frames: Sequence[Frame]) -> StreamItem:
+    item = StreamItem(number, None)
+    item._table, item._frames = table, frames
+    return item
+
+
+class MappedItems:
+    """A function as a map-style dataset: an item in place of an index gives the function's result.
+
+    Args:
+        fn: the function of one item.
+    """
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        self.fn = fn
+
+    def __getitem__(self, item: StreamItem) -> Any:
+        value = item.open()
+        if isinstance(value, SourceFailed):
+            return value
+        try:
+            return self.fn(value)
+        except StopIteration as error:
+            # It would end the loop over the results, as if the stream had ended.
+            raise RuntimeError(f"the function raised StopIteration at {item!r}") from error
+
+
+def as_mapped(result: Any) -> Any:
+    """Return a result unchanged: the `collate_fn` of a stream."""
+    return result
