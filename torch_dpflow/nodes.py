@@ -36,7 +36,7 @@ T = TypeVar("T")
 _END: Any = object()
 
 
-class DPFlowNode(BaseNode[T]):
+class DPFlowNode(BaseNode[T]):  # type: ignore[misc]
     """A `DPFlowDataLoader` as a source: each `reset()` begins an iteration of the loader.
 
     The state is the loader's, as of the latest batch that `next()` returned. A state that was taken at the end of an

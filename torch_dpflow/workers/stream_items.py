@@ -9,8 +9,12 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch_dpflow.ipc.messages.payload_table import Frame, PayloadTable
+from torch_dpflow.ipc.messages.headers import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
+
+
+#: Types of items that pickle takes as fast as it can: names, numbers, encoded objects.
+_PLAIN = frozenset({bytes, str, int, float})
 
 
 class SourceFailed(NamedTuple):
@@ -40,7 +44,8 @@ class StreamItem:
 
     def encode(self) -> StreamItem:
         """Encode the value, for `pickle`. Raises NotPicklableError, which names the part that cannot be pickled."""
-        self._table, self._frames = encode(self._value)
+        if type(self._value) not in _PLAIN:
+            self._table, self._frames = encode(self._value)
         return self
 
     def open(self) -> Any:
@@ -51,6 +56,8 @@ class StreamItem:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Within the pickle: a task is one frame of a message.
+        if self._table is None:
+            return StreamItem, (self.number, self._value)
         return _received, (self.number, self._table, [pickle.PickleBuffer(frame) for frame in self._frames])
 
     def __repr__(self) -> str:
