@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from torch_dpflow.ipc.messages.headers import Frame, PayloadTable
 from torch_dpflow.ipc.serialization.codec import decode, encode
 
-
 #: Types of items that pickle takes as fast as it can: names, numbers, encoded objects.
 _PLAIN = frozenset({bytes, str, int, float})
 
