@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 from torch_dpflow._core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch_dpflow.samplers.block_shuffle import BlockShuffleSampler
     from torch_dpflow.samplers.group import Draw, SamplingGroup
     from torch_dpflow.samplers.passes import GlobalBatches, RankShares
     from torch_dpflow.samplers.sampler import DynaGCSSampler
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, sampling_group
 
 __all__ = [
+    "BlockShuffleSampler",
     "Draw",
     "DynaGCSSampler",
     "GlobalBatches",
@@ -23,6 +25,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "block_shuffle": ["BlockShuffleSampler"],
         "group": ["Draw", "SamplingGroup"],
         "passes": ["GlobalBatches", "RankShares"],
         "strategy_registry": ["STRATEGIES", "sampling_group"],

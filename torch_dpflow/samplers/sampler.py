@@ -259,13 +259,15 @@ class DynaGCSSampler(Sampler[int]):
 
     def _part(self, epoch: int, places: Places | None = None) -> CompactArray:
         """Return this rank's part of an epoch of its own, or of these places of it."""
-        order: CompactArray = np.arange(self.size)
-        if self.shuffle:
-            order = permutation(self.size, self.seed, epoch)
+        order = self._order(epoch)
         if places is not None and places != dealing.all_places(self.size):
             order = order[dealing.dealt(places, self.rank, self.num_replicas, drop_last=self.drop_last)]
             return order if self.indices is None else self.indices[order]
         return self._shares.of(order if self.indices is None else self.indices[order], self.rank)
+
+    def _order(self, epoch: int) -> CompactArray:
+        """Return the order of an epoch, before it is dealt to ranks, as positions in `indices`."""
+        return permutation(self.size, self.seed, epoch) if self.shuffle else np.arange(self.size)
 
     def _end_running(self, why: str) -> None:
         if self._running is not None:

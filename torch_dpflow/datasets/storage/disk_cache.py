@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import random
 import shutil
@@ -27,12 +28,14 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch_dpflow.log import DATASETS
 
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 #: Seconds after which an entry that was not read may be removed. Above the length of an epoch of large datasets.
 IDLE_S = 3 * 86400.0
 #: An entry's time of last use is updated if it is older, seconds, so that most hits write nothing.
@@ -98,6 +101,16 @@ class DiskCache:
 
     def get(self, key: str) -> bytes | None:
         """Return the bytes of an entry; None if there is none, or it cannot be read. A damaged entry is removed."""
+        return self._found(key, os.pread)
+
+    def map(self, key: str) -> memoryview | None:
+        """Return the bytes of an entry as `get` does, but mapped: processes share their memory.
+
+        They are compared with the checksum once, here.
+        """
+        return self._found(key, _mapped)
+
+    def _found(self, key: str, read: Callable[[int, int, int], _Bytes]) -> _Bytes | None:
         if not self._is_usable:
             return None
         digest = hashlib.sha256(key.encode()).digest()
@@ -109,7 +122,7 @@ class DiskCache:
         try:
             found = os.fstat(descriptor)
             length = max(found.st_size - _FOOTER.size, 0)
-            data = os.pread(descriptor, length, 0)
+            data = read(descriptor, length, 0)
             footer = os.pread(descriptor, _FOOTER.size, length)
         except OSError as error:
             self._warn(error)
@@ -292,7 +305,13 @@ def _lock(descriptor: int) -> bool:
             return True
 
 
-def _footer(digest: bytes, data: bytes) -> bytes:
+def _mapped(descriptor: int, length: int, offset: int) -> memoryview:
+    if not length:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(descriptor, length, prot=mmap.PROT_READ))
+
+
+def _footer(digest: bytes, data: bytes | memoryview) -> bytes:
     return _FOOTER.pack(len(data), zlib.crc32(data), digest)
 
 

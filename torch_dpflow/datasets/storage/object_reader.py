@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from torch_dpflow._core.processes import PerProcess
@@ -44,6 +46,8 @@ from torch_dpflow.errors import (
     StorageUnavailableError,
 )
 
+#: Age of a time of change, seconds, that allows for clocks that differ.
+_SETTLED_S = 60.0
 #: Errors of merged ranges that each of the ranges would have too.
 _FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, StorageUnavailableError)
 
@@ -215,7 +219,7 @@ class _Opened:
         self._options = options
         self._storages: dict[str, Storage] = {}
         self.overlap = Overlap(options.concurrency)
-        self.cache = _disk_cache(options)
+        self.cache = disk_cache(options)
 
     def storage(self, url: str) -> Storage:
         address = file_system_of(url)
@@ -253,7 +257,7 @@ class _Opened:
         """Put bytes from the storage into the disk cache, unless they do not match their checksum."""
         if self.cache is None or key is None or span.identity is None:
             return
-        if not _is_checksum(span.identity) or matches(data, span.identity):
+        if matches(data, span.identity) if _is_checksum(span.identity) else is_settled(span.identity):
             self.cache.put(key, data)
 
     def close(self) -> None:
@@ -262,7 +266,7 @@ class _Opened:
             storage.close()
 
 
-def _disk_cache(options: ReadOptions) -> DiskCache | None:
+def disk_cache(options: ReadOptions) -> DiskCache | None:
     """Return the cache of this process, which the environment may name. Raises OptionError for what it names."""
     directory = options.cache_dir or os.environ.get("DPFLOW_CACHE_DIR")
     if not directory:
@@ -273,6 +277,16 @@ def _disk_cache(options: ReadOptions) -> DiskCache | None:
 
 def _is_checksum(identity: str) -> bool:
     return re.fullmatch(CHECKSUM_PATTERN, identity) is not None
+
+
+def is_settled(revision: str) -> bool:
+    """Return whether no later state of an object can have this revision.
+
+    A time of change has a resolution of a second, and an object may be written twice in one.
+    """
+    if not revision.endswith(" GMT"):
+        return True
+    return time.time() - parsedate_to_datetime(revision).timestamp() > _SETTLED_S
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:

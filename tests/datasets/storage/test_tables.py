@@ -1,0 +1,265 @@
+"""Rows of Parquet, Arrow and HuggingFace files, by number."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from benchmarks.oss_server import OSSServer, StoredObject
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.disk_cache import DiskCache
+from torch_dpflow.datasets.tables import TableDataset
+from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, SourceError
+
+ROWS = 100
+BLOCK = 16
+
+
+def rows(count: int = ROWS, first: int = 0) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": n,
+            "image": {"bytes": b"%d" % n * (n % 7), "path": f"{n}.jpg"},
+            "caption": None if n % 5 else f"é{n}",
+        }
+        for n in range(first, first + count)
+    ]
+
+
+def write_parquet(path: Path, content: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(content), path, row_group_size=BLOCK, write_page_checksum=True)
+
+
+def write_arrow(path: Path, content: list[dict[str, Any]], *, stream: bool = False) -> None:
+    table = pa.Table.from_pylist(content)
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=BLOCK)
+
+
+def write_stream(path: Path, content: list[dict[str, Any]]) -> None:
+    write_arrow(path, content, stream=True)
+
+
+Write = Callable[[Path, list[dict[str, Any]]], None]
+WRITERS = pytest.mark.parametrize(
+    ("write", "ending"), [(write_parquet, ".parquet"), (write_arrow, ".arrow"), (write_stream, ".arrow")]
+)
+
+
+@WRITERS
+def test_every_row_is_read_by_number_and_in_batches(tmp_path: Path, write: Write, ending: str) -> None:
+    write(tmp_path / f"a{ending}", rows(60))
+    write(tmp_path / f"b{ending}", rows(40, first=60))
+    urls: list[Any] = [tmp_path, str(tmp_path), [tmp_path / f"a{ending}", f"file://{tmp_path}/b{ending}"]]
+    for url in urls:
+        table = TableDataset(url)
+        assert len(table) == ROWS
+        assert table.blocks.tolist() == [16, 16, 16, 12, 16, 16, 8]
+        assert [table[n] for n in range(ROWS)] == rows()
+        assert table[-1] == rows()[-1]
+        order = np.random.default_rng(0).permutation(ROWS).tolist()
+        assert table.__getitems__(order) == [rows()[n] for n in order]
+        table.close()
+        assert pickle.loads(pickle.dumps(table)).__getitems__([3, 99, 3]) == [rows()[n] for n in (3, 99, 3)]
+        for wrong in (ROWS, -ROWS - 1):
+            with pytest.raises(IndexError, match=f"row {wrong} is out of range; there are {ROWS}"):
+                table[wrong]
+
+
+def test_directories_of_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread that stays
+    written = datasets.Dataset.from_list(rows())
+    written.save_to_disk(str(tmp_path / "one"), num_shards=3)
+    table = TableDataset(tmp_path / "one")
+    assert table.__getitems__(range(ROWS)) == [written[n] for n in range(ROWS)] == rows()
+    # A selection is another order of the rows, which the files have.
+    written.select(range(20, 0, -1)).save_to_disk(str(tmp_path / "selected"))
+    assert [row["number"] for row in TableDataset(tmp_path / "selected").__getitems__(range(20))] == [*range(20, 0, -1)]
+    datasets.DatasetDict({"train": written, "test": written}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(SourceError, match=r"has several datasets, \['test', 'train'\]; give one of them"):
+        TableDataset(tmp_path / "both")
+    assert len(TableDataset(tmp_path / "both" / "train")) == ROWS
+    (tmp_path / "one" / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(SourceError, match=r"state.json names .*data-00001-of-00003.arrow.*not there"):
+        TableDataset(tmp_path / "one")
+
+
+def test_columns_and_decode(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", rows())
+    table = TableDataset(tmp_path / "a.parquet", columns=["number"], decode=lambda row: row["number"] * 2)
+    assert table.__getitems__([3, 4]) == [6, 8]
+    with pytest.raises(SourceError, match=r"has no column \['nothing'\]; it has"):
+        TableDataset(tmp_path / "a.parquet", columns=["nothing"])
+    for columns, error in ((["number", "number"], OptionError), ([], OptionError), ("number", OptionTypeError)):
+        with pytest.raises(error, match="columns="):
+            TableDataset(tmp_path / "a.parquet", columns=columns)
+
+
+def test_blocks_stay_within_the_memory(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", rows())
+    table = TableDataset(tmp_path, memory="1B")
+    for number in (0, 99, 0, 50):
+        assert table[number] == rows()[number]
+        assert len(table._opened.get()._blocks) == 1
+    large = TableDataset(tmp_path)
+    large.__getitems__(range(ROWS))
+    assert len(large._opened.get()._blocks) == 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_reads_it_in_a_global_order(tmp_path: Path, workers: int) -> None:
+    write_parquet(tmp_path / "a.parquet", rows())
+    table = TableDataset(tmp_path, columns=["number"])
+    loader = DPFlowDataLoader(table, batch_size=10, shuffle=True, num_workers=workers)
+    assert sorted(n for batch in loader for n in batch["number"].tolist()) == [*range(ROWS)]
+
+
+@WRITERS
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 0.99])
+def test_cut_files_are_refused_by_name(tmp_path: Path, write: Write, ending: str, part: float) -> None:
+    path = tmp_path / f"a{ending}"
+    write(path, rows())
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    with pytest.raises(SourceError, match=rf"a{ending} cannot be read"):
+        TableDataset(path).__getitems__(range(ROWS))
+
+
+def test_a_stream_that_was_cut_after_a_batch_is_refused(tmp_path: Path) -> None:
+    """Arrow reads it as a shorter stream."""
+    table = pa.Table.from_pylist(rows())
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table.slice(0, BLOCK))
+        cut = sink.getvalue()
+        writer.write_table(table.slice(BLOCK))
+    (tmp_path / "cut.arrow").write_bytes(cut)
+    assert pa.ipc.open_stream(cut).read_all().num_rows == BLOCK
+    with pytest.raises(SourceError, match=r"cut.arrow cannot be read: it ends without an end-of-stream mark"):
+        TableDataset(tmp_path / "cut.arrow")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"no table", b"\x89PNG\r\n\x1a\n" * 50, os.urandom(4096)])
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_foreign_files_are_refused_by_name(tmp_path: Path, ending: str, content: bytes) -> None:
+    (tmp_path / f"a{ending}").write_bytes(content)
+    with pytest.raises(SourceError, match=rf"a{ending} cannot be read"):
+        TableDataset(tmp_path)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, rows())
+    data = bytearray(path.read_bytes())
+    data[len(data) // 8] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"a.parquet cannot be read"):
+        TableDataset(path).__getitems__(range(ROWS))
+
+
+@WRITERS
+def test_a_file_that_is_written_again_is_refused(tmp_path: Path, write: Write, ending: str) -> None:
+    path = tmp_path / f"a{ending}"
+    write(path, rows())
+    table = TableDataset(path, memory="1B")
+    assert table[0] == rows()[0]
+    beside = tmp_path / "beside"
+    write(beside, rows(first=1000))
+    beside.replace(path)
+    with pytest.raises(ChecksumError, match=rf"a{ending} was written again after it was opened"):
+        table[90]
+
+
+def test_what_is_no_table_says_so(tmp_path: Path) -> None:
+    for url, text in (
+        (tmp_path / "a.parquet", "there is no .*a.parquet"),
+        (tmp_path, "no Parquet or Arrow files"),
+        ([], "give at least one file"),
+    ):
+        with pytest.raises((SourceError, OptionError), match=text):
+            TableDataset(url)
+    write_parquet(tmp_path / "a.parquet", rows())
+    write_arrow(tmp_path / "b.arrow", rows())
+    with pytest.raises(SourceError, match="both Parquet and Arrow"):
+        TableDataset(tmp_path)
+    (tmp_path / "b.arrow").unlink()
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "c.parquet")
+    with pytest.raises(SourceError, match=r"c.parquet has the columns .*give files of one table"):
+        TableDataset(tmp_path)
+    (tmp_path / "c.parquet").unlink()
+    (tmp_path / "year=2024").mkdir()
+    with pytest.raises(SourceError, match="has directories, such as 'year=2024'"):
+        TableDataset(tmp_path)
+
+
+def _put(oss: OSSServer, data: bytes, age_s: float) -> None:
+    modified = datetime.now(timezone.utc) - timedelta(seconds=age_s)
+    oss.buckets.put("tables", "x/a.parquet", StoredObject(data=data, content_type="binary", modified=modified))
+
+
+@pytest.fixture
+def remote(s3_endpoint: str, oss: OSSServer, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A Parquet file of 100 rows on OSS; after the S3 server, which has fsspec's thread started once for all."""
+    oss.buckets.create("tables")
+    write_parquet(tmp_path / "a.parquet", rows())
+    _put(oss, (tmp_path / "a.parquet").read_bytes(), age_s=1000)
+    yield "oss://tables/x/a.parquet", oss.storage_options()
+    files = fsspec.filesystem("oss", **oss.storage_options())
+    files._session.session.close()
+    type(files).clear_instance_cache()
+
+
+def test_decoded_blocks_stay_on_the_disk(remote: Any, oss: OSSServer, tmp_path: Path) -> None:
+    url, options = remote
+    read_options = ReadOptions(cache_dir=tmp_path / "cache", deadline_s=1.0)
+    order = np.random.default_rng(0).permutation(ROWS).tolist()
+    table = TableDataset(url, storage_options=options, read_options=read_options, memory="1B")
+    assert table.__getitems__(order) == [rows()[n] for n in order]
+    table.close()
+    requests = len(oss.requests)
+    assert table.__getitems__(order[::-1]) == [rows()[n] for n in order[::-1]]
+    assert len(oss.requests) == requests
+    assert DiskCache(str(tmp_path / "cache")).usage().entries >= 7
+    _put(oss, (tmp_path / "a.parquet").read_bytes()[::-1], age_s=500)
+    with pytest.raises(SourceError):  # another object has entries of its own
+        TableDataset(url, storage_options=options, read_options=read_options)
+
+
+def test_an_object_that_is_not_a_minute_old_is_not_kept(remote: Any, oss: OSSServer, tmp_path: Path) -> None:
+    """Its time of change has a resolution of a second: it may be written again in that second."""
+    url, options = remote
+    _put(oss, (tmp_path / "a.parquet").read_bytes(), age_s=0)
+    table = TableDataset(url, storage_options=options, read_options=ReadOptions(cache_dir=tmp_path / "cache"))
+    assert table.__getitems__(range(ROWS)) == rows()
+    table.close()
+    assert DiskCache(str(tmp_path / "cache")).usage().entries == 0
+
+
+def test_an_object_that_is_written_again_is_refused(remote: Any, oss: OSSServer, tmp_path: Path) -> None:
+    url, options = remote
+    table = TableDataset(url, storage_options=options, memory="1B")
+    assert table[0] == rows()[0]
+    write_parquet(tmp_path / "b.parquet", rows(first=1000))
+    _put(oss, (tmp_path / "b.parquet").read_bytes(), age_s=0)
+    with pytest.raises(ChecksumError, match="oss://tables/x/a"):
+        table.__getitems__(range(ROWS))
+    table.close()
+
+
+def test_tensors_of_numbers(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [[1.5, 2.5]] * 8, "y": list(range(8))}), tmp_path / "a.parquet")
+    (batch,) = DPFlowDataLoader(TableDataset(tmp_path), batch_size=8)
+    assert torch.equal(batch["y"], torch.arange(8))

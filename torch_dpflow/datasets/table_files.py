@@ -1,0 +1,105 @@
+"""The files of a table: Parquet or Arrow, one by one, in a directory, or as HuggingFace's `save_to_disk` wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dpflow._core.checks import check_type
+from torch_dpflow.datasets.files import DirectoryEntry, Files
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
+from torch_dpflow.errors import OptionError, SourceError
+
+_PARQUET, _ARROW = (".parquet", ".pq", ".parq"), (".arrow", ".feather", ".ipc")
+#: HuggingFace's list of the files of a dataset, and its mark of a directory of several.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """One file of a table, as it was when the table was opened."""
+
+    url: str
+    is_parquet: bool
+    #: Bytes, and the state of the object; None: unknown.
+    size: int | None
+    revision: str | None
+
+    def path(self) -> str | None:
+        """Return the path of a local file."""
+        return self.url.removeprefix("file://") if self.url.startswith("file://") else None
+
+
+def find_tables(url: Any, storage_options: Mapping[str, Any], read_options: ReadOptions) -> list[TableFile]:
+    """Return the files of a table, in order."""
+    if not isinstance(url, str | os.PathLike):
+        check_type("url", url, Sequence, "a path, a URL, or a list of files")
+        found = [file for one in url for file in find_tables(one, storage_options, read_options)]
+        if not found:
+            raise OptionError("url=[]: give at least one file")
+        return found
+    folder, name = split_name(os.fspath(url))
+    if not name.lower().endswith(_PARQUET + _ARROW):
+        return _in_directory(Files(os.fspath(url), storage_options, read_options))
+    files = Files(folder or ".", storage_options, read_options)
+    entries = {entry.name: entry for entry in files.children()}
+    if name not in entries:
+        raise SourceError(f"there is no {without_login(join_url(files.url, name))}; check the path")
+    if entries[name].is_directory:  # as Spark writes
+        return _in_directory(files.at(name))
+    return [_described(files, entries[name])]
+
+
+def _in_directory(files: Files) -> list[TableFile]:
+    entries = {entry.name: entry for entry in files.children()}
+    shown = without_login(files.url)
+    if _SPLITS in entries:
+        splits = sorted(name for name, entry in entries.items() if entry.is_directory)
+        raise SourceError(f"{shown} has several datasets, {splits}; give one of them, as {shown}/{splits[0]}")
+    if _STATE in entries:
+        names = _names_in_state(files)
+        missing = [name for name in names if name not in entries]
+        if missing:
+            raise SourceError(f"{shown}/{_STATE} names {missing}, which are not there; restore them")
+    else:
+        folders = [name for name, entry in entries.items() if entry.is_directory and not name.startswith("_")]
+        if folders:
+            raise SourceError(f"{shown} has directories, such as {folders[0]!r}; give one of them, or a list of files")
+        names = [name for name in entries if name.lower().endswith(_PARQUET + _ARROW) and not name.startswith("_")]
+    endings = {name.lower().endswith(_PARQUET) for name in names}
+    if len(endings) != 1:
+        raise SourceError(f"{shown} has {'both Parquet and Arrow' if endings else 'no Parquet or Arrow'} files")
+    return [_described(files, entries[name]) for name in names]
+
+
+def _names_in_state(files: Files) -> list[str]:
+    """Return the files of a directory that HuggingFace's `save_to_disk` wrote."""
+    try:
+        state = json.loads(files.read(_STATE))
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if not all(isinstance(name, str) and "/" not in name for name in names):
+            raise ValueError("it names files of other directories")
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{without_login(files.url)}/{_STATE} is damaged: {error!r}") from error
+    return names
+
+
+def _described(files: Files, entry: DirectoryEntry) -> TableFile:
+    url = join_url(files.url, entry.name)
+    is_parquet = entry.name.lower().endswith(_PARQUET)
+    if url.startswith("file://"):
+        return TableFile(url, is_parquet, *local_state(url.removeprefix("file://")))
+    return TableFile(url, is_parquet, entry.size, entry.revision)
+
+
+def local_state(path: str) -> tuple[int, str]:
+    """Return the size of a local file, and its state: another one after each write. Raises SourceError."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error}") from error
+    return found.st_size, f"{found.st_size}-{found.st_mtime_ns}"

@@ -1,0 +1,149 @@
+"""BlockShuffleSampler: a random order for rows that are decoded in blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torch_dpflow._core.checks import check_int
+from torch_dpflow.errors import OptionTypeError, StateError
+from torch_dpflow.samplers.indices import CompactArray, compact
+from torch_dpflow.samplers.sampler import DynaGCSSampler
+
+
+@runtime_checkable
+class HasBlocks(Protocol):
+    """A dataset whose rows lie in blocks, such as `TableDataset`."""
+
+    #: Rows of each block, in the order of their numbers.
+    blocks: NDArray[np.int64]
+
+    def __len__(self) -> int: ...
+
+
+class BlockShuffleSampler(DynaGCSSampler):
+    """Random order in which each block is decoded once an epoch by each rank that reads it.
+
+    Blocks are drawn in random order and divided among the ranks. A rank reads `window` of them at a time, their rows
+    shuffled together, so a reader needs memory for that many blocks. A larger window comes closer to a full shuffle.
+
+    Ranks, `set_epoch`, states and resuming with another number of ranks are as with `DynaGCSSampler`. For the rest of
+    an epoch that another number of ranks began, each rank reads rows of more blocks at a time.
+
+    Args:
+        dataset: has `blocks`, as `TableDataset` has.
+        window: number of blocks that are shuffled together.
+        num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
+        rank: this rank; by default torch.distributed's, if it is initialised, else 0.
+        ranks: a 1-D DeviceMesh or a process group to take both from.
+        seed: determines the order, together with the epoch.
+        drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating rows.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: an argument is of the wrong type.
+    """
+
+    def __init__(
+        self,
+        dataset: HasBlocks,
+        *,
+        window: int = 8,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        ranks: Any = None,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if not isinstance(dataset, HasBlocks):
+            raise OptionTypeError(
+                f"dataset is a {type(dataset).__name__} without `blocks`; give a TableDataset, or use DynaGCSSampler "
+                "for rows that can be read alone"
+            )
+        self._blocks = np.asarray(dataset.blocks, np.int64)
+        self._window = check_int("window", window, minimum=1)
+        super().__init__(
+            range(int(self._blocks.sum())),
+            num_replicas=num_replicas,
+            rank=rank,
+            ranks=ranks,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        #: The epoch that was resumed, and the number of ranks that began it.
+        self._resumed: tuple[int, int] | None = None
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Return the position as `DynaGCSSampler.state_dict` does."""
+        return super().state_dict(consumed) | {"lanes": self._lanes(self.epoch)}
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Restore a position as `DynaGCSSampler.load_state_dict` does. Raises StateError."""
+        super().load_state_dict(state)
+        first = state if isinstance(state, dict) else state[0]
+        lanes = first.get("lanes")
+        if not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1:
+            raise StateError(f"the state is damaged: lanes={lanes!r}")
+        self._resumed = self.epoch, lanes
+
+    def _lanes(self, epoch: int) -> int:
+        """Return the number of ranks that began an epoch."""
+        is_resumed = self._resumed is not None and self._resumed[0] == epoch
+        return self._resumed[1] if is_resumed and self._resumed is not None else self.num_replicas
+
+    def _order(self, epoch: int) -> CompactArray:
+        return block_order(self._blocks.tobytes(), self._window, self._lanes(epoch), self.seed + epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"blocks": zlib.crc32(self._blocks.tobytes()), "window": self._window}
+
+
+@lru_cache(maxsize=2)
+def block_order(blocks: bytes, window: int, lanes: int, seed: int) -> CompactArray:
+    """Return an order of all rows, in which every `lanes`-th row is of one rank's blocks.
+
+    Args:
+        blocks: rows of each block, as the bytes of an int64 array.
+        window: number of blocks that are shuffled together.
+        lanes: number of ranks.
+        seed: of the epoch.
+    """
+    sizes = np.frombuffer(blocks, np.int64)
+    total = int(sizes.sum())
+    firsts = np.cumsum(sizes) - sizes
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    drawn = torch.randperm(len(sizes), generator=generator).numpy()
+    order: CompactArray = np.empty(total, compact(total))
+    parts = [_shuffled(drawn[lane::lanes], firsts, sizes, window, generator) for lane in range(lanes)]
+    # Blocks differ in size: the last rows of the longer lanes fill up the shorter ones.
+    needed = [len(range(lane, total, lanes)) for lane in range(lanes)]
+    surplus = np.concatenate([part[count:] for part, count in zip(parts, needed, strict=True)])
+    for lane, (part, count) in enumerate(zip(parts, needed, strict=True)):
+        missing = max(0, count - len(part))
+        order[lane::lanes] = np.concatenate([part[:count], surplus[:missing]])
+        surplus = surplus[missing:]
+    order.flags.writeable = False
+    return order
+
+
+def _shuffled(
+    blocks: NDArray[np.int64],
+    firsts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    window: int,
+    generator: torch.Generator,
+) -> NDArray[np.int64]:
+    """Return the rows of these blocks, shuffled within each window."""
+    rows = []
+    for start in range(0, len(blocks), window):
+        chosen = blocks[start : start + window]
+        together = np.concatenate([np.arange(firsts[block], firsts[block] + sizes[block]) for block in chosen])
+        rows.append(together[torch.randperm(len(together), generator=generator).numpy()])
+    return np.concatenate(rows) if rows else np.empty(0, np.int64)
