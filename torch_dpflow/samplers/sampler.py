@@ -154,9 +154,9 @@ class DynaGCSSampler(Sampler[int]):
 
     @property
     def samples_left(self) -> int:
-        """Number of samples that the next iteration yields."""
-        _, start, _ = self._upcoming()
-        return start.end(self.num_replicas, drop_last=self.drop_last) - start.position
+        """Number of samples that this rank has not yielded yet of the epoch that `state_dict` describes."""
+        at, _ = self._position(None)
+        return at.end(self.num_replicas, drop_last=self.drop_last) - at.position
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the sampler's position as plain data; no side effect. O(1) alone, O(samples) in a group.
