@@ -105,8 +105,7 @@ class Coordinator:
         price_per_hour: float = 0.0,
         host_bytes: int | None = None,
     ) -> None:
-        self._changed = changed
-        self._host_bytes = host_bytes
+        self._changed, self._host_bytes = changed, host_bytes
         self._worker_platform = worker_platform
         self._nodes = nodes
         self._post = server.post
@@ -118,9 +117,8 @@ class Coordinator:
         self._clock = clock
         self._registry = FlowRegistry()
         self._scaling = FlowScaling(limits.autoscale, price_per_hour=price_per_hour)
-        #: Flows whose services are to run, by instance.
+        #: By instance: flows whose services are to run, and addresses of running routers.
         self._running: dict[str, FlowSpec] = {}
-        #: Addresses of running routers, by instance.
         self._routers: dict[str, str] = {}
         #: Processes of the cluster's own node.
         self._observed: list[ProcessView] = []

@@ -121,7 +121,6 @@ class CoordinatorLink:
         joining: joins the cluster.
         cluster: how its coordinator is reached.
         place: of the node's own processes.
-        silence_s: the node ends once no coordinator has answered for this long, seconds.
     """
 
     def __init__(
@@ -129,11 +128,8 @@ class CoordinatorLink:
         joining: Joining,
         cluster: Cluster,
         place: ClusterPlace,
-        *,
-        silence_s: float = SILENCE_S,
     ) -> None:
         self._joining = joining
-        self._silence_s = silence_s
         self._coordinator = cluster.connect(timeout_s=ANSWER_S)
         self._local = place.connect(place.node_address, timeout_s=10.0)
         #: Set by `start`.
@@ -269,7 +265,7 @@ class CoordinatorLink:
         # While this node itself was suspended, it has not waited.
         self._silent_s += min(now - self._counted_at, 2 * ANSWER_S)
         self._counted_at = now
-        if self._silent_s >= self._silence_s:
+        if self._silent_s >= SILENCE_S:
             self._fail(f"the cluster has not answered for {self._silent_s:.0f} s ({error})")
         elif self._leaves_since and now - self._leaves_since >= LEAVE_S:
             self._node.stop()
@@ -292,7 +288,6 @@ class NodeOptions:
         listen: the IP address of this host by which jobs reach it; None: the one by which it reaches the cluster.
         preload: as for `ClusterOptions`.
         log: how its processes log.
-        silence_s: the node ends once no coordinator has answered for this long, seconds.
 
     Raises:
         OptionError: a file, name, address or module is not usable.
@@ -303,7 +298,6 @@ class NodeOptions:
     listen: str | None = None
     preload: Sequence[str] = ()
     log: LogOptions = field(default_factory=LogOptions)
-    silence_s: float = SILENCE_S
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.node_name):
@@ -349,7 +343,7 @@ class JoiningNode:
                 log=options.log,
             )
             self._node = Node(place, [], platform, roles=JOINED_ROLES)
-            self._link = CoordinatorLink(joining, self.cluster, place, silence_s=options.silence_s)
+            self._link = CoordinatorLink(joining, self.cluster, place)
         except BaseException:
             end_fork_server()
             self._directory.remove()

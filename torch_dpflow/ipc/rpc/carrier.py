@@ -112,7 +112,7 @@ class Carrier:
         compress: whether this side requests compressed payload.
     """
 
-    def __init__(self, *, max_bytes: int, shared_bytes: int, compress: bool) -> None:
+    def __init__(self, *, max_bytes: int = 1 << 31, shared_bytes: int, compress: bool) -> None:
         self._max_bytes = max_bytes
         self._asks_compression = compress
         self._arena = _arena(shared_bytes) if shared_bytes else None

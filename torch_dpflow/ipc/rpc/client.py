@@ -34,14 +34,11 @@ class ClientOptions:
     timeout_s: float = 60.0
     #: A call open for this long is inquired about, this often, seconds.
     inquire_s: float = 0.5
-    #: Maximum bytes that the frames of one message may hold once they are decompressed.
-    max_payload_bytes: int = 1 << 31
     #: Maximum shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
         check_fields(self, check_seconds, "timeout_s", "inquire_s")
-        check_fields(self, check_int, "max_payload_bytes", minimum=1)
         check_fields(self, check_int, "shared_bytes", minimum=0)
 
 
@@ -255,7 +252,6 @@ class RpcClient:
 
 def _make_carrier(address: str, options: ClientOptions) -> Carrier:
     return Carrier(
-        max_bytes=options.max_payload_bytes,
         shared_bytes=options.shared_bytes if address.startswith("ipc://") else 0,
         compress=address.startswith("tcp://") and not is_loopback(address),
     )

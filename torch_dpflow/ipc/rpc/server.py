@@ -32,15 +32,13 @@ class ServerOptions:
     max_open_calls: int = 1024
     #: Maximum bytes of replies that are kept for repeated calls, of all clients together.
     reply_memory_bytes: int = 1 << 28
-    #: Maximum bytes that the frames of one message may hold once they are decompressed.
-    max_payload_bytes: int = 1 << 31
     #: Maximum shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
     #: A client's session is dropped after this time without messages, seconds.
     idle_s: float = 120.0
 
     def __post_init__(self) -> None:
-        check_fields(self, check_int, "max_clients", "max_open_calls", "max_payload_bytes", minimum=1)
+        check_fields(self, check_int, "max_clients", "max_open_calls", minimum=1)
         check_fields(self, check_int, "reply_memory_bytes", "shared_bytes", minimum=0)
         check_fields(self, check_seconds, "idle_s")
 
@@ -181,7 +179,6 @@ class RpcServer:
 
     def _on_handshake(self, client: bytes, session: Session | None, header: messages.Handshake, now: float) -> None:
         carrier = Carrier(
-            max_bytes=self._options.max_payload_bytes,
             shared_bytes=self._options.shared_bytes if self.address.startswith("ipc://") else 0,
             compress=header.offer.compress,
         )
