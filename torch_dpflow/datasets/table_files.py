@@ -35,21 +35,30 @@ class TableFile:
 
 
 def find_tables(url: Any, storage_options: Mapping[str, Any], read_options: ReadOptions) -> list[TableFile]:
-    """Return the files of a table, in order."""
-    if not isinstance(url, str | os.PathLike):
-        check_type("url", url, Sequence, "a path, a URL, or a list of files")
-        found = [file for one in url for file in find_tables(one, storage_options, read_options)]
-        if not found:
-            raise OptionError("url=[]: give at least one file")
-        return found
-    folder, name = split_name(os.fspath(url))
-    if not name.lower().endswith(_PARQUET + _ARROW):
-        return _in_directory(Files(os.fspath(url), storage_options, read_options))
-    files = Files(folder or ".", storage_options, read_options)
-    entries = {entry.name: entry for entry in files.children()}
+    """Return the files of a table, in order. Each directory is listed once."""
+    urls = [url] if isinstance(url, str | os.PathLike) else url
+    check_type("url", urls, Sequence, "a path, a URL, or a list of files")
+    if not urls:
+        raise OptionError("url=[]: give at least one file")
+    listed: dict[str, tuple[Files, dict[str, DirectoryEntry]]] = {}
+    found: list[TableFile] = []
+    for one in map(os.fspath, urls):
+        folder, name = split_name(one)
+        if not name.lower().endswith(_PARQUET + _ARROW):
+            found += _in_directory(Files(one, storage_options, read_options))
+            continue
+        if folder not in listed:
+            files = Files(folder or ".", storage_options, read_options)
+            listed[folder] = files, {entry.name: entry for entry in files.children()}
+        found += _named(*listed[folder], name)
+    return found
+
+
+def _named(files: Files, entries: Mapping[str, DirectoryEntry], name: str) -> list[TableFile]:
+    """Return the file of this name, or those of the directory of this name, as Spark writes it."""
     if name not in entries:
         raise SourceError(f"there is no {without_login(join_url(files.url, name))}; check the path")
-    if entries[name].is_directory:  # as Spark writes
+    if entries[name].is_directory:
         return _in_directory(files.at(name))
     return [_described(files, entries[name])]
 
