@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from torch_dpflow.metrics import LoaderStats
     from torch_dpflow.options import LoaderOptions
     from torch_dpflow.pool import PooledDataset
-    from torch_dpflow.samplers import DynaGCSSampler
+    from torch_dpflow.samplers import BudgetBatchSampler, DynaGCSSampler, MixtureSampler, Phase
 
 __all__ = [
     "ALSDCache",
+    "BudgetBatchSampler",
     "DPFlowDataLoader",
     "DPFlowError",
     "DataLoadFlow",
@@ -27,6 +28,8 @@ __all__ = [
     "JobOptions",
     "LoaderOptions",
     "LoaderStats",
+    "MixtureSampler",
+    "Phase",
     "PooledDataset",
     "__version__",
 ]
@@ -43,6 +46,6 @@ __getattr__, __dir__ = lazy_names(
         "metrics": ["LoaderStats"],
         "options": ["LoaderOptions"],
         "cluster.client.options": ["JobOptions"],
-        "samplers": ["DynaGCSSampler"],
+        "samplers": ["BudgetBatchSampler", "DynaGCSSampler", "MixtureSampler", "Phase"],
     },
 )

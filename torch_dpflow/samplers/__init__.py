@@ -6,16 +6,22 @@ from torch_dpflow._core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.samplers.block_shuffle import BlockShuffleSampler
+    from torch_dpflow.samplers.budget import BudgetBatchSampler
     from torch_dpflow.samplers.group import Draw, SamplingGroup
+    from torch_dpflow.samplers.mixture import MixtureSampler
     from torch_dpflow.samplers.passes import GlobalBatches, RankShares
+    from torch_dpflow.samplers.proportions import Phase
     from torch_dpflow.samplers.sampler import DynaGCSSampler
     from torch_dpflow.samplers.strategy_registry import STRATEGIES, sampling_group
 
 __all__ = [
     "BlockShuffleSampler",
+    "BudgetBatchSampler",
     "Draw",
     "DynaGCSSampler",
     "GlobalBatches",
+    "MixtureSampler",
+    "Phase",
     "RankShares",
     "STRATEGIES",
     "SamplingGroup",
@@ -26,6 +32,9 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "block_shuffle": ["BlockShuffleSampler"],
+        "budget": ["BudgetBatchSampler"],
+        "mixture": ["MixtureSampler"],
+        "proportions": ["Phase"],
         "group": ["Draw", "SamplingGroup"],
         "passes": ["GlobalBatches", "RankShares"],
         "strategy_registry": ["STRATEGIES", "sampling_group"],

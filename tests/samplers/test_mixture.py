@@ -1,0 +1,173 @@
+"""MixtureSampler: proportions, phases, ranks, and loaders that resume it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from fractions import Fraction
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, DataLoader
+
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.samplers import MixtureSampler, Phase
+from torch_dpflow.samplers.proportions import MAX_PARTS, Schedule, parts_of, turns_of
+from torch_dpflow.testing.index_samplers import MixtureContract
+
+
+class TestMixtureSampler(MixtureContract):
+    def make_mixture(self, lengths: Any, weights: Any, **options: Any) -> MixtureSampler:
+        return MixtureSampler(lengths, weights, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 10) | st.integers(0, 150), min_size=1, max_size=8).filter(any))
+def test_turns_deviate_by_no_more_than_tijdemans_bound(parts: list[int]) -> None:
+    """For k sources the bound is 1 - 1/m with m = 2k - 2; compared in whole numbers."""
+    turns, period = np.array(turns_of(parts)), sum(parts)
+    m = max(1, 2 * sum(part > 0 for part in parts) - 2)
+    for source, part in enumerate(parts):
+        drawn = np.cumsum(turns == source)
+        assert (abs(drawn * period - np.arange(1, period + 1) * part) * m <= (m - 1) * period).all()
+        assert drawn[-1] == part
+
+
+_weights = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_weights, st.lists(st.tuples(st.integers(1, 60), _weights), max_size=3), st.integers(0, 250))
+def test_phases_are_computed_at_any_place_as_in_sequence(first: Any, later: Any, deep: int) -> None:
+    phases = [Phase(0, first)]
+    for after, weights in later:
+        phases.append(Phase(phases[-1].start + after, weights))
+    schedule = Schedule(phases, 3)
+    sources, numbers = schedule.at(np.arange(300))
+    for number, phase in enumerate(phases):
+        stop = phases[number + 1].start if number + 1 < len(phases) else 300
+        part, n = sources[phase.start : stop], np.arange(1, 1 + stop - phase.start)
+        for source, weight in enumerate(phase.weights):
+            wished = n * weight / sum(phase.weights)
+            assert (abs(np.cumsum(part == source) - wished) <= 0.75 + 1e-9).all()
+    for source in range(3):
+        assert numbers[sources == source].tolist() == list(range((sources == source).sum()))
+    anew = Schedule(phases, 3)
+    assert anew.counts(deep).tolist() == np.bincount(sources[:deep], minlength=3).tolist()
+    assert [part.tolist() for part in anew.at(np.array([deep]))] == [[sources[deep]], [numbers[deep]]]
+
+
+def test_weights_are_whole_parts_or_rounded_to_them() -> None:
+    assert parts_of([0.7, 0.2, 0.1], 3) == (7, 2, 1)
+    assert parts_of([3, Fraction(1, 2)], 2) == (6, 1)
+    assert parts_of([np.float64(0.5), np.int64(2)], 2) == (1, 4)
+    third = parts_of([1 / 3, 2 / 3, 0.01], 3)
+    assert sum(third) == MAX_PARTS
+    assert third == pytest.approx(np.array([1 / 3, 2 / 3, 0.01]) / 1.01 * MAX_PARTS, abs=1)
+    with pytest.raises(OptionError, match=r"source 1 is 1\.0e-09 of the sum"):
+        parts_of([1, 1e-9], 2)
+
+
+def test_a_source_is_drawn_in_the_phases_that_give_it_a_weight() -> None:
+    sampler = MixtureSampler([10, 10], [Phase(0, [1, 0]), Phase(30, [1, 1]), Phase(50, [0, 1])], samples=80)
+    read = list(sampler)
+    assert max(read[:30]) < 10 <= min(read[50:])
+    assert sampler.counts(80) == [40, 40]
+    assert sampler.counts(30) == [30, 0]
+
+
+def test_a_position_deep_in_a_run_is_restored_at_once() -> None:
+    """Turns of at most one period are computed: drawing a million million samples would not end."""
+    weights = [Phase(0, [0.25, 0.75]), Phase(10**12, [1, 2])]
+    sampler = MixtureSampler([1000, 50], weights, samples=10**6)
+    sampler.set_epoch(2 * 10**6)
+    before = list(islice(sampler, 5))
+    state = sampler.state_dict()
+    assert state["drawn"] == 2 * 10**12 + 5
+    again = MixtureSampler([1000, 50], weights, samples=10**6)
+    again.load_state_dict(state)
+    whole = MixtureSampler([1000, 50], weights, samples=10**6)
+    whole.set_epoch(2 * 10**6)
+    assert before + list(islice(again, 5)) == list(islice(whole, 10))
+    assert sampler.counts(10**12) == [25 * 10**10, 75 * 10**10]
+
+
+def test_weights_of_later_phases_may_change_and_those_of_earlier_ones_not() -> None:
+    def make(*phases: Phase) -> MixtureSampler:
+        return MixtureSampler([10, 10], phases, samples=40)
+
+    sampler = make(Phase(0, [1, 1]))
+    before = list(islice(sampler, 10))
+    state = json.loads(json.dumps(sampler.state_dict()))
+    changed = make(Phase(0, [1, 1]), Phase(10, [0, 1]))
+    changed.load_state_dict(state)
+    assert min(list(changed)) >= 10
+    assert len(before) == 10
+    for other in (make(Phase(0, [1, 1]), Phase(9, [0, 1])), make(Phase(0, [1, 2]))):
+        with pytest.raises(StateError, match="of a run with other weights"):
+            other.load_state_dict(state)
+    with pytest.raises(StateError, match="sources"):
+        MixtureSampler([10, 11], [1, 1], samples=40).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (([], [1]), OptionError, "sources is empty"),
+        ((7, [1]), OptionTypeError, "sources=7"),
+        (([5, None], [1, 1]), OptionTypeError, r"sources\[1\]=None"),
+        (([5, 0], [1, 1]), OptionError, "source 1 is empty and has a weight"),
+        (([5, 5], 1), OptionTypeError, "weights=1"),
+        (([5, 5], [1, "x"]), OptionTypeError, "weight='x'"),
+        (([5, 5], [Phase(1, [1, 1])]), OptionError, r"phases start at \[1\]"),
+        (([5, 5], [Phase(0, [1, 1]), Phase(0, [1, 1])]), OptionError, r"phases start at \[0, 0\]"),
+        (([5, 5], [Phase(0, [1, 1]), 1]), OptionTypeError, "not both"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mixture_is_refused(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MixtureSampler(*given)
+
+
+def new_sampler(**options: Any) -> MixtureSampler:
+    return MixtureSampler(ConcatDataset([range(20), range(100, 130)]), [0.6, 0.4], samples=40, seed=1, **options)
+
+
+def test_it_pickles_with_its_position() -> None:
+    sampler = new_sampler()
+    rest = iter(sampler)
+    next(rest)
+    again = pickle.loads(pickle.dumps(sampler))
+    assert again.state_dict() == sampler.state_dict()
+    assert again.counts(40) == [24, 16]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", ["ours", "ours, workers", "torchdata"])
+def test_loaders_read_it_and_resume_it(kind: str) -> None:
+    dataset: Any = ConcatDataset([range(20), range(100, 130)])
+
+    def make() -> Any:
+        if kind == "torchdata":
+            stateful = pytest.importorskip("torchdata.stateful_dataloader")
+            return stateful.StatefulDataLoader(dataset, batch_size=4, sampler=new_sampler())
+        workers = 2 if "workers" in kind else 0
+        return DPFlowDataLoader(dataset, batch_size=4, sampler=new_sampler(), num_workers=workers)
+
+    plain = DataLoader(dataset, batch_size=4, sampler=new_sampler())
+    expected = [[batch.tolist() for batch in plain] for _ in range(2)]
+    assert all(sum(value < 20 for value in chain.from_iterable(epoch)) == 24 for epoch in expected)
+    loader = make()
+    batches = iter(loader)
+    begun = [next(batches).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    del batches
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert begun + [batch.tolist() for batch in resumed] == expected[0]
+    assert [batch.tolist() for batch in resumed] == expected[1]

@@ -1,0 +1,135 @@
+"""BudgetBatchSampler: batches by a number of tokens, frames or pixels, for torch's DataLoader or ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_dpflow._core.checks import check_number
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.samplers.epoch_sampler import EpochSampler, mixed_seed
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
+from torch_dpflow.samplers.length_buckets import FloatArray, LengthBuckets
+
+
+class BudgetBatchSampler(EpochSampler[list[int]]):
+    """Batches of samples of similar length, each of which costs at most a budget: tokens, frames, pixels.
+
+    A batch costs its number of samples times its longest one, as padding makes them equal. The lengths of a batch
+    mostly differ by at most the factor `1 + spread`, so at most the share `spread / (1 + spread)` of it is padding, and
+    about half of that on average.
+
+    All ranks have equally many batches. At each step they read neighbours in the epoch's batches by length, so no rank
+    waits for another. Which samples meet in a batch, and in which order steps come, depends on seed and epoch; the
+    number of batches is the same in every epoch. If an epoch is continued by another number of ranks, its rest keeps
+    the steps of those that began it, so the ranks' batches differ more until the next epoch.
+
+    Without ranks every iteration is a new epoch; with ranks only `set_epoch` begins another.
+
+    Args:
+        lengths: of all samples, in any unit: numbers above 0, in a sequence, array or tensor.
+        budget: highest cost of a batch, in the same unit.
+        spread: by how much lengths of one batch may differ, as a share of the shortest. Less means less padding, and
+            fewer batches in which a sample may be.
+        num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
+        rank: this rank; by default torch.distributed's, if it is initialised, else 0.
+        ranks: a 1-D DeviceMesh, such as `mesh["dp"]`, or a process group to take both from.
+        shuffle: False reads batches from the shortest to the longest.
+        seed: of the order.
+        drop_last: leave out the batches that do not divide evenly among the ranks, instead of repeating some.
+
+    Raises:
+        OptionError: a sample is longer than the budget, or a value is out of range.
+        OptionTypeError: an argument is of the wrong type.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor,
+        budget: float,
+        *,
+        spread: float = 0.1,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        ranks: Any = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.budget = check_number("budget", budget, exclusive=True)
+        self.spread = check_number("spread", spread, minimum=0.001, maximum=100)
+        self._lengths = _checked(lengths, self.budget)
+        self._buckets = LengthBuckets(self._lengths, self.budget, self.spread)
+        super().__init__(
+            self._buckets.batches,
+            num_replicas=num_replicas,
+            rank=rank,
+            ranks=ranks,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batches that were yielded, as plain data; no side effect."""
+        return self._state()
+
+    def _reader(self, epoch: int, began_with: int) -> Callable[[IndexArray], list[list[int]]]:
+        order: CompactArray = np.arange(len(self._lengths))
+        if self.shuffle:
+            order = permutation(len(order), mixed_seed(self.seed, epoch, 0), 0)
+        samples, batches = self._buckets.epoch(order)
+        if self.shuffle:
+            batches = self._shuffled_steps(batches, epoch, began_with)
+        bounds = self._buckets.bounds
+
+        def read(places: IndexArray) -> list[list[int]]:
+            return [samples[bounds[batch] : bounds[batch + 1]].tolist() for batch in batches[places]]
+
+        return read
+
+    def _shuffled_steps(self, batches: IndexArray, epoch: int, ranks: int) -> IndexArray:
+        """Return batches that are ordered by length with their steps, of `ranks` batches each, in random order.
+
+        The batches that fill no step come last: neighbours anywhere among the lengths, so that none is preferred.
+        """
+        short = len(batches) % ranks
+        at = mixed_seed(self.seed, epoch, 1) % (len(batches) - short + 1)
+        steps = np.delete(batches, slice(at, at + short)).reshape(-1, ranks)
+        # A step is turned by its number: otherwise the last rank always has the longest batch.
+        turned = (np.arange(ranks) + np.arange(len(steps))[:, None]) % ranks
+        steps = np.take_along_axis(steps, turned, axis=1)
+        shuffled = steps[permutation(len(steps), mixed_seed(self.seed, epoch, 2), 0)]
+        return np.concatenate([shuffled.ravel(), batches[at : at + short]])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            **super()._identity(),
+            "budget": self.budget,
+            "spread": self.spread,
+            "lengths": blake2b(self._lengths.tobytes(), digest_size=16).hexdigest(),
+        }
+
+
+def _checked(lengths: Any, budget: float) -> FloatArray:
+    """Return the lengths as an array."""
+    array = lengths.numpy(force=True) if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise OptionTypeError(
+            f"lengths: one dimension of numbers is required, got dtype {array.dtype} and shape {array.shape}"
+        )
+    if not len(array):
+        raise OptionError("lengths is empty; give the length of each sample")
+    array = array.astype(np.float64)
+    for wrong, what in (
+        (~(array > 0) | np.isinf(array), "a length must be a finite number above 0"),
+        (array > budget, f"it is longer than budget={budget:g}; raise that, or leave the sample out"),
+    ):
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise OptionError(f"lengths[{first}]={array[first]:g}: {what} ({int(wrong.sum())} of {len(array)} are so)")
+    return array
