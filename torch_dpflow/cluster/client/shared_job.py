@@ -361,7 +361,9 @@ class SharedJob:
 def _sample_number(key: Any, size: int) -> int:
     """Return a sampler's key as an int; it may be numpy's or a tensor of one integer."""
     try:
-        number = operator.index("" if isinstance(key, bool) else key)  # a bool is a mask's, and not sample 0 or 1
+        if isinstance(key, bool):
+            raise TypeError  # a bool is a mask's, and not sample 0 or 1
+        number = operator.index(key)
     except TypeError:
         raise OptionTypeError(
             f"the sampler returned the key {key!r:.80} of type {type(key).__name__}: the samples of a flow have "

@@ -1,0 +1,98 @@
+"""torchrun is killed and its training resumed by another one with other ranks, batches and workers: each sample once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.shared.resized_training import EPOCHS, SIZE
+from tests.new_process import ROOT
+from tests.shared_cluster import TestCluster, wait
+
+SIZES = [(8, 4, 2), (3, 5, 1), (5, 2, 3), (1, 8, 2), (4, 6, 1)]
+
+
+def torchrun(ranks: int, given: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*command, "-m", "tests.cluster.shared.resized_training", json.dumps(given)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def kill(training: subprocess.Popen[bytes]) -> None:
+    """Kill torchrun and its ranks, which have sessions of their own."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for pid, parent in (map(int, line.split()) for line in listed.splitlines()):
+        children.setdefault(parent, []).append(pid)
+    family = [training.pid]
+    for pid in family:
+        family += children.get(pid, [])
+    for pid in family:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    training.wait()
+
+
+def train(folder: Path, sizes: list[tuple[int, int, int]], given: dict[str, Any]) -> list[list[list[int]]]:
+    """What the ranks have read, by rank and epoch; all but the last run are killed after a checkpoint."""
+    latest, log = folder / "latest", folder / "log"
+    for number, (ranks, batch_size, workers) in enumerate(sizes):
+        is_last = number == len(sizes) - 1
+        before = latest.stat().st_ino if latest.exists() else 0
+        run = {**given, "folder": str(folder), "batch_size": batch_size, "workers": workers}
+        run |= {"all_states": number % 2, "checkpoint": -1 if is_last else 3 + number}
+        training = torchrun(ranks, run, log)
+
+        def saved(training: Any = training, before: int = before) -> bool:
+            return training.poll() is not None or (latest.exists() and latest.stat().st_ino != before)
+
+        try:
+            if not is_last:
+                wait(saved, what="a checkpoint")
+                assert training.poll() is None, log.read_text()
+            else:
+                training.wait(timeout=200)
+                assert training.returncode == 0, log.read_text()
+        finally:
+            kill(training)
+    read: list[list[list[int]]] = json.loads((folder / "read").read_text())
+    return read
+
+
+def check(read: list[list[list[int]]]) -> None:
+    for epoch in range(EPOCHS):
+        samples = [*chain.from_iterable(part[epoch] for part in read)]
+        assert set(samples) == set(range(SIZE))
+        assert len(samples) - SIZE < len(read), "the end is evened out once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["DistributedSampler", "DynaGCSSampler"])
+@pytest.mark.parametrize("named", [False, True])
+def test_five_sizes_of_a_killed_training_read_each_epoch_once(
+    cluster: TestCluster, flow: str, tmp_path: Path, sampler: str, named: bool
+) -> None:
+    name = flow if named else None
+    check(train(tmp_path, SIZES, {"flow": flow, "address": cluster.address, "name": name, "sampler": sampler}))
+
+
+def test_a_killed_training_of_two_ranks_goes_on_with_one(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
+    given = {"flow": flow, "address": cluster.address, "name": flow, "sampler": "DistributedSampler"}
+    check(train(tmp_path, [(2, 7, 2), (1, 5, 1)], given))
