@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def save(folder: Path, step: int, epoch: int, loader: Any, read: list[list[int]]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [loader.state_dict(), read])
     if dist.get_rank() == 0:
-        joined = [sum((part[number] for _, part in everyone), []) for number in range(EPOCHS)]
+        joined = [[*chain.from_iterable(part[number] for _, part in everyone)] for number in range(EPOCHS)]
         saved = {"epoch": epoch, "states": [state for state, _ in everyone], "read": joined}
         new = folder / f"{step}.new"
         new.write_text(json.dumps(saved))

@@ -1,4 +1,4 @@
-"""torchrun is killed and its training resumed by another one with other ranks, batches and workers: each sample once."""
+"""Another torchrun resumes a killed one with other ranks, batches and workers: each sample once."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ SIZES = [(8, 4, 2), (3, 5, 1), (5, 2, 3), (1, 8, 2), (4, 6, 1)]
 
 def torchrun(ranks: int, given: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command.append(f"--log-dir={log.parent}")
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     with log.open("ab") as output:
         return subprocess.Popen(
