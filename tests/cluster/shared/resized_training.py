@@ -22,7 +22,8 @@ from torch_dpflow import DPFlowDataLoader, DynaGCSSampler, JobOptions
 SIZE, EPOCHS = 420, 2
 
 
-def loader_of(given: dict[str, Any]) -> DPFlowDataLoader[Any]:
+def loader_of(given: dict[str, Any], **ranks: int) -> DPFlowDataLoader[Any]:
+    """ranks: `num_replicas` and `rank`, where torch.distributed does not say them."""
     dataset = Numbers(SIZE)
     kind: Any = {"DistributedSampler": DistributedSampler, "DynaGCSSampler": DynaGCSSampler}[given["sampler"]]
     flow: dict[str, Any] = {}
@@ -32,7 +33,7 @@ def loader_of(given: dict[str, Any]) -> DPFlowDataLoader[Any]:
     return DPFlowDataLoader(
         dataset,
         batch_size=given["batch_size"],
-        sampler=kind(dataset, seed=3),
+        sampler=kind(dataset, seed=3, **ranks),
         num_workers=given["workers"],
         **flow,
     )

@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.shared.resized_training import EPOCHS, SIZE
+from tests.cluster.shared.resized_training import EPOCHS, SIZE, loader_of
 from tests.new_process import ROOT
 from tests.shared_cluster import TestCluster, wait
 
@@ -51,28 +53,33 @@ def kill(training: subprocess.Popen[bytes]) -> None:
     training.wait()
 
 
+@contextmanager
+def killed(folder: Path, ranks: int, given: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """A training that is killed in the end, and once it has saved a checkpoint if it is to save one."""
+    latest, log = folder / "latest", folder / "log"
+    before = latest.stat().st_ino if latest.exists() else 0
+    training = torchrun(ranks, {**given, "folder": str(folder)}, log)
+    try:
+        if given["checkpoint"] > 0:
+            wait(
+                lambda: training.poll() is not None or (latest.exists() and latest.stat().st_ino != before),
+                what="a checkpoint",
+            )
+            assert training.poll() is None, log.read_text()
+        yield training
+    finally:
+        kill(training)
+
+
 def train(folder: Path, sizes: list[tuple[int, int, int]], given: dict[str, Any]) -> list[list[list[int]]]:
     """What the ranks have read, by rank and epoch; all but the last run are killed after a checkpoint."""
-    latest, log = folder / "latest", folder / "log"
     for number, (ranks, batch_size, workers) in enumerate(sizes):
         is_last = number == len(sizes) - 1
-        before = latest.stat().st_ino if latest.exists() else 0
-        run = {**given, "folder": str(folder), "batch_size": batch_size, "workers": workers}
-        run |= {"all_states": number % 2, "checkpoint": -1 if is_last else 3 + number}
-        training = torchrun(ranks, run, log)
-
-        def saved(training: Any = training, before: int = before) -> bool:
-            return training.poll() is not None or (latest.exists() and latest.stat().st_ino != before)
-
-        try:
-            if not is_last:
-                wait(saved, what="a checkpoint")
-                assert training.poll() is None, log.read_text()
-            else:
+        run = {**given, "batch_size": batch_size, "workers": workers, "all_states": number % 2}
+        with killed(folder, ranks, {**run, "checkpoint": -1 if is_last else 3 + number}) as training:
+            if is_last:
                 training.wait(timeout=200)
-                assert training.returncode == 0, log.read_text()
-        finally:
-            kill(training)
+                assert training.returncode == 0, (folder / "log").read_text()
     read: list[list[list[int]]] = json.loads((folder / "read").read_text())
     return read
 
@@ -96,4 +103,11 @@ def test_five_sizes_of_a_killed_training_read_each_epoch_once(
 
 def test_a_killed_training_of_two_ranks_goes_on_with_one(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
     given = {"flow": flow, "address": cluster.address, "name": flow, "sampler": "DistributedSampler"}
-    check(train(tmp_path, [(2, 7, 2), (1, 5, 1)], given))
+    with killed(tmp_path, 2, {**given, "batch_size": 7, "workers": 2, "all_states": False, "checkpoint": 3}):
+        pass
+    saved = json.loads((tmp_path / "latest").read_text())
+    loader = loader_of({**given, "batch_size": 5, "workers": 1}, num_replicas=1, rank=0)
+    loader.load_state_dict(saved["states"][1])
+    loader.sampler.set_epoch(saved["epoch"])  # type: ignore[attr-defined]
+    rest = [int(key) for _, labels in loader for key in labels]
+    assert sorted(saved["read"][0] + rest) == list(range(SIZE))

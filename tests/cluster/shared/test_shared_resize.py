@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from torch.utils.data import DistributedSampler
+
 from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
+from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.client.open_job import Replica, SharedJob
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import StateError, UsageError
@@ -116,6 +119,49 @@ def test_a_state_says_what_all_ranks_read_once_its_router_is_back(join: Join, cl
             join(f"{flow}/again", Numbers(SIZE)).traverse(2, done=early)
     run.close()
     assert sorted(set(read + Run(join, flow, 3, states[-1]).finish())) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_loaders_of_ranks_resume_with_other_ranks_batches_and_workers(
+    cluster: TestCluster, flow: str, shuffle: bool, of_all: bool
+) -> None:
+    """Whether the flow's router orders the samples or the sampler."""
+
+    def make(run: int, count: int, batch_size: int, workers: int) -> list[DPFlowDataLoader[Any]]:
+        return [
+            DPFlowDataLoader(
+                Numbers(SIZE),
+                batch_size=batch_size,
+                sampler=DistributedSampler(Numbers(SIZE), count, rank, shuffle=shuffle, seed=3),
+                num_workers=workers,
+                flow=flow,
+                address=cluster.address,
+                job=JobOptions(name=f"{flow}/{run}", idle_s=3.0, reconnect_timeout_s=60.0),
+            )
+            for rank in range(count)
+        ]
+
+    read: list[int] = []
+    states: list[dict[str, Any]] = []
+    for run, sizes in enumerate([(4, 5, 2), (2, 9, 1), (3, 4, 2)]):
+        loaders = make(run, *sizes)
+        for loader in loaders:
+            loader.sampler.set_epoch(5)  # type: ignore[attr-defined]
+            if states:
+                loader.load_state_dict(states if of_all else states[len(states) // 2])
+        if run < 2:
+            batches = [iter(loader) for loader in loaders]
+            read += keys(next(batch) for _ in range(2) for batch in batches)
+            states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+    # Of 124 samples for three ranks, two are read twice.
+    parts = [keys(batches) for batches in zip(*loaders, strict=True)]
+    rest = [*chain.from_iterable(parts)]
+    assert (len(rest), {*read, *rest}, len({*read})) == (126, {*range(SIZE)}, 76)
+    for loader in loaders:
+        loader.sampler.set_epoch(6)  # type: ignore[attr-defined]
+    epochs = [*chain.from_iterable(keys(batches) for batches in zip(*loaders, strict=True))]
+    assert (len(epochs), {*epochs}) == (201, {*range(SIZE)})
 
 
 #: The ranks of a run, which is killed once it has read.
