@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import pytest
-
 from torch.utils.data import DistributedSampler
 
 from tests.new_process import interpreter
