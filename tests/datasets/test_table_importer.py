@@ -278,6 +278,46 @@ def test_a_table_that_is_not_understood_is_refused(tmp_path: Path, name: str, co
         _items(tmp_path / name, content)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("l.csv", 'path,text\na/1.jpg,"Hello\nb/2.jpg,x\nb/3.jpg,12"\n', "b/2.jpg,x"),
+        ("l.csv", 'path,text\n1.jpg,"Screen 5\r\n2.JPG,Screen 7"\r\n', "2.JPG,Screen 7"),
+        ("l.csv", 'path,text\n000041,"Hello\n000042,x\n000043,y"\n', "000042,x"),
+        ("l.csv", 'path,text\ncats/x,"Hello\ncats/y,x\ndogs/z,y"\n', "cats/y,x"),
+        ("l.csv", 'text,path\n"Hello,1.jpg\nx,2.jpg\ny",3.jpg\n', "Hello,1.jpg"),
+        ("l.csv", 'text,path,n\n"Hello,1.jpg,1\nx,2.jpg,2\ny",3.jpg,3\n', "Hello,1.jpg,1"),
+        ("l.csv", 'path,text\n"1.jpg,Hello\n2.jpg",x\n', "1.jpg,Hello"),
+        ("l.csv", 'path,text,n\n1.jpg,"Hello,1\n2.jpg,x,2\n3.jpg,12",3\n', "2.jpg,x,2"),
+        ("l.tsv", 'path\ttext\n1.jpg\t"Hello\n2.jpg\tx\n3.jpg\ty"\n', "2.jpg.tx"),
+    ],
+)
+def test_rows_that_a_quote_joins_are_refused(tmp_path: Path, name: str, content: str, row: str) -> None:
+    told = rf"line \d or after: a cell in quotes contains what looks like a row of its own: '{row}'.*write the table as"
+    with pytest.raises(SourceError, match=told):
+        _items(tmp_path / name, content)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "one, two\nthree, four",
+        "1, a cat\n2, a dog\n",
+        "see b.jpg, and\nthe file c.jpg, too",
+        "\n,\n",
+        'a "b"\nc, "d"',
+        "x\ny",
+    ],
+)
+@pytest.mark.parametrize("path", ["1.jpg", "a/1.jpg", "12", "000041", "x"])
+def test_texts_of_several_lines_are_taken(tmp_path: Path, text: str, path: str) -> None:
+    quoted = '"' + text.replace('"', '""') + '"'
+    (item,) = _items(tmp_path / "first.csv", f"path,text\n{path},{quoted}\n")
+    assert (item.path, item.meta) == (path, {"text": text})
+    (item,) = _items(tmp_path / "last.csv", f"text,path\n{quoted},{path}\n")
+    assert (item.path, item.meta) == (path, {"text": text})
+
+
 def test_offsets_and_lengths_may_have_leading_zeros(tmp_path: Path) -> None:
     how = {"offset_column": "start", "length_column": "size"}
     (item,) = _items(tmp_path / "list.csv", "path,start,size\n001,0010,08\n", **how)

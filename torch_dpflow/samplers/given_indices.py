@@ -57,8 +57,8 @@ def _numbers_of(data_source: Any) -> range | NDArray[Any] | None:
         return array if array.ndim == 1 else None
     if callable(getattr(type(data_source), "__array__", None)):  # of NumPy, pandas and others
         is_row = len(getattr(data_source, "shape", (0,))) == 1
-        array = np.asarray(data_source) if is_row else None
-        return array if array is not None and array.ndim == 1 and array.dtype.kind in "iufcb" else None
+        row = np.asarray(data_source) if is_row else None
+        return row if row is not None and row.ndim == 1 and row.dtype.kind in "iufcb" else None
     if isinstance(data_source, Set | ValuesView) and len(data_source) and all(map(_is_number, data_source)):
         raise OptionTypeError(
             f"data_source is a {type(data_source).__name__} of numbers, which have no order; give a list, as "

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -15,6 +12,7 @@ from typing import IO, Any, Literal
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 
@@ -127,7 +125,7 @@ class ListingImporter:
     def _text_rows(self, start: int) -> Iterator[dict[str, Any]]:
         name = str(self.source["listing"])
         with self._opened(self._name) as file:
-            rows = DelimitedRows(file, _SEPARATORS[self._ending], name)
+            rows = DelimitedRows(file, _SEPARATORS[self._ending], name, self._columns["path"])
             header = rows.header
             self._check_columns({*header}, header, name)
             numbers = {field: header.index(column) for field, column in self._used.items()}
@@ -136,7 +134,7 @@ class ListingImporter:
             self._total = types.observe(rows)
         converters = types.converters()
         with self._opened(self._name) as file:
-            rows = DelimitedRows(file, _SEPARATORS[self._ending], name)
+            rows = DelimitedRows(file, _SEPARATORS[self._ending], name, self._columns["path"])
             for cells in islice(rows, start, None):
                 try:
                     yield {
@@ -230,8 +228,6 @@ def _taken(row: dict[str, Any], column: str) -> Any:
     return value
 
 
-#: Maximum characters of a cell. Python's own limit, 128 KiB, is too small for outlines and transcripts.
-_MAX_CELL = 2**24
 #: Rows whose distinct cells are matched at a time.
 _ROWS = 4096
 #: Spellings of a missing value, those of pandas and Arrow. In a column of texts they are texts.
@@ -256,59 +252,6 @@ _TIME = re.compile(
 
 #: Kinds of cells. Integers that are not small may not be equal to any float.
 _Kind = Literal["small integer", "integer", "number", "boolean", "time", "text"]
-
-
-class DelimitedRows:
-    """The rows of a CSV or TSV file, quoted as in RFC 4180, in UTF-8 with or without a byte-order mark.
-
-    Args:
-        file: the file, at its start.
-        delimiter: between cells.
-        name: names the file in errors.
-
-    Raises SourceError, also while rows are read: the file is no UTF-8, has no header, has a column name twice, a row of
-    another number of cells, or a quote that is not doubled inside quotes.
-    """
-
-    def __init__(self, file: IO[bytes], delimiter: str, name: str) -> None:
-        csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
-        self._name = name
-        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        self._reader = csv.reader(text, delimiter=delimiter, strict=True)
-        header = next(self._cells(), None)
-        if header is None:
-            raise SourceError(f"{name} cannot be read: it is empty; give a header with the names of the columns")
-        check_names(header, name)
-        self.header = header
-
-    def __iter__(self) -> Iterator[list[str]]:
-        for cells in self._cells():
-            if len(cells) != len(self.header):
-                raise self._unreadable(f"it has {len(cells)} cells, and the header {len(self.header)}")
-            yield cells
-
-    def _cells(self) -> Iterator[list[str]]:
-        """Yield the cells of each row that is not empty."""
-        while True:
-            try:
-                cells = next(self._reader, None)
-            except UnicodeDecodeError as error:
-                raise self._unreadable(
-                    f"it is no UTF-8 text ({error.reason}: {error.object[error.start : error.start + 4]!r}); convert "
-                    "the file, as in iconv -f LATIN1 -t UTF-8"
-                ) from error
-            except csv.Error as error:
-                raise self._unreadable(
-                    f"{error}; inside quotes write each quote twice, and quote a cell that begins with one, as in "
-                    '"""so"" he said"; or write the table as Parquet'
-                ) from error
-            if cells is None:
-                return
-            if cells:
-                yield cells
-
-    def _unreadable(self, how: str) -> SourceError:
-        return SourceError(f"{self._name} cannot be read, line {self._reader.line_num or 1} or after: {how}")
 
 
 class ColumnTypes:
@@ -361,10 +304,3 @@ def _converter(kinds: frozenset[_Kind]) -> Callable[[str], Any]:
     if kinds == {"time"}:
         return lambda cell: None if cell in _MISSING else cell
     return str
-
-
-def check_names(names: Collection[str], table: str) -> None:
-    """Raise SourceError for a column name that occurs twice in the table, which errors call `table`."""
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise SourceError(f"{table} has several columns of the name {twice}; give each a name of its own")
