@@ -16,12 +16,14 @@ SIZE, EPOCHS = 64, 2
 JOB = """
 import json, os, signal, sys
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # ranks that have a store and no connections
+import torch.testing._internal.distributed.fake_pg
 from torch.utils.data import DistributedSampler
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 given = json.loads(sys.argv[1])
-dist.init_process_group(given["backend"])
+is_agents = given["backend"] == "fake"  # ranks without connections, which take torchrun's own store
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False) if is_agents else None
+dist.init_process_group(given["backend"], store=store, rank=int(os.environ["RANK"]), world_size=2)
 attempt, epochs = os.environ["TORCHELASTIC_RESTART_COUNT"], []
 sampler = DistributedSampler(Numbers(given["size"]), seed=3)
 loader = DPFlowDataLoader(sampler.dataset, batch_size=4, sampler=sampler, num_workers=2, flow=given["flow"],
@@ -46,7 +48,7 @@ dist.destroy_process_group()
 def test_ranks_that_torchrun_restarts_read_every_sample_once(
     cluster: TestCluster, flow: str, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Attempts share a store, where gloo finds the addresses of the first one, which nothing listens to.
+    # Attempts share the store of torchrun, where gloo finds the first one's addresses, to which nothing listens.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1" if backend == "gloo" else "0")
     (tmp_path / "job.py").write_text(JOB)
     given = {"size": SIZE, "epochs": EPOCHS, "flow": flow, "address": cluster.address, "backend": backend}
