@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -146,13 +148,18 @@ def test_samples_that_are_not_the_jobs_are_refused() -> None:
 
 
 class Ranks(RuleBasedStateMachine):
-    """Ranks that draw, go on to the next epoch, and come back from checkpoints; a router that forgets all."""
+    """Ranks that draw, go on to the next epoch, come back from checkpoints, and become more or fewer in mid-epoch.
+
+    The router may forget all.
+    """
 
     @initialize(length=st.integers(1, 30), replicas=st.integers(1, 4), drop_last=st.booleans())
     def begin(self, length: int, replicas: int, drop_last: bool) -> None:
         self.length, self.shares = length, RankShares(length, replicas, drop_last)
         #: By epoch and rank, what has been drawn, in order.
         self.drawn: dict[int, list[list[int]]] = {0: [[] for _ in range(replicas)]}
+        #: By epoch, what runs with other numbers of ranks had drawn.
+        self.earlier: dict[int, set[int]] = {}
         self.epochs = [0] * replicas
         self.order = make(length, replicas, drop_last=drop_last)
         #: Ranks that have begun; the others have read nothing.
@@ -165,9 +172,14 @@ class Ranks(RuleBasedStateMachine):
 
     def tell(self, rank: int) -> None:
         now = self.epochs[rank]
-        places = [held(epoch, self.drawn[epoch][rank]) for epoch in (now, now - 1) if epoch in self.drawn]
+        places = [
+            replace(
+                held(epoch, self.drawn[epoch][rank]), earlier=np.array(sorted(self.earlier.get(epoch, [])), np.int64)
+            )
+            for epoch in (now, now - 1)
+            if epoch in self.drawn
+        ]
         self.order.start(rank, places, reader="reader", fresh=rank not in self.begun)
-        self.begun.add(rank)
 
     @rule(data=st.data(), count=st.integers(1, 9))
     def draw(self, data: st.DataObject, count: int) -> None:
@@ -177,7 +189,8 @@ class Ranks(RuleBasedStateMachine):
         if rank not in self.begun:
             self.tell(rank)
         mine += self.order.draw(rank, epoch, len(mine), count, alone=True).tolist()
-        if len(mine) == self.shares.per_rank and epoch < min(self.epochs) + 4:
+        self.begun.add(rank)
+        if len(mine) == self.shares_in(epoch).per_rank and epoch < min(self.epochs) + 4:
             self.epochs[rank] += 1
             self.drawn.setdefault(epoch + 1, [[] for _ in self.epochs])
             self.tell(rank)
@@ -203,17 +216,35 @@ class Ranks(RuleBasedStateMachine):
         for rank in self.order.awaited:
             self.tell(rank)
 
+    def shares_in(self, epoch: int) -> RankShares:
+        return replace(self.shares, length=self.length - len(self.earlier.get(epoch, [])))
+
+    @precondition(lambda self: len(set(self.epochs)) == 1)
+    @rule(replicas=st.integers(1, 4))
+    def become_more_or_fewer(self, replicas: int) -> None:
+        epoch = self.epochs[0]
+        read = self.earlier.get(epoch, set()).union(*self.drawn[epoch])
+        self.earlier, self.drawn = {epoch: read}, {epoch: [[] for _ in range(replicas)]}
+        self.shares, self.epochs, self.begun = (
+            replace(self.shares, replicas=replicas),
+            [epoch] * replicas,
+            {*range(replicas)},
+        )
+        self.restart()
+
     @invariant()
     def each_sample_goes_to_one_rank(self) -> None:
         if not hasattr(self, "order"):
             return
         self.order.validate()
-        for parts in self.drawn.values():
+        for epoch, parts in self.drawn.items():
+            shares = self.shares_in(epoch)
             given = [sample for part in parts for sample in part]
             extra = len(given) - len(set(given))
-            assert extra <= max(0, self.shares.total - self.length)
-            if all(len(part) == self.shares.per_rank for part in parts):
-                assert len(set(given)) == min(self.length, self.shares.total)
+            assert extra <= max(0, shares.total - shares.length)
+            assert not self.earlier.get(epoch, set()) & set(given)
+            if all(len(part) == shares.per_rank for part in parts):
+                assert len(set(given)) == min(shares.length, shares.total)
 
 
 TestRanks = Ranks.TestCase
