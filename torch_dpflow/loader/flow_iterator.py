@@ -209,7 +209,10 @@ class RoutedProgress:
         self.finished = False
 
     def state(self) -> LoaderState:
-        """Return the state to resume the epoch, or the next one if this one is over: one bit per sample of the flow."""
+        """Return the state to resume the epoch, or the next one if this one is over.
+
+        One bit per sample of the flow; up to three where the job has ranks.
+        """
         after = {"seed": self._job.seed, "epoch": self.epoch + 1}
         return LoaderState(
             epoch=self._iteration + self.finished,
