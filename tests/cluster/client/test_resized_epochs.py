@@ -21,7 +21,7 @@ from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import StateError, UsageError
 from torch_dpflow.loader.flow_states import join_flow_states
-from torch_dpflow.samplers import RankShares, SamplingGroup, sampling_group
+from torch_dpflow.samplers import STRATEGIES, RankShares, SamplingGroup, sampling_group
 
 SEED = 5
 
@@ -141,15 +141,21 @@ def test_every_sample_is_read_once_by_ranks_in_step(
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.data(), st.integers(1, 60), st.lists(st.integers(1, 9), min_size=2, max_size=5), st.booleans())
+@given(
+    st.data(),
+    st.integers(1, 60),
+    st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    st.booleans(),
+    st.sampled_from(sorted(STRATEGIES)),
+)
 def test_every_sample_is_read_once_by_ranks_that_are_out_of_step(
-    data: st.DataObject, length: int, sizes: list[int], drop_last: bool
+    data: st.DataObject, length: int, sizes: list[int], drop_last: bool, strategy: str
 ) -> None:
     read: Counter[int] = Counter()
     states: Any = None
     allowed = 0
     for replicas in sizes:
-        group = sampling_group("shared-log", length)
+        group = sampling_group(strategy, length)
         group.join("other", seed=8)
         group.start_epoch("other", 0)
         run = Run(length, replicas, states, drop_last=drop_last, group=group)
