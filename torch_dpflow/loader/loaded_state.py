@@ -99,6 +99,10 @@ def check_fits(loader: Any, state: LoaderState) -> None:
             )
     if not state.fresh and state.shared is None and kind == "map":
         _check_size(state, mine, resized, shape.rank())
+    if not state.fresh and state.shared is not None:
+        from torch_dpflow.cluster.client.epoch_cursor import check_resumable  # here, as private loaders need no cluster
+
+        check_resumable(state.shared, int(mine.get("num_replicas") or 1))
     _check_workers(loader, state)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from tests.shared_datasets import Numbers
-from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
+from torch_dpflow.cluster.client.epoch_cursor import EpochCursor, check_resumable
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
 from torch_dpflow.cluster.messages.router import JobRank
@@ -234,9 +234,13 @@ def test_a_router_that_has_forgotten_knows_what_all_ranks_read_once_they_have_pa
     states = [run.state(rank) for rank in range(2)]
     again = Run(42, 2, states)
     assert again.order.read_by_all(0, 3) is None
+    check_resumable(again.joined(), 3)
     again.draw(0, 2)
     with pytest.raises(StateError, match=r"samples of rank 0 of 2 only.*the states of all 2 ranks as a list"):
         Run(42, 3, again.state(0))
+    with pytest.raises(StateError, match="of rank 0 of 2 only"):
+        check_resumable(again.state(0), 3)
+    check_resumable(again.state(0), 2)
     again.draw(0, 1)
     read = [*chain.from_iterable(run.read + again.read)]
     assert sorted(read + Run(42, 3, again.state(0)).finish()) == list(range(42))
@@ -280,6 +284,9 @@ def test_states_that_are_damaged_or_do_not_belong_together_are_refused(state: di
     cursor = EpochCursor(job, 0)
     with pytest.raises(StateError, match=message):
         cursor.resume(0, state)
+    if message not in ("of epoch 1 of 30 samples", "of epoch 0 of 31 samples"):  # of another flow or epoch
+        with pytest.raises(StateError, match=message):
+            check_resumable({"epoch": 0, **state}, 2)
     assert not cursor.position
     assert not cursor.marks.any()
     assert cursor.earlier is None

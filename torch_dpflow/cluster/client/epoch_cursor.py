@@ -185,7 +185,7 @@ class _Saved:
     earlier: Marks
 
     @classmethod
-    def of(cls, state: dict[str, Any], epoch: int, size: int) -> _Saved:
+    def of(cls, state: dict[str, Any], epoch: Any, size: int) -> _Saved:
         """Raises StateError: the state is damaged, or of another epoch or flow."""
         try:
             if (state["epoch"], state["size"]) != (epoch, size):
@@ -225,7 +225,23 @@ class _Saved:
         return self.together & ~self.earlier
 
 
-def _saved(parts: Any, epoch: int, size: int) -> list[_Saved]:
+def check_resumable(state: dict[str, Any], replicas: int) -> None:
+    """Check whether ranks of this number can resume the state, as far as the state alone shows it.
+
+    Raises StateError as `EpochCursor.resume`.
+    """
+    is_joined = "ranks" in state
+    parts = state["ranks"] if is_joined else [state]
+    first = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], dict) else {}
+    size = first.get("size", 1)
+    if type(size) is not int or size < 1:
+        raise StateError(f"the job's state is damaged: it is of {size!r} samples; pass what state_dict() returned")
+    one = _saved(parts, state.get("epoch"), size)[0]
+    if not (is_joined or one.replicas == replicas or one.over):
+        one.read_in_step()
+
+
+def _saved(parts: Any, epoch: Any, size: int) -> list[_Saved]:
     """Return the checked states of the ranks of one run. Raises StateError if they do not belong together."""
     if not isinstance(parts, list) or not parts:
         raise StateError(f"the job's state is damaged: its ranks are {parts!r:.80}; give the states of all ranks")
