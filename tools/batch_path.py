@@ -4,8 +4,10 @@ It reads a private loader (two workers, a map-style dataset, `shuffle=True`) and
 own) in steady state. Every process of the run records which functions run in each of its windows. In a window the job
 takes some batches in mid-epoch, so that as many others are planned, loaded and stored. As many windows, in which the
 job takes nothing, show what runs anyway, as heartbeats do. A file counts if a function of it runs in at least two
-thirds of the first windows, and twice as often as in the others. `--functions` prints these functions too, with their
-processes and threads.
+thirds of the first windows, and twice as often as in the others. The coordinator, which divides the workers by what is
+read, has no part in a batch and is left out.
+
+`--functions` prints these functions too, with their processes and threads.
 """
 
 import mmap
@@ -115,7 +117,11 @@ def measure(root: Path, *, flow: bool) -> dict[str, set[str]]:
     runs = Counter((int(number) % 2, name, function) for number, name, function in entries)
     found: dict[str, set[str]] = defaultdict(set)
     for (has_batches, name, function), count in sorted(runs.items()):
-        if has_batches and count >= max(2 * WINDOWS / 3, 2 * runs[0, name, function]):
+        if (
+            has_batches
+            and "dpflow-coordinator" not in function
+            and count >= max(2 * WINDOWS / 3, 2 * runs[0, name, function])
+        ):
             found[name].add(function)
     return found
 

@@ -10,9 +10,11 @@ The version is checked once per connection (`Handshake`, `Welcome`), not in ever
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from torch_dpflow._core.checks import MAX_DEPTH, check_msgpack
 from torch_dpflow.errors import ErrorKind, MessageError, OptionError
@@ -404,8 +406,15 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | byt
     if size > MAX_HEADER_BYTES:
         raise MessageError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are allowed")
     try:
-        if size > MAX_DEPTH:  # one level takes a byte at least
+        if size > MAX_DEPTH and _takes_any(decoder):  # one level takes a byte at least
             check_msgpack(memoryview(data))
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise MessageError(f"not a valid message: {error}") from error
+
+
+@functools.cache
+def _takes_any(decoder: msgspec.msgpack.Decoder[Any]) -> bool:
+    """Return whether the decoder accepts values of any type, which alone can be nested to any depth."""
+    types = repr(msgspec.inspect.type_info(decoder.type))
+    return "AnyType" in types or "RawType" in types
