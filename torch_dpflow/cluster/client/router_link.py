@@ -260,7 +260,7 @@ class RouterLink:
         """Repeat a call until it succeeds; each attempt first refreshes whatever was out of date in the one before."""
         deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
         self._deadline = deadline
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        backoff: Backoff | None = None
         faults = 0
         if self.outages.is_out:
             self._disconnect()  # the router may have moved: another call to its old address would time out again
@@ -283,6 +283,7 @@ class RouterLink:
             else:
                 self.outages.on_success()
                 return result
+            backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
             given_up.wait(backoff.pause_s())
         raise PeerLostError("the epoch was abandoned during a call to its router")
 
