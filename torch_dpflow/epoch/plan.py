@@ -336,9 +336,11 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
         end = _end(state, index_sampler, order.left)
         return Plan(regrouped(index_sampler, order.rest()), sampler=order, position=state.position, end=end)
     left = working(part, "samples_left")
-    if type(left) is int and not left:  # its next iteration would be another epoch
+    if type(left) is int and not left and state.position:  # its next iteration would be another epoch
         return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
     inner = inner_sampler(index_sampler, sampler)
+    if left == 0:  # at rest after the epoch before: the next iteration reads a whole one
+        left = length_or_none(inner)
     if type(left) is not int and type(index_sampler) is BatchSampler and (whole := length_or_none(inner)) is not None:
         left = whole - state.samples
     if state.sampler["iterator"] is None:
