@@ -38,10 +38,11 @@ def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None
     """Return `value`, which may be numpy's or a tensor, as an int. Raises OptionError, OptionTypeError (bools too)."""
     allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
     try:
-        number = operator.index(value)
+        # NumPy's bool, "bool" or "bool_", is an index in NumPy before 2.3.
+        number = None if type(value).__name__ in ("bool", "bool_") else operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None:
         raise _wrong_type(name, value, allowed)
     if number < minimum or (maximum is not None and number > maximum):
         raise OptionError(f"{name}={number} is out of range; give {allowed}")
