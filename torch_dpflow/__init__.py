@@ -8,7 +8,7 @@ from torch_dpflow._version import __version__
 if TYPE_CHECKING:
     from torch_dpflow.caches import ALSDCache
     from torch_dpflow.cluster.client.options import JobOptions
-    from torch_dpflow.datasets import DatasetStore
+    from torch_dpflow.datasets import DatasetStore, open_dataset
     from torch_dpflow.errors import DPFlowError
     from torch_dpflow.flows import DataLoadFlow
     from torch_dpflow.loader.loader import DPFlowDataLoader
@@ -32,6 +32,7 @@ __all__ = [
     "Phase",
     "PooledDataset",
     "__version__",
+    "open_dataset",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -39,7 +40,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "caches": ["ALSDCache"],
         "pool": ["PooledDataset"],
-        "datasets": ["DatasetStore"],
+        "datasets": ["DatasetStore", "open_dataset"],
         "errors": ["DPFlowError"],
         "flows": ["DataLoadFlow"],
         "loader": ["DPFlowDataLoader"],

@@ -1,10 +1,16 @@
 """Datasets by name, on any storage: the storage specification, the store, importers and the reader."""
 
+from typing import TYPE_CHECKING
+
+from torch_dpflow._core.lazy import lazy_names
 from torch_dpflow.datasets.draft import Draft
 from torch_dpflow.datasets.import_progress import json_schemas
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, DatasetShardMeta, SampleMeta, Variant
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Problem, verify
+
+if TYPE_CHECKING:
+    from torch_dpflow.datasets.opening import open_dataset
 
 __all__ = [
     "Dataset",
@@ -17,5 +23,9 @@ __all__ = [
     "StoredDataset",
     "Variant",
     "json_schemas",
+    "open_dataset",
     "verify",
 ]
+
+# It needs torch, which importing takes seconds.
+__getattr__, __dir__ = lazy_names(__name__, {"opening": ["open_dataset"]})

@@ -20,7 +20,7 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
-from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of
+from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of, state_of
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
 from torch_dpflow.errors import (
@@ -62,6 +62,8 @@ class DirectoryEntry(NamedTuple):
     size: int | None
     #: see `revision_of`; None for directories, and on other storages than S3 and OSS
     revision: str | None = None
+    #: see `state_of`
+    state: str = ""
 
 
 class Files:
@@ -248,7 +250,9 @@ class Files:
                 raise self._without_path(path)
             if name and not name.startswith(".") and entry["name"].rstrip("/") != full.rstrip("/"):
                 revision = revision_of(entry) if self._is_of_keys else None
-                found.append(DirectoryEntry(name, _is_directory(fs, entry), entry.get("size"), revision))
+                found.append(
+                    DirectoryEntry(name, _is_directory(fs, entry), entry.get("size"), revision, state_of(entry))
+                )
         return sorted(found)
 
     def _without_path(self, path: str) -> StorageError:

@@ -150,9 +150,9 @@ class SampleReader:
         opened = self._opened.get()
         numbers = self._wrapped(indices)
         described = self._describe(opened, numbers)
-        wanted = [(number, what.span) for number, what in zip(numbers, described) if isinstance(what, _Described)]
+        wanted = [(number, what.span) for number, what in zip(numbers, described) if isinstance(what, Described)]
         contents = iter(self._contents(opened.data, wanted))
-        return [what.sample(*next(contents)) if isinstance(what, _Described) else what for what in described]
+        return [what.sample(*next(contents)) if isinstance(what, Described) else what for what in described]
 
     def _contents(
         self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
@@ -188,23 +188,23 @@ class SampleReader:
                 raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {count} samples")
         return [number % count for number in numbers]
 
-    def _describe(self, opened: _OpenedVariant, indices: Sequence[int]) -> list[_Described | DPFlowError]:
+    def _describe(self, opened: _OpenedVariant, indices: Sequence[int]) -> list[Described | DPFlowError]:
         """Describe each sample. Each shard is looked up once."""
         locate = self.stored.variant.locate
         places = [locate(index) for index in indices]
-        described: list[_Described | DPFlowError | None] = [None] * len(indices)
+        described: list[Described | DPFlowError | None] = [None] * len(indices)
         for position, meta in opened.metas(places):
             described[position] = self._described(opened, meta)
         return [what for what in described if what is not None]
 
-    def _described(self, opened: _OpenedVariant, meta: SampleMeta | DPFlowError) -> _Described | DPFlowError:
+    def _described(self, opened: _OpenedVariant, meta: SampleMeta | DPFlowError) -> Described | DPFlowError:
         if isinstance(meta, DPFlowError):
             return meta
         try:
             span = _span(opened.data_url(meta), meta, is_checked=self._check is not False)
             # A CRC of 100 kB takes 35 µs, a hundredth of decoding such an image; few disks have checksums of their own.
             checksum = None if self._check is False else meta.checksum
-            return _Described(span, meta.length, checksum, meta.fields())
+            return Described(span, meta.length, checksum, meta.fields())
         except DPFlowError as error:
             return error
 
@@ -233,7 +233,7 @@ class SampleReader:
 
 
 @dataclass(slots=True)
-class _Described:
+class Described:
     """A sample's place, expected length and checksum, and annotations. It refers to no shard."""
 
     span: ByteRange

@@ -23,6 +23,8 @@ IMPORTERS = {
     "iterable": ("iterable", "IterableImporter"),
     "listing": ("listing", "ListingImporter"),
     "speech": ("folders", "SpeechImporter"),
+    "tfrecord": ("tfrecord", "TFRecordImporter"),
+    "webdataset": ("webdataset", "WebDatasetImporter"),
 }
 
 

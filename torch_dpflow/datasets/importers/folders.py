@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.sources import SourceFiles
 from torch_dpflow.errors import OptionError, SourceError
 
 
@@ -22,6 +24,8 @@ class FoundFile(NamedTuple):
     size: int | None
     #: as in `Item`
     revision: str | None = None
+    #: see `state_of`
+    state: str = ""
 
 
 def check_folder(files: Files) -> None:
@@ -44,7 +48,7 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
         for child in files.children(directory, all_keys=True):
             path = f"{directory}/{child.name}"
             if not child.is_directory:
-                found.append((directory, FoundFile(path, child.size, child.revision)))
+                found.append((directory, FoundFile(path, child.size, child.revision, child.state)))
             elif (real := files.real(path)) not in above:
                 pending.append((path, above | {real}))
     found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].path)))
@@ -112,6 +116,22 @@ class ImageFolderImporter:
             "endings": list(self._endings),
             "classes": self._known,
         }
+
+    @staticmethod
+    def finds(files: SourceFiles) -> bool:
+        """Return whether a directory has directories, the first of which has an image."""
+        if not files.folders:
+            return False
+        children = Files(files.given, files.options).children(files.folders[0])
+        return any(child.name.lower().endswith(IMAGE_ENDINGS) for child in children)
+
+    def state(self) -> str:
+        """Return a digest of the names, sizes and times of all images; lists the whole tree."""
+        digest = hashlib.sha256()
+        for folder in self._find_classes().values():
+            for path, size, revision, state in self._images(folder):
+                digest.update(f"{path}\0{size}\0{revision}\0{state}\0".encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     def extend(self, info: Mapping[str, Any]) -> None:
         """Keep the labels of the classes in `info`."""

@@ -179,6 +179,15 @@ def revision_of(entry: Mapping[str, Any]) -> str | None:
     return None
 
 
+#: What listings of storages report about the last change of an object.
+_STATES = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "md5Hash", "created")
+
+
+def state_of(entry: Mapping[str, Any]) -> str:
+    """Return what a listing reports about an object's last change, as one text; "" if nothing."""
+    return " ".join(f"{name}={entry[name]}" for name in _STATES if entry.get(name) is not None)
+
+
 def needs_host(kind: type) -> bool:
     """Return whether a file system class connects to a host with disks, where a file's directory must exist first."""
     parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]

@@ -1,0 +1,278 @@
+"""`open_dataset`: finding objects and formats, and indexes that are built once, continued, and built anew."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.datasets.formats.tars import members_of, samples_of, write_shards, write_tar
+from tests.later import Later
+from torch_dpflow.datasets import DatasetStore, open_dataset
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.shards import ForwardReader
+from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
+from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
+from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
+
+PIL = Later("PIL.Image")
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that gets the name of every object that is scanned, also by forked processes."""
+    log = tmp_path / "scans"
+    log.touch()
+    scan = WebDatasetImporter.scan
+
+    def noted(importer: WebDatasetImporter, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
+        with log.open("a") as out:
+            out.write(f"{os.path.basename(file.url)}\n")
+        return scan(importer, file, data)
+
+    monkeypatch.setattr(WebDatasetImporter, "scan", noted)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("a-{000..002}.tar", ["a-000.tar", "a-001.tar", "a-002.tar"]),
+        ("{8..11}", ["8", "9", "10", "11"]),
+        ("{3..1}", ["3", "2", "1"]),
+        ("{00..10..5}", ["00", "05", "10"]),
+        ("{a,b}/{0..1}", ["a/0", "a/1", "b/0", "b/1"]),
+        ("{a,{b,c}}", ["a", "b", "c"]),
+        ("{x}.tar", ["{x}.tar"]),
+    ],
+)
+def test_braces(text: str, expanded: list[str]) -> None:
+    assert sorted(expand_braces(text)) == sorted(expanded)
+
+
+@given(st.integers(0, 2000), st.integers(0, 300), st.integers(1, 6))
+def test_ranges_keep_the_zeros_of_their_bounds(first: int, count: int, width: int) -> None:
+    found = expand_braces(f"x{{{first:0{width}d}..{first + count:0{width}d}}}")
+    is_padded = any(len(f"{bound:0{width}d}") > len(str(bound)) for bound in (first, first + count))
+    assert found == [f"x{number:0{width if is_padded else 0}d}" for number in range(first, first + count + 1)]
+
+
+def test_too_many_objects_are_refused_before_they_are_named() -> None:
+    with pytest.raises(OptionError, match="more than 1000000 objects"):
+        expand_braces("{0..99999999999}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["data", "data/", "data/train-{000..003}.tar", "data/train-*.tar", "data/train-00[0-3].tar", "*/*.tar"],
+)
+def test_ways_to_name_the_same_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    write_shards(tmp_path / "data", 4, 1)
+    (tmp_path / "data" / "README.md").touch()
+    monkeypatch.chdir(tmp_path)
+    expected = [f"train-{number:03d}.tar" for number in range(4)]
+    for given_source in (source, f"file://{tmp_path}/{source}"):
+        assert WebDatasetImporter(given_source).files.names == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("data/train-{000..009}.tar", SourceError, r"there is no .*train-004\.tar"),
+        ("data/none-*.tar", SourceError, "nothing matches"),
+        ("data/**/a.tar", OptionError, "not supported"),
+        ("pipe:cat data/train-000.tar", OptionError, "commands are not run"),
+        ([], OptionTypeError, "give a path"),
+        (["data/train-000.tar", 3], OptionTypeError, "source has 3"),
+        ("data/notes.bin", OptionError, "has no format that is known; give format="),
+    ],
+)
+def test_sources_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any, error: type[Exception], message: str
+) -> None:
+    write_shards(tmp_path / "data", 4, 1)
+    (tmp_path / "data" / "notes.bin").write_bytes(b"nothing of the kind")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        open_dataset(source)
+
+
+def test_a_format_is_found_by_first_bytes(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "shard", members_of(samples_of(0, 3)))
+    assert len(open_dataset(path)) == 3
+
+
+def test_an_index_is_built_once(tmp_path: Path, scans: Path) -> None:
+    samples = write_shards(tmp_path / "data", 3, 20)
+    for _ in range(2):
+        dataset = open_dataset(tmp_path / "data")
+        assert dataset[45] == samples[45]
+    assert sorted(scans.read_text().split()) == ["train-000.tar", "train-001.tar", "train-002.tar"]
+    assert pickle.loads(pickle.dumps(dataset))[59] == samples[59]
+
+
+@pytest.mark.parametrize("change", ["grown", "replaced"])
+def test_a_changed_shard_gets_a_new_index(tmp_path: Path, change: str) -> None:
+    write_shards(tmp_path, 2, 20)
+    opened = open_dataset(tmp_path / "train-{000..001}.tar")
+    path = tmp_path / "train-001.tar"
+    size = path.stat().st_size
+    samples = samples_of(20, 25 if change == "grown" else 20)
+    if change == "replaced":
+        samples = [{**sample, "mask.png": bytes(300)} for sample in samples]
+    write_tar(path, members_of(samples))
+    assert (path.stat().st_size == size) == (change == "replaced")
+    anew = open_dataset(tmp_path / "train-{000..001}.tar")
+    assert len(anew) == 20 + len(samples)
+    assert anew[25] == samples[5]
+    assert anew.stored.ref.version != opened.stored.ref.version
+
+
+def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path) -> None:
+    samples = write_shards(tmp_path / "data", 12, 250)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(count: int) -> None:
+        if count >= 2000:
+            raise Killed
+
+    with pytest.raises(Killed):
+        open_dataset(tmp_path / "data", progress=kill)
+    before = len(scans.read_text().split())
+    counts: list[int] = []
+    dataset = open_dataset(tmp_path / "data", progress=counts.append)
+    assert counts[0] == 2000
+    assert sorted(scans.read_text().split()[before:]) == [f"train-{number:03d}.tar" for number in range(7, 12)]
+    assert dataset.__getitems__(list(range(0, 3000, 99))) == samples[::99]
+
+
+def _open(folder: Path, barrier: Any, found: Any) -> None:
+    barrier.wait()
+    found.put(open_dataset(folder)[30])
+
+
+def test_of_processes_that_open_at_once_one_builds(tmp_path: Path, scans: Path) -> None:
+    samples = write_shards(tmp_path / "data", 3, 20)
+    context = multiprocessing.get_context("fork")
+    barrier, found = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=_open, args=(tmp_path / "data", barrier, found)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [found.get(timeout=120) for _ in processes] == [samples[30]] * 4
+    for process in processes:
+        process.join()
+    assert len(scans.read_text().split()) == 3
+
+
+def test_a_damaged_index_is_built_anew(tmp_path: Path, index_dir: Path) -> None:
+    samples = write_shards(tmp_path / "data", 1, 5)
+    open_dataset(tmp_path / "data")
+    (version,) = index_dir.rglob("versions/*.json")
+    version.write_bytes(version.read_bytes()[:100])
+    assert open_dataset(tmp_path / "data")[4] == samples[4]
+
+
+def test_errors_of_a_source_are_not_kept(tmp_path: Path) -> None:
+    write_shards(tmp_path, 2, 5)
+    path = tmp_path / "train-001.tar"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:3000])
+    with pytest.raises(SourceError, match=r"train-001\.tar"):
+        open_dataset(tmp_path / "*.tar")
+    path.write_bytes(whole)
+    assert len(open_dataset(tmp_path / "*.tar")) == 10
+
+
+def _images(folder: Path) -> Path:
+    chance = np.random.default_rng(0)
+    for kind in ("cat", "dog"):
+        (folder / kind).mkdir(parents=True)
+        for number in range(3):
+            pixels = chance.integers(0, 255, (8, 6, 3), np.uint8)
+            PIL.fromarray(pixels).save(folder / kind / f"{number}.png")
+    return folder
+
+
+def test_image_folders(tmp_path: Path) -> None:
+    folder = _images(tmp_path / "pets")
+    dataset = open_dataset(folder)
+    content = (folder / "dog" / "0.png").read_bytes()
+    assert dataset[3] == {"image": content, "label": 1, "class": "dog"}
+    (folder / "cat" / "9.png").write_bytes(content)
+    assert open_dataset(folder)[3] == {"image": content, "label": 0, "class": "cat"}
+
+
+def test_decoded_samples(tmp_path: Path) -> None:
+    folder = _images(tmp_path / "pets")
+    pixels = np.asarray(PIL.open(folder / "dog" / "0.png"))
+    assert np.array_equal(open_dataset(folder, decode="pil")[3]["image"], pixels)
+    rgb = open_dataset(folder, decode="rgb")[3]["image"]
+    assert rgb.dtype == np.uint8
+    assert np.array_equal(rgb, pixels)
+    tensor = open_dataset(folder, decode="torch")[3]["image"]
+    assert torch.equal(tensor, torch.from_numpy(pixels.copy()).permute(2, 0, 1))
+    assert open_dataset(folder, decode=lambda sample: sample["label"])[3] == 1
+    with pytest.raises(OptionError, match="give one of pil, rgb, torch"):
+        open_dataset(folder, decode="jpeg")
+
+
+def test_decoded_members_of_shards(tmp_path: Path) -> None:
+    array = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<i4', 'fortran_order': False, 'shape': (2,), }".ljust(117) + b"\n"
+    members = [
+        ("a.png", (_images(tmp_path / "p") / "cat" / "0.png").read_bytes()),
+        ("a.cls", b"7"),
+        ("a.json", b'{"x": [1]}'),
+        ("a.txt", "é".encode()),
+        ("a.npy", array + b"\x01\0\0\0\x02\0\0\0"),
+        ("a.bin", b"\x00\x01"),
+        ("b.png", b"\x89PNG\r\n\x1a\n damaged"),
+    ]
+    dataset = open_dataset(write_tar(tmp_path / "a.tar", members), decode="pil", on_error="skip")
+    sample = dataset[0]
+    assert sample["png"].size == (6, 8)
+    assert np.array_equal(sample["npy"], [1, 2])
+    assert {name: sample[name] for name in ("cls", "json", "txt", "bin")} == {
+        "cls": 7,
+        "json": {"x": [1]},
+        "txt": "é",
+        "bin": b"\x00\x01",
+    }
+    with pytest.raises(SourceError, match=r"a\.tar.*'png' cannot be decoded"):
+        dataset[1]
+    assert len(dataset.__getitems__([1, 0])) == 1
+
+
+def test_stored_datasets(tmp_path: Path, local_store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="needs its store"):
+        open_dataset("core/x:v1")
+    monkeypatch.setenv("DPFLOW_STORE", local_store.url)
+    with pytest.raises(LookupError, match=re.escape(local_store.url)):
+        open_dataset("core/x:v1:train")
+    with pytest.raises(OptionError, match="not for stored datasets"):
+        open_dataset("core/x:v1:train", format="webdataset")
+
+
+def test_sources_in_memory(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    samples = samples_of(0, 4)
+    path = write_tar(tmp_path / "a.tar", members_of(samples))
+    files.pipe_file("/shards/a.tar", path.read_bytes())
+    try:
+        for source in ("memory://shards/a.tar", "memory://shards", "memory://shards/*.tar"):
+            assert find_sources(source).names == ["a.tar"]
+            assert open_dataset(source)[2] == samples[2]
+    finally:
+        files.rm("/shards", recursive=True)

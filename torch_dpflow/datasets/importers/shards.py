@@ -1,0 +1,243 @@
+"""Importers of objects that hold many samples each: they are scanned in parallel, and yield samples in order."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import chain, islice
+from typing import Any, ClassVar
+
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
+from torch_dpflow.datasets.spec import url_below
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.errors import SourceError
+
+#: Objects that are scanned at a time.
+_SCANNERS = 8
+#: Samples that a scan passes on at a time, and how many such batches it may be ahead.
+_BATCH, _BATCHES = 500, 4
+#: Bytes of a block, and blocks that are read ahead. With 8 scans that is 96 MiB at most.
+_REMOTE_BLOCK, _REMOTE_AHEAD = 4 << 20, 2
+#: Seconds after which a scan that nobody reads looks whether it should end.
+_POLL_S = 0.2
+
+
+class ForwardReader:
+    """Bytes of one object by position, mostly forward, in blocks of which the next are read ahead.
+
+    Args:
+        fetch: takes start and stop of a block; returns its bytes, or a future of them.
+        size: bytes of the object.
+        block: bytes of a block.
+        ahead: blocks that are requested before they are needed, if blocks are read one after the other.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], bytes | Future[bytes]], size: int, block: int, ahead: int) -> None:
+        self._fetch = fetch
+        self.size = size
+        self._block = block
+        self._ahead = ahead
+        self._blocks: dict[int, bytes | Future[bytes]] = {}
+        self._last = -1
+
+    def at(self, start: int, length: int) -> bytes:
+        """Return `length` bytes from `start` on; fewer at the end of the object."""
+        stop = min(start + length, self.size)
+        if stop <= start:
+            return b""
+        first, last = start // self._block, (stop - 1) // self._block
+        if first != self._last:
+            self._advance(first)
+        data = self._bytes(first) if last == first else b"".join(map(self._bytes, range(first, last + 1)))
+        return data[start - first * self._block : stop - first * self._block]
+
+    def _advance(self, first: int) -> None:
+        """Drop the blocks before `first`, and read ahead if it is the next one."""
+        for number in [number for number in self._blocks if number < first]:
+            del self._blocks[number]
+        if first == self._last + 1:
+            for number in range(first, min(first + 1 + self._ahead, -(-self.size // self._block))):
+                self._request(number)
+        self._last = first
+
+    def _request(self, number: int) -> None:
+        if number not in self._blocks:
+            start = number * self._block
+            self._blocks[number] = self._fetch(start, min(start + self._block, self.size))
+
+    def _bytes(self, number: int) -> bytes:
+        self._request(number)
+        block = self._blocks[number]
+        if isinstance(block, Future):
+            block = self._blocks[number] = block.result()
+        return block
+
+
+class ShardImporter:
+    """Base of importers of objects that hold many samples each. A subclass has `name` and `scan`.
+
+    Args:
+        source: a path, URL, pattern or list, see `find_sources`; or what that has returned.
+        options: fsspec's options for it.
+
+    Raises:
+        OptionError, OptionTypeError: the source is malformed.
+        SourceError: there are no such objects.
+    """
+
+    #: the importer's name
+    name: ClassVar[str]
+    #: names of objects of the format; others in a directory are ignored
+    names: ClassVar[re.Pattern[str]]
+    #: bytes that are read at a time from a local disk; the page cache reads ahead
+    local_block: ClassVar[int] = 16 << 10
+
+    def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
+        files = source if isinstance(source, SourceFiles) else find_sources(source, options)
+        self.files = files.only(self.names)
+        if not self.files.files:
+            raise SourceError(
+                f"{files.given} has no files of {self.name}; give a directory with some, a pattern or a list"
+            )
+        self.options = self.files.options
+        self.root: str | None = self.files.root
+
+    @classmethod
+    def finds(cls, files: SourceFiles) -> bool:
+        """Return whether objects are of this format by their names."""
+        return bool(files.only(cls.names).files) and all(map(cls.names.fullmatch, files.only(cls.names).names))
+
+    @staticmethod
+    def begins(head: bytes) -> bool:
+        """Return whether the first KiB of an object is one of this format."""
+        return False
+
+    def state(self) -> str:
+        """Return a digest of the objects that changes when one of them is written."""
+        return self.files.state()
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """See `Importer`. `state` changes with every object's size and time of change."""
+        return {
+            "importer": self.name,
+            "source": self.files.given,
+            "files": len(self.files.files),
+            "state": self.state(),
+            **self.settings(),
+        }
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings that decide what the samples are."""
+        return {}
+
+    def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
+        """Yield the samples of one object, from its first on.
+
+        Raises:
+            SourceError: it is damaged, cut short, or of another format.
+        """
+        raise NotImplementedError
+
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """Do nothing: samples of this kind do not depend on those before them."""
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        return islice(self._scanned(0), start, None)
+
+    def items_at(self, path: str, offset: int | None) -> Iterator[Item]:
+        """Yield the samples from that one on which begins at `offset` of `path`; none if there is no such sample.
+
+        An import that was killed scans the object with its last sample again, and none before.
+        """
+        url = url_below(self.files.root, path)
+        first = next((number for number, file in enumerate(self.files.files) if file.url == url), None)
+        items = iter(()) if first is None else self._scanned(first)
+        found = next((item for item in items if item.offset == offset), None)
+        return iter(()) if found is None else chain([found], items)
+
+    def total(self) -> int | None:
+        return None
+
+    def info(self) -> Mapping[str, Any]:
+        return {}
+
+    def _scanned(self, first: int) -> Iterator[Item]:
+        """Yield the samples of all objects from number `first` on, scanned in threads, in order."""
+        stop = threading.Event()
+        with (
+            ObjectReader(self.options) as reader,
+            ThreadPoolExecutor(_SCANNERS * (1 + _REMOTE_AHEAD), "dpflow-blocks") as blocks,
+            ThreadPoolExecutor(_SCANNERS, "dpflow-scan") as scanners,
+        ):
+            waiting: deque[_Batches] = deque()
+            try:
+                for file in self.files.files[first:]:
+                    batches: _Batches = queue.Queue(_BATCHES)
+                    waiting.append(batches)
+                    scanners.submit(self._scan_into, batches, file, reader, blocks, stop)
+                    if len(waiting) > _SCANNERS:
+                        yield from _taken(waiting.popleft())
+                while waiting:
+                    yield from _taken(waiting.popleft())
+            finally:
+                stop.set()
+                blocks.shutdown(wait=False, cancel_futures=True)
+
+    def _scan_into(
+        self,
+        batches: _Batches,
+        file: SourceFile,
+        reader: ObjectReader,
+        blocks: ThreadPoolExecutor,
+        stop: threading.Event,
+    ) -> None:
+        """Scan one object into a queue: lists of items, then None; or the error."""
+
+        def fetch(start: int, end: int) -> bytes:
+            span = ByteRange(file.url, start, end, size=file.size, revision=file.revision)
+            return reader.read_many([span])[0]
+
+        is_local = file.url.startswith("file://")
+        if is_local:
+            data = ForwardReader(fetch, file.size, self.local_block, 0)
+        else:
+            data = ForwardReader(
+                lambda start, end: blocks.submit(fetch, start, end), file.size, _REMOTE_BLOCK, _REMOTE_AHEAD
+            )
+        try:
+            with closing(self.scan(file, data)) as items:  # type: ignore[type-var]
+                while batch := list(islice(items, _BATCH)):
+                    if not _put(batches, batch, stop):
+                        return
+            self.files.check_unchanged(file)
+            _put(batches, None, stop)
+        except BaseException as error:
+            _put(batches, error, stop)
+
+
+_Batches = queue.Queue[list[Item] | BaseException | None]
+
+
+def _put(batches: _Batches, batch: list[Item] | BaseException | None, stop: threading.Event) -> bool:
+    """Pass on a batch. Return False if the reader has gone meanwhile."""
+    while not stop.is_set():
+        try:
+            batches.put(batch, timeout=_POLL_S)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _taken(batches: _Batches) -> Iterator[Item]:
+    while (batch := batches.get()) is not None:
+        if isinstance(batch, BaseException):
+            raise batch
+        yield from batch

@@ -1,0 +1,299 @@
+"""The objects that a path, URL, pattern, list or directory names, with what identifies the state of each."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch_dpflow._core.checks import check_path
+from torch_dpflow.datasets.describing import Objects
+from torch_dpflow.datasets.files import DirectoryEntry, Files
+from torch_dpflow.datasets.storage import ObjectReader
+from torch_dpflow.datasets.storage.file_systems import revision_of, state_of
+from torch_dpflow.datasets.storage.urls import join_url, split_login, split_name, without_login
+from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
+
+#: A source as users give it.
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+#: Objects of one pattern or list.
+MAX_FILES = 1_000_000
+#: From so many named objects of one directory on, one listing is cheaper than a request for each.
+_WORTH_A_LISTING = 32
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
+_MAGIC = re.compile(r"[*?\[]")
+
+
+class SourceFile(NamedTuple):
+    """One object of a source."""
+
+    url: str
+    #: bytes
+    size: int
+    #: as in `Item`: sent with each read of S3 and OSS
+    revision: str | None
+    #: what the storage reports about its last change; "" if nothing
+    state: str
+
+
+class SourceFiles:
+    """The objects of one source, in order, and the names of the directories beside them.
+
+    Args:
+        given: the source in words, for errors and descriptions.
+        files: its objects.
+        folders: names of directories, if the source is one directory.
+        options: fsspec's options for all of them.
+        is_directory: whether the source is one directory.
+    """
+
+    def __init__(
+        self,
+        given: str,
+        files: Sequence[SourceFile],
+        folders: Sequence[str],
+        options: Mapping[str, Any],
+        *,
+        is_directory: bool = False,
+    ) -> None:
+        self.given = given
+        self.files = list(files)
+        self.folders = list(folders)
+        self.options = dict(options)
+        self.is_directory = is_directory
+
+    def only(self, names: re.Pattern[str]) -> SourceFiles:
+        """Return the objects of a directory whose names match; all of them if they were named or matched."""
+        if not self.is_directory:
+            return self
+        files = [file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)]
+        return SourceFiles(self.given, files, self.folders, self.options, is_directory=True)
+
+    @property
+    def root(self) -> str:
+        """The URL of the first object's directory."""
+        return split_name(self.files[0].url)[0] if self.files else self.given
+
+    @property
+    def names(self) -> list[str]:
+        """The last part of each URL."""
+        return [split_name(file.url)[1] for file in self.files]
+
+    def path_of(self, file: SourceFile) -> str:
+        """Return an object's path below `root`, or its URL if it is elsewhere."""
+        folder, name = split_name(file.url)
+        return name if folder == self.root else file.url
+
+    def state(self) -> str:
+        """Return a digest of names, sizes and times of all objects: another one after any of them was written."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.url}\0{file.size}\0{file.state}\0".encode(errors="surrogatepass"))
+        return digest.hexdigest()
+
+    def head(self, number: int = 0, length: int = 1024) -> bytes:
+        """Return the first bytes of an object, at most `length`."""
+        file = self.files[number]
+        with ObjectReader(self.options) as reader:
+            return reader.read(file.url, 0, min(length, file.size))
+
+    def check_unchanged(self, file: SourceFile) -> None:
+        """Raise SourceError if a local file was written since it was listed. Other storages compare at each read."""
+        if file.url.startswith("file://") and _local_file(file.url) != file:
+            raise SourceError(f"{file.url} was written while it was read; import it again when it is complete")
+
+
+def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> SourceFiles:
+    """Find the objects of a source.
+
+    Args:
+        source: a path or URL of a file or a directory; with patterns: `{000..146}` and `{a,b}` are expanded, `*`, `?`
+            and `[…]` match names. Or a list of these.
+        options: fsspec's options for them.
+
+    Raises:
+        OptionError, OptionTypeError: a pattern is malformed, or the source is no text, path or list.
+        SourceError: an object is missing, or a pattern matches none.
+        StorageError: the storage cannot be read.
+    """
+    is_one = isinstance(source, str | os.PathLike)
+    if not is_one and not (isinstance(source, Sequence) and source):
+        raise OptionTypeError(f"source={source!r:.80}: give a path, a URL, a pattern, or a list of these")
+    texts: list[str] = []
+    login: dict[str, Any] = dict(options or {})
+    for one in [source] if is_one else source:  # type: ignore[union-attr]
+        if not isinstance(one, str | os.PathLike):
+            raise OptionTypeError(f"source has {one!r:.80}: give paths or URLs")
+        text, found = split_login(os.fspath(one))
+        check_path("source", text)
+        if text.startswith("pipe:"):
+            raise OptionError(f"source={text!r}: commands are not run; give the URL that the command reads")
+        login |= found
+        texts += expand_braces(text)
+    if len(texts) > MAX_FILES:
+        raise OptionError(f"the source names {len(texts)} objects; give at most {MAX_FILES}")
+    given = texts[0] if len(texts) == 1 else f"{texts[0]} … {texts[-1]}"
+    plain = [text for text in texts if not _has_magic(text)]
+    if len(texts) == 1 and plain:
+        folder = _directory(plain[0], login)
+        if folder is not None:
+            return folder
+    known = _named(plain, login)
+    files = [file for text in texts for file in (_matching(text, login) if _has_magic(text) else [known[text]])]
+    return SourceFiles(given, files, [], login)
+
+
+def expand_braces(text: str) -> list[str]:
+    """Expand `{000..146}`, with the zeros of its bounds, and `{a,b}`, from left to right; other braces stay.
+
+    Raises OptionError for more than `MAX_FILES` results.
+    """
+    for match in _BRACES.finditer(text):
+        inner = match[1]
+        bounds = _RANGE.fullmatch(inner)
+        if bounds is None and "," not in inner:
+            continue
+        parts = inner.split(",") if bounds is None else _numbers(bounds, text)
+        rest = [text[: match.start()] + part + text[match.end() :] for part in parts]
+        expanded: list[str] = []
+        for one in rest:
+            expanded += expand_braces(one)
+            _check_count(len(expanded), text)
+        return expanded
+    return [text]
+
+
+def _numbers(bounds: re.Match[str], text: str) -> list[str]:
+    first, last = int(bounds[1]), int(bounds[2])
+    step = int(bounds[3] or 1)
+    if step < 1:
+        raise OptionError(f"{text!r} counts in steps of {step}; give 1 or more")
+    _check_count(abs(last - first) // step, text)
+    is_padded = any(re.match(r"-?0\d", bound) for bound in (bounds[1], bounds[2]))
+    width = max(len(bounds[1]), len(bounds[2])) if is_padded else 0
+    numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    return [f"{number:0{width}d}" for number in numbers]
+
+
+def _check_count(count: int, text: str) -> None:
+    if count > MAX_FILES:
+        raise OptionError(f"{text!r} names more than {MAX_FILES} objects; give fewer")
+
+
+def _has_magic(text: str) -> bool:
+    # A "?" begins the query of a web address.
+    return _MAGIC.search(text) is not None and not text.startswith(("http://", "https://"))
+
+
+def _directory(text: str, options: Mapping[str, Any]) -> SourceFiles | None:
+    """Return what is in a directory; None if `text` names an object, or nothing."""
+    is_web = text.startswith(("http://", "https://"))
+    is_local = "://" not in text or text.startswith("file://")
+    if (is_web and not text.endswith("/")) or (is_local and not os.path.isdir(_local_path(text))):
+        return None
+    files = Files(_local_path(text) if is_local else text, options)
+    children = files.children()
+    if not children and not is_local:
+        return None
+    found = [_source_file(files.url, child) for child in children if not child.is_directory]
+    folders = [child.name for child in children if child.is_directory]
+    return SourceFiles(files.url, found, folders, files.options, is_directory=True)
+
+
+def _local_path(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+
+
+def _named(texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, SourceFile]:
+    """Return the object of each name. Raises SourceError if one is missing."""
+    found: dict[str, SourceFile] = {}
+    by_folder: dict[str, list[str]] = {}
+    for text in texts:
+        by_folder.setdefault(split_name(text)[0], []).append(text)
+    single: list[str] = []
+    for folder, members in by_folder.items():
+        if "://" not in folder or folder.startswith("file://"):
+            found |= {text: _local_file(text) for text in members}
+        elif len(members) < _WORTH_A_LISTING or folder.startswith(("http://", "https://")):
+            single += members
+        else:
+            files = Files(folder, options)
+            present = {child.name: child for child in files.children(all_keys=True) if not child.is_directory}
+            for text in members:
+                name = split_name(text)[1]
+                if name not in present:
+                    raise _missing(text)
+                found[text] = _source_file(files.url, present[name])
+    return found | (_measured(single, options) if single else {})
+
+
+def _measured(texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, SourceFile]:
+    with Objects(options) as objects:
+        found = {}
+        for text, entry in zip(texts, objects.entries(texts)):
+            if isinstance(entry, ObjectMissingError):
+                raise _missing(text) from entry
+            if isinstance(entry, DPFlowError):
+                raise entry
+            found[text] = _checked_file(text, entry.get("size"), revision_of(entry), state_of(entry))
+        return found
+
+
+def _matching(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
+    """Return the objects whose names match a pattern, sorted. Raises SourceError if there are none."""
+    first = _MAGIC.search(pattern)
+    assert first is not None
+    base, _, rest = pattern[: first.start()].rpartition("/")
+    parts = (rest + pattern[first.start() :]).split("/")
+    if "**" in parts:
+        raise OptionError(f"{without_login(pattern)!r} has '**', which is not supported; give '*' for each level")
+    if base.endswith(":/"):
+        raise OptionError(f"{without_login(pattern)!r} has a pattern in its bucket or host; give its name")
+    root = Files(base or ("/" if pattern.startswith("/") else "."), options)
+    found = [_source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
+    if not found:
+        raise SourceError(f"nothing matches {without_login(pattern)}; check the pattern, and the right to list it")
+    return found
+
+
+def _matched(files: Files, folder: str, parts: Sequence[str]) -> Iterator[tuple[str, DirectoryEntry]]:
+    for child in files.children(folder, all_keys=True):
+        if fnmatch.fnmatchcase(child.name, parts[0]):
+            path = f"{folder}/{child.name}" if folder else child.name
+            if len(parts) == 1 and not child.is_directory:
+                yield path, child
+            elif len(parts) > 1 and child.is_directory:
+                yield from _matched(files, path, parts[1:])
+
+
+def _source_file(root: str, child: DirectoryEntry, path: str | None = None) -> SourceFile:
+    url = join_url(root, path or child.name)
+    if url.startswith("file://"):
+        return _local_file(url)
+    return _checked_file(url, child.size, child.revision, child.state)
+
+
+def _local_file(path: str) -> SourceFile:
+    path = _local_path(path)
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(path) from error
+    if not os.path.isfile(path):
+        raise SourceError(f"{path} is no regular file; give files, or one directory alone")
+    return SourceFile(f"file://{path}", found.st_size, None, f"{found.st_mtime_ns} {found.st_ino}")
+
+
+def _checked_file(url: str, size: int | None, revision: str | None, state: str) -> SourceFile:
+    if size is None:
+        raise SourceError(f"{without_login(url)}: the storage does not report its size, so it cannot be indexed")
+    return SourceFile(url, size, revision, state)
+
+
+def _missing(text: str) -> SourceError:
+    return SourceError(f"there is no {without_login(text)}; check the path, and on object stores the right to list it")

@@ -1,0 +1,83 @@
+"""OpenedDataset: samples of any format as dicts, or decoded, by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_dpflow.datasets.importers.webdataset import PARTS
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.sample_reader import Described
+from torch_dpflow.datasets.storage import ByteRange
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.datasets.views import Decode, decoder_of, view_of
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, SourceError
+
+
+class OpenedDataset(DatasetReader):
+    """A `DatasetReader` whose samples are dicts, or what `decode` makes of them. See `open_dataset`.
+
+    `stored` is its index; `DatasetReader(dataset.stored)` reads the same samples as bytes and annotations.
+
+    Args:
+        stored: a variant from `DatasetStore.open`.
+        decode: see `open_dataset`.
+        reading: further arguments of `DatasetReader`.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed.
+    """
+
+    def __init__(self, stored: StoredDataset, *, decode: Decode | None = None, **reading: Any) -> None:
+        super().__init__(stored, **reading)
+        self._view = view_of(stored.variant.source.get("importer"))
+        self._decode = decoder_of(decode)
+
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
+        """Return each sample, or its error. Raises IndexError, and what a function given as `decode` raises."""
+        opened = self._opened.get()
+        numbers = self._wrapped(indices)
+        described = self._describe(opened, numbers)
+        wanted = [(number, what) for number, what in zip(numbers, described) if isinstance(what, Described)]
+        mains = [(number, what.span) for number, what in wanted]
+        parts = [_parts(what) for _, what in wanted]
+        spans = [span for one in parts for span in one.values()]
+        if self._through is None:  # in one call, so that neighbouring ranges become one request
+            contents = opened.data.read_each([*(span for _, span in mains), *spans])
+            found = [(content, False) for content in contents[: len(mains)]]
+            rest = iter(contents[len(mains) :])
+        else:
+            found = self._contents(opened.data, mains)
+            rest = iter(opened.data.read_each(spans))
+        finished = iter(
+            [self._sample(what, *one, dict(zip(names, rest))) for (_, what), one, names in zip(wanted, found, parts)]
+        )
+        return [next(finished) if isinstance(what, Described) else what for what in described]
+
+    def _sample(
+        self, what: Described, content: bytes | DPFlowError, is_checked: bool, parts: dict[str, bytes | DPFlowError]
+    ) -> Any:
+        sample = what.sample(content, is_checked)
+        if isinstance(sample, DPFlowError):
+            return sample
+        for part in parts.values():
+            if isinstance(part, DPFlowError):
+                return part
+        try:
+            return self._decode(self._view(*sample, parts))  # type: ignore[arg-type]
+        except SourceError as error:
+            return SourceError(f"{what.span}: {error}")
+
+
+def _parts(what: Described) -> dict[str, ByteRange]:
+    """Return the ranges of a sample's further parts, which are in its object."""
+    places = what.fields.get(PARTS)
+    if places is None:
+        return {}
+    try:
+        return {
+            name: ByteRange(what.span.url, start, start + length, revision=what.span.revision)
+            for name, (start, length) in places.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DamagedStoreError(f"{what.span}: {PARTS}={places!r:.200} are no parts: {error}") from error

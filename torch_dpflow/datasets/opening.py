@@ -1,0 +1,263 @@
+"""open_dataset: data where it is, as a map-style dataset; its index is built once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch_dpflow._core.checks import check_path, check_type
+from torch_dpflow.datasets.draft import Draft
+from torch_dpflow.datasets.importers import importer_class
+from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
+from torch_dpflow.datasets.opened import OpenedDataset
+from torch_dpflow.datasets.spec import ID_PATTERN, DatasetRef
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
+from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.datasets.views import Decode, decoder_of
+from torch_dpflow.datasets.writer import ProgressCallback
+from torch_dpflow.errors import (
+    DamagedStoreError,
+    DatasetError,
+    DatasetNotFoundError,
+    OptionError,
+    SourceError,
+)
+
+#: The formats that `open_dataset` finds; each is an importer.
+FORMATS = ("imagefolder", "tfrecord", "webdataset")
+#: The number of what importers write into an index. A release that writes something else builds indexes anew.
+_INDEX = 1
+_VARIANT = "all"
+#: Seconds between updates of the line on a terminal.
+_UPDATE_S = 0.2
+
+
+def open_dataset(
+    source: Source,
+    *,
+    format: str | None = None,
+    decode: Decode | None = None,
+    store: DatasetStore | str | None = None,
+    index_dir: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    checksum: ChecksumAlgorithm | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+    **reading: Any,
+) -> OpenedDataset:
+    """Open data where it is, as a map-style dataset that is read in any order. No sample is copied.
+
+    The index, which says where each sample is, is built when a source is first opened, and again after one of its
+    objects was written: it is kept by names, sizes, and ETags or times of change. A build that was killed is continued.
+    If several processes open the same source, one of them builds the index.
+
+    Args:
+        source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
+            match names. Or a list of these. Or the name of a stored dataset, such as "core/pets:v1:train".
+        format: one of `FORMATS`; None: found by names, or else by first bytes.
+        decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of
+            shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON and npy
+            arrays are decoded too. A function is called with each sample's dict, and returns the sample.
+        store: the store of stored datasets, or its URL; None: `DPFLOW_STORE`.
+        index_dir: a directory for indexes, also a URL; None: `DPFLOW_INDEX_DIR`, else `torch_dpflow/index` in the
+            user's cache directory. Workers on other hosts have to be able to read it.
+        storage_options: fsspec's options for the source.
+        checksum: "crc32" or "sha256" of each sample, which reads all data once and compares it at each read.
+        settings: further arguments of the format's importer, such as `main` of webdataset.
+        progress: called with the number of indexed samples; None: a line on a terminal.
+        reading: `read_options`, `metadata_cache`, `check`, `on_error` and `through` of `DatasetReader`.
+
+    Raises:
+        OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found.
+        SourceError: an object is missing, damaged, cut short, or of another format.
+        DatasetNotFoundError: no such dataset is stored.
+        StorageError: the storage cannot be read.
+    """
+    decoder_of(decode)  # before an index is built
+    if store is not None or _is_stored(source):
+        if format is not None or settings:
+            raise OptionError(f"format={format!r}, settings={settings!r} are not for stored datasets; leave them out")
+        return OpenedDataset(
+            _store(store).open(_ref(source)), decode=decode, storage_options=storage_options, **reading
+        )
+    if settings is not None:
+        check_type("settings", settings, Mapping, "a mapping of names")
+    files = find_sources(source, storage_options)
+    name = found_format(files) if format is None else _known_format(format)
+    importer = _importer(name, files, settings or {})
+    index = _Index(index_dir, name, importer, checksum)
+    stored = index.open(progress)
+    return OpenedDataset(stored, decode=decode, storage_options=files.options, **reading)
+
+
+def found_format(files: SourceFiles) -> str:
+    """Return the name of the format that objects have, by their names, or else by the first bytes of one of them.
+
+    Raises:
+        OptionError: there is none, or more than one.
+    """
+    kinds = {name: importer_class(name) for name in FORMATS}
+    found = [name for name, kind in kinds.items() if kind.finds(files)]
+    if not found and files.files:
+        head = files.head()
+        found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
+    if len(found) == 1:
+        return found[0]
+    what = f"may be {' or '.join(found)}" if found else "has no format that is known"
+    names = ", ".join(files.names[:3]) if files.files else "no files"
+    raise OptionError(f"{files.given} ({names}) {what}; give format=, one of {', '.join(FORMATS)}")
+
+
+def _known_format(name: str) -> str:
+    if name not in FORMATS:
+        raise OptionError(f"format={name!r}: give one of {', '.join(FORMATS)}, or None to find it")
+    return name
+
+
+def _importer(name: str, files: SourceFiles, settings: Mapping[str, Any]) -> Any:
+    kind = importer_class(name)
+    if name == "imagefolder" and not files.is_directory:
+        raise SourceError(f"{files.given} is no directory; give one that has a directory for each class")
+    source = files.given if name == "imagefolder" else files
+    try:
+        return kind(source, options=files.options, **settings)
+    except TypeError as error:
+        raise OptionError(f"settings={dict(settings)!r:.200}: {error}; see the importer {name}") from error
+
+
+def _is_stored(source: Source) -> bool:
+    """Return whether a source is the name of a stored dataset with its version, and not a path."""
+    if not isinstance(source, str) or not re.match(ID_PATTERN, source.partition(":")[0]):
+        return False
+    return ":" in source and "://" not in source and not os.path.exists(source)
+
+
+def _ref(source: Source) -> str:
+    if not isinstance(source, str):
+        raise OptionError(f"source={source!r:.80} with store=: give the name of one stored dataset")
+    return source
+
+
+def _store(store: DatasetStore | str | None) -> DatasetStore:
+    if isinstance(store, DatasetStore):
+        return store
+    url = os.environ.get("DPFLOW_STORE") if store is None else store
+    if not url:
+        raise OptionError("a stored dataset needs its store; give store=, or set DPFLOW_STORE")
+    return DatasetStore(url)
+
+
+def index_directory() -> str:
+    """Return the directory of indexes on this host, by the environment."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("DPFLOW_INDEX_DIR") or os.path.join(cache, "torch_dpflow", "index")
+
+
+class _Index:
+    """The index of one source: a version in a store of indexes, named after what it was built from."""
+
+    def __init__(
+        self, url: str | os.PathLike[str] | None, name: str, importer: Any, checksum: ChecksumAlgorithm | None
+    ) -> None:
+        folder = index_directory() if url is None else os.fspath(url)
+        check_path("index_dir", folder)
+        self._store = DatasetStore.create(folder)
+        self._importer = importer
+        self._checksum = checksum
+        source = dict(importer.source)
+        state = source.pop("state", None) or importer.state()
+        made_by = json.dumps([_INDEX, source, checksum], sort_keys=True, default=str)
+        digest = sha256_of(made_by.encode(errors="surrogatepass"))[:32]
+        #: the same for all states of a source
+        self._id = f"{name}/{digest}"
+        self._version = hashlib.sha256(f"{digest} {state}".encode()).hexdigest()[:32]
+
+    def open(self, progress: ProgressCallback | None) -> StoredDataset:
+        """Return the index, built if there is none. Raises SourceError."""
+        found = self._found()
+        if found is not None:
+            return found
+        with self._alone():
+            return self._found() or self._built(progress)
+
+    def _found(self) -> StoredDataset | None:
+        path = f"{self._id}/versions/{self._version}.json"
+        if not self._store.files.exists(path):
+            return None
+        try:
+            return self._store.open(DatasetRef(self._id, self._version, _VARIANT))
+        except DatasetNotFoundError:
+            return None
+        except DamagedStoreError:  # an index can be built again
+            self._store.files.remove(path)
+            return None
+
+    def _built(self, progress: ProgressCallback | None) -> StoredDataset:
+        draft = Draft(self._store, self._id, self._version)
+        with _shown(self._importer, progress) as report:
+            try:
+                self._write(draft, report)
+            except SourceError:
+                raise
+            except DatasetError:
+                # Without a lock, as on an object store, another process may have published it; or what a killed
+                # process has left is damaged.
+                found = self._found()
+                if found is not None:
+                    return found
+                draft.discard()
+                self._write(draft, report)
+        found = self._found()
+        assert found is not None
+        return found
+
+    def _write(self, draft: Draft, report: ProgressCallback) -> None:
+        draft.add(_VARIANT, self._importer, checksum=self._checksum, progress=report)
+        draft.publish()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes of this host from building the same index meanwhile. A killed process keeps nothing."""
+        if not self._store.url.startswith("file://"):
+            yield
+            return
+        import fcntl
+
+        path = os.path.join(self._store.url.removeprefix("file://"), f".{self._id.replace('/', '-')}.lock")
+        with open(path, "ab") as file:
+            with suppress(OSError):  # a mount without locks: several processes build, and one publishes
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+@contextmanager
+def _shown(importer: Any, progress: ProgressCallback | None) -> Iterator[ProgressCallback]:
+    """Return a function that reports the number of samples: the one given, or a line on a terminal."""
+    if progress is not None:
+        yield progress
+        return
+    if not sys.stderr.isatty():
+        yield lambda samples: None
+        return
+    given = importer.source.get("source", importer.root)
+    shown = 0.0
+
+    def report(samples: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > _UPDATE_S:
+            shown = time.monotonic()
+            sys.stderr.write(f"\rIndexing {given}: {samples} samples")
+            sys.stderr.flush()
+
+    try:
+        yield report
+    finally:
+        if shown:
+            sys.stderr.write("\n")

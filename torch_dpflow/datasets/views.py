@@ -1,0 +1,121 @@
+"""Samples as users see them: a dict from the bytes and annotations of a stored sample, and decoded values in it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from torch_dpflow.datasets.importers.tfrecord import parse_example
+from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
+from torch_dpflow.errors import DPFlowError, OptionError, SourceError
+
+#: What `open_dataset(decode=)` accepts: a name, or a function of a sample's dict.
+Decode = Literal["pil", "rgb", "torch"] | Callable[[dict[str, Any]], Any]
+#: Makes the dict of a sample from its bytes, its annotations, and the bytes of its further parts by name.
+View = Callable[[bytes, dict[str, Any], Mapping[str, bytes]], dict[str, Any]]
+
+_IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "pgm", "pbm", "bmp", "gif", "tif", "tiff", "webp", "image"})
+#: The first bytes of JPEG, PNG, GIF and TIFF files.
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
+_NUMBERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
+_TEXTS = frozenset({"txt", "text", "transcript"})
+_JSON = frozenset({"json", "jsn"})
+
+
+def view_of(importer: str | None) -> View:
+    """Return the view of samples that this importer has described."""
+    return _VIEWS.get(importer or "", _plain)
+
+
+def _webdataset(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the key and every member's bytes by ending, as webdataset does."""
+    sample: dict[str, Any] = {KEY: fields.pop(KEY), fields.pop(MAIN): content}
+    fields.pop(PARTS, None)
+    return {**sample, **{ending: text.encode() for ending, text in fields.items()}, **parts}
+
+
+def _image_folder(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
+    return {"image": content, **fields}
+
+
+def _plain(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
+    return {"data": content, "annotations": fields}
+
+
+def _example(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
+    return parse_example(content)
+
+
+#: By importer.
+_VIEWS: dict[str, View] = {"webdataset": _webdataset, "imagefolder": _image_folder, "tfrecord": _example}
+
+
+def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any]:
+    """Return the function that decodes a sample's dict. Raises OptionError for a name that is not allowed."""
+    if decode is None:
+        return _as_it_is
+    if callable(decode):
+        return decode
+    if decode not in get_args(get_args(Decode)[0]):
+        names = ", ".join(get_args(get_args(Decode)[0]))
+        raise OptionError(f"decode={decode!r}: give one of {names}, a function of a sample's dict, or None")
+    return Decoder(decode)
+
+
+def _as_it_is(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample
+
+
+class Decoder:
+    """Decodes the values of a sample by the ends of their names: images, numbers, texts, JSON and arrays of numpy.
+
+    Bytes under another name are decoded if they begin like an image, and left as they are if not. Nothing is
+    unpickled.
+
+    Args:
+        images: "pil": RGB images of Pillow. "rgb": uint8 arrays of shape (height, width, 3). "torch": uint8 tensors of
+            shape (3, height, width). The last two need the extra `vision`.
+    """
+
+    def __init__(self, images: Literal["pil", "rgb", "torch"]) -> None:
+        self._images = images
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._decoded(name, value) for name, value in sample.items()}
+
+    def _decoded(self, name: str, value: Any) -> Any:
+        """Raises SourceError, which names the value, if it cannot be decoded."""
+        if isinstance(value, list):  # a feature of a TFRecord
+            return [self._decoded(name, one) for one in value]
+        if not isinstance(value, bytes):
+            return value
+        kind = name.rpartition(".")[2].lower()
+        try:
+            if kind in _IMAGES or value.startswith(_SIGNATURES):
+                return self._image(value)
+            if kind in _NUMBERS:
+                return int(value)
+            if kind in _TEXTS:
+                return value.decode()
+            if kind in _JSON:
+                return json.loads(value)
+            if kind == "npy":
+                return np.load(io.BytesIO(value), allow_pickle=False)
+        except (DPFlowError, ValueError, OSError, EOFError, RecursionError) as error:
+            raise SourceError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
+        return value
+
+    def _image(self, value: bytes) -> Any:
+        if self._images == "pil":
+            from PIL import Image
+
+            with Image.open(io.BytesIO(value)) as image:
+                return image.convert("RGB")
+        from torch_dpflow.vision import load_rgb
+
+        tensor = load_rgb(value)
+        return tensor if self._images == "torch" else tensor.permute(1, 2, 0).numpy()
