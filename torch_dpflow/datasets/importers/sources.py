@@ -25,6 +25,7 @@ MAX_FILES = 1_000_000
 #: From so many named objects of one directory on, one listing is cheaper than a request for each.
 _WORTH_A_LISTING = 32
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_NESTED = re.compile(r"\{[^{}]*\{[^{}]*\}[^{}]*\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
 _MAGIC = re.compile(r"[*?\[]")
 
@@ -151,8 +152,10 @@ def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> So
 def expand_braces(text: str) -> list[str]:
     """Expand `{000..146}`, with the zeros of its bounds, and `{a,b}`, from left to right; other braces stay.
 
-    Raises OptionError for more than `MAX_FILES` results.
+    Raises OptionError for more than `MAX_FILES` results, and for braces within braces.
     """
+    if _NESTED.search(text):
+        raise OptionError(f"{text!r} has braces within braces; write out the outer ones, as a list")
     for match in _BRACES.finditer(text):
         inner = match[1]
         bounds = _RANGE.fullmatch(inner)
