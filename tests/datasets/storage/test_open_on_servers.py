@@ -1,0 +1,110 @@
+"""`open_dataset` on S3 and on a web server: listings instead of requests for each object, and objects that change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.datasets.formats.tars import members_of, samples_of, write_tar
+from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
+from tests.later import Later
+from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets.importers.sources import find_sources
+from torch_dpflow.datasets.storage.file_systems import fsspec_options
+from torch_dpflow.errors import ChecksumError, SourceError
+
+moto = Later("moto.s3.responses")
+_names = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_first(s3_endpoint: str) -> None:
+    """What lives as long as the session is not left behind by the test that first asks for it."""
+
+
+@pytest.fixture
+def options(s3_endpoint: str) -> Iterator[dict[str, Any]]:
+    given = {**S3_KEYS, "endpoint_url": s3_endpoint}
+    yield given
+    files = fsspec.filesystem("s3", **fsspec_options("s3", given))
+    if files._s3 is not None:
+        files.close_session(files.loop, files._s3)
+
+
+@pytest.fixture
+def put(s3_endpoint: str) -> Iterator[Callable[[str, bytes], None]]:
+    """Write an object."""
+    client = s3_client(s3_endpoint)
+    yield lambda key, data: client.put_object(Bucket=BUCKET, Key=key, Body=data)
+    client.close()
+
+
+def shard(tmp_path: Path, first: int, seed: int = 0) -> bytes:
+    return write_tar(tmp_path / "shard.tar", members_of(samples_of(first, 10, seed))).read_bytes()
+
+
+def test_shards_on_s3(tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]) -> None:
+    folder = f"shards-{next(_names)}"
+    for number in range(3):
+        put(f"{folder}/train-{number:03d}.tar", shard(tmp_path, number * 10))
+    samples = samples_of(0, 10) + samples_of(10, 10) + samples_of(20, 10)
+    for name in ("train-{000..002}.tar", "train-*.tar", ""):
+        dataset = open_dataset(
+            f"s3://{BUCKET}/{folder}/{name}".rstrip("/"), storage_options=options, index_dir=tmp_path / "index"
+        )
+        assert dataset.__getitems__([0, 29, 11]) == [samples[0], samples[29], samples[11]]
+        dataset.close()
+
+
+def test_an_object_replaced_by_one_of_the_same_size(
+    tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]
+) -> None:
+    key = f"replaced-{next(_names)}.tar"
+    before, after = shard(tmp_path, 0), bytearray(shard(tmp_path, 0))
+    at = after.index(samples_of(0, 10)[4]["mask.png"])
+    after[at : at + 300] = bytes(300)
+    url = f"s3://{BUCKET}/{key}"
+    put(key, before)
+    opened = open_dataset(url, storage_options=options, index_dir=tmp_path / "index")
+    put(key, bytes(after))
+    with pytest.raises(ChecksumError, match=key):
+        opened[4]
+    anew = open_dataset(url, storage_options=options, index_dir=tmp_path / "index")
+    assert anew[4]["mask.png"] == bytes(300)
+    opened.close()
+    anew.close()
+
+
+def test_a_missing_object_is_named(tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None]) -> None:
+    folder = f"missing-{next(_names)}"
+    put(f"{folder}/a-0.tar", shard(tmp_path, 0))
+    for last in (1, 99):  # by a request for each, and by a listing
+        with pytest.raises(SourceError, match=rf"there is no s3://{BUCKET}/{folder}/a-1\.tar"):
+            find_sources(f"s3://{BUCKET}/{folder}/a-{{0..{last}}}.tar", options)
+
+
+@pytest.mark.slow
+def test_ten_thousand_objects_are_listed(
+    options: dict[str, Any], put: Callable[[str, bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"many-{next(_names)}"
+    for number in range(10_000):
+        put(f"{folder}/a-{number:05d}.tar", b"")
+    listed: list[str] = []
+    answer = moto.S3Response.list_objects_v2
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        listed.append("")
+        return answer(self, *arguments)
+
+    monkeypatch.setattr(moto.S3Response, "list_objects_v2", counted)
+    monkeypatch.setattr(moto.S3Response, "head_object", None)
+    found = find_sources(f"s3://{BUCKET}/{folder}/a-{{00000..09999}}.tar", options)
+    assert len(found.files) == 10_000
+    assert len({file.revision for file in found.files}) == 1
+    assert 1 <= len(listed) <= 20
