@@ -41,7 +41,7 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "docs/tutorial.md": ("first.py", "trial.py"),
     "docs/tutorial-ray.md": ("actors.py",),
     "docs/howto/resume.md": ("train.py",),
-    "docs/howto/ddp.md": ("ddp.py",),
+    "docs/howto/ddp.md": ("ddp.py", "mesh.py"),
     "docs/howto/lightning.md": ("with_lightning.py",),
     "docs/howto/accelerate.md": ("with_accelerate.py",),
     "docs/howto/sharing.md": ("job.py",),
@@ -102,11 +102,12 @@ def test_the_script_for_ddp_runs_as_the_only_rank(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_the_script_for_ddp_runs_under_torchrun(tmp_path: Path) -> None:
-    """Three processes import torch; `tests/integration/test_distributed.py` has two ranks too."""
+@pytest.mark.parametrize(("script", "ranks"), [("ddp.py", "2"), ("mesh.py", "4")])
+def test_the_scripts_for_ddp_run_under_torchrun(tmp_path: Path, script: str, ranks: str) -> None:
+    """Each process imports torch; tests of the samplers have ranks that one process forks."""
     save_scripts(HOWTO / "ddp.md", tmp_path)
     run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, script),
         directory=tmp_path,
     )
 

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
-from torch_dpflow.samplers import MixtureSampler, Phase
+from torch_dpflow.samplers import BudgetBatchSampler, MixtureSampler, Phase
 from torch_dpflow.samplers.proportions import MAX_PARTS, Schedule, parts_of, turns_of
 from torch_dpflow.testing.index_samplers import MixtureContract
 
@@ -171,3 +171,26 @@ def test_loaders_read_it_and_resume_it(kind: str) -> None:
     resumed.load_state_dict(state)
     assert begun + [batch.tolist() for batch in resumed] == expected[0]
     assert [batch.tolist() for batch in resumed] == expected[1]
+
+
+@pytest.mark.parametrize("kind", ["mixture", "budget"])
+def test_a_loader_of_other_ranks_continues_an_epoch(kind: str) -> None:
+    """Four ranks become three, with another batch size; each sample is read once."""
+    lengths = [1 + number % 20 for number in range(90)]
+
+    def make(ranks: int, rank: int, batch_size: int) -> DPFlowDataLoader[Any]:
+        ranked: dict[str, Any] = {"num_replicas": ranks, "rank": rank}
+        if kind == "budget":
+            return DPFlowDataLoader(range(90), batch_sampler=BudgetBatchSampler(lengths, 40, **ranked))
+        sampler = MixtureSampler([30, 60], [2, 1], samples=90, **ranked)
+        return DPFlowDataLoader(range(90), batch_size=batch_size, sampler=sampler)
+
+    loaders = [make(4, rank, 3) for rank in range(4)]
+    iterators = [iter(loader) for loader in loaders]
+    read = [key for iterator in iterators for _ in range(3) for key in next(iterator).tolist()]
+    state = json.loads(json.dumps(loaders[0].state_dict()))
+    others = [make(3, rank, 5) for rank in range(3)]
+    for other in others:
+        other.load_state_dict(state)
+        read += [key for batch in other for key in batch.tolist()]
+    assert sorted(read) == sorted(key for batch in make(1, 0, 3) for key in batch.tolist())

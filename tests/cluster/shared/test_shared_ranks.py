@@ -91,6 +91,51 @@ if rank == 0:
 """
 
 
+#: Four ranks of a mesh of two dimensions, which read a flow by the samplers of its first one.
+MESH = """
+import json, os, sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from tests.shared_datasets import Numbers
+from torch_dpflow import DPFlowDataLoader, DynaGCSSampler, JobOptions, MixtureSampler
+given = json.loads(sys.argv[1])
+rank, others = 0, []
+for number in (1, 2, 3):
+    others.append(os.fork())
+    if not others[-1]:
+        rank, others = number, []
+        break
+dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=rank, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+dataset, read = Numbers(given["size"]), []
+for sampler in (DynaGCSSampler(dataset, ranks=mesh["dp"], seed=3), MixtureSampler([10, 14], [5, 7], ranks=mesh["dp"])):
+    loader = DPFlowDataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2, flow=given["flow"],
+                              address=given["address"], job=JobOptions(idle_s=3.0, reconnect_timeout_s=60.0))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        read.append([int(key) for _, labels in loader for key in labels])
+dist.barrier()
+os.write(1, (json.dumps([mesh.get_coordinate(), read]) + "\\n").encode())  # whole, beside the others'
+dist.destroy_process_group()
+if any(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in others):
+    sys.exit("a rank has failed")
+"""
+
+
+def test_peers_along_a_mesh_read_the_same_and_others_disjoint_samples(
+    cluster: TestCluster, flow: str, tmp_path: Path
+) -> None:
+    given = {"meet": str(tmp_path / "meet"), "size": 24, "flow": flow, "address": cluster.address}
+    with interpreter(MESH, json.dumps(given)) as ranks:
+        out, err = ranks.communicate(timeout=250)
+    assert ranks.returncode == 0, err
+    read = {tuple(at): epochs for at, epochs in map(json.loads, out.splitlines())}
+    assert read[0, 0] == read[0, 1]
+    assert read[1, 0] == read[1, 1]
+    for one, other in zip(read[0, 0], read[1, 0], strict=True):
+        assert sorted(one + other) == list(range(24))
+
+
 def keys(batches: Any) -> list[int]:
     return [int(key) for _, labels in batches for key in labels]
 
