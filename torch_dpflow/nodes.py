@@ -199,11 +199,11 @@ class Mapper(DPFlowNode[T]):
             end()
 
     def _take(self, iterator: Iterator[Any]) -> T:
-        result: T = next(iterator)
         progress: Any = self.loader._runtime.progress
         self._items.forget(progress.position)
-        if isinstance(result, SourceFailed):
-            raise self._items.failures.pop(result.number)
+        result: T = next(iterator)
+        if result.__class__ is SourceFailed:  # no call, at which Control-C would lose the result
+            raise self._items.failures.pop(result.number)  # type: ignore[attr-defined]
         return result
 
 

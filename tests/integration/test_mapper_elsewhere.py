@@ -28,8 +28,8 @@ def check_kills(platform: Any, size: int) -> None:
     got: list[Any] = []
     state = None
     pids = set()
-    for last in (size // 2, size):
-        node = Mapper(Counting(size), with_process, 2, platform=platform)
+    for workers, last in ((2, size // 2), (1, size)):
+        node = Mapper(Counting(size), with_process, workers, platform=platform)
         node.reset(state)
         while len(got) < last:
             *result, pid = next(node)

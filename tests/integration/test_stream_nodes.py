@@ -195,6 +195,8 @@ def test_workers_stay_from_epoch_to_epoch() -> None:
         for _ in range(2):
             node.reset()
             epochs.append(set(node))
+        assert node.loader.stats().samples == 3 * SIZE
+        assert str(node.loader.explain())
     assert len(set.union(*epochs)) <= 2
 
 
