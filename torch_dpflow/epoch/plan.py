@@ -420,8 +420,8 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
         return 0
     if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler:
         # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
-        is_short = len(index_sampler.sampler) % index_sampler.batch_size and not index_sampler.drop_last
-        is_short = is_short or end is not None
+        is_short = end is not None or len(index_sampler.sampler) % index_sampler.batch_size
+        is_short = is_short and not index_sampler.drop_last
         return length - 1 if is_short and index_sampler.sampler.generator is not None else length
     return length
 
