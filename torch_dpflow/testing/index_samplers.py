@@ -35,7 +35,7 @@ class IndexSampler(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
     def set_epoch(self, epoch: int) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None: ...
 
 
 #: Makes the sampler of one rank: `num_replicas`, `rank`, and `seed` or `drop_last`.
@@ -135,6 +135,15 @@ class EpochSamplerContract:
         for sampler in samplers:
             sampler.set_epoch(2)
         assert _read(samplers) == _read(deal(self.make, sizes[-1], 2, drop_last=drop_last))
+
+    def test_states_of_ranks_out_of_step_are_merged(self) -> None:
+        samplers = deal(self.make, 3, 1)
+        read = [_item(item) for rank, sampler in enumerate(samplers) for item in islice(sampler, 1 + 2 * rank)]
+        states = [sampler.state_dict() for sampler in samplers]
+        again = [self.make(num_replicas=2, rank=rank) for rank in range(2)]
+        for sampler in again:
+            sampler.load_state_dict(states)
+        self._check(Counter(read + _read(again)), self.epoch(1), 2, drop_last=False)
 
     def test_a_state_is_no_larger_deep_in_a_run(self) -> None:
         (sampler,) = deal(self.make, 1, 1000)
