@@ -78,7 +78,7 @@ def train(folder: Path, sizes: list[tuple[int, int, int]], given: dict[str, Any]
         run = {**given, "batch_size": batch_size, "workers": workers, "all_states": number % 2}
         with killed(folder, ranks, {**run, "checkpoint": -1 if is_last else 3 + number}) as training:
             if is_last:
-                training.wait(timeout=200)
+                training.wait(timeout=600)
                 assert training.returncode == 0, (folder / "log").read_text()
     read: list[list[list[int]]] = json.loads((folder / "read").read_text())
     return read
@@ -92,6 +92,7 @@ def check(read: list[list[list[int]]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sampler", ["DistributedSampler", "DynaGCSSampler"])
 @pytest.mark.parametrize("named", [False, True])
 def test_five_sizes_of_a_killed_training_read_each_epoch_once(
