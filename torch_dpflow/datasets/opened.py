@@ -30,8 +30,11 @@ class OpenedDataset(DatasetReader):
 
     def __init__(self, stored: StoredDataset, *, decode: Decode | None = None, **reading: Any) -> None:
         super().__init__(stored, **reading)
-        self._view = view_of(stored.variant.source.get("importer"))
+        self._view = view_of(stored.variant.source.get("importer"), stored.variant.info)
         self._decode = decoder_of(decode)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         """Return each sample, or its error. Raises IndexError, and what a function given as `decode` raises."""
@@ -76,7 +79,13 @@ def _parts(what: Described) -> dict[str, ByteRange]:
         return {}
     try:
         return {
-            name: ByteRange(what.span.url, start, start + length, revision=what.span.revision)
+            name: ByteRange(
+                what.span.url,
+                start,
+                start + length,
+                revision=what.span.revision,
+                identity=what.span.revision,
+            )
             for name, (start, length) in places.items()
         }
     except (AttributeError, TypeError, ValueError) as error:

@@ -20,6 +20,8 @@ from torch_dpflow.datasets.opened import OpenedDataset
 from torch_dpflow.datasets.spec import ID_PATTERN, DatasetRef
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.datasets.table_files import are_tables
+from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.datasets.views import Decode, decoder_of
 from torch_dpflow.datasets.writer import ProgressCallback
 from torch_dpflow.errors import (
@@ -30,8 +32,10 @@ from torch_dpflow.errors import (
     SourceError,
 )
 
-#: The formats that `open_dataset` finds; each is an importer.
-FORMATS = ("imagefolder", "tfrecord", "webdataset")
+#: Formats whose samples an importer describes in an index.
+_INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
+#: All formats. Tables have no index: their footers say where rows are.
+FORMATS = (*_INDEXED, "table")
 #: The number of what importers write into an index. A release that writes something else builds indexes anew.
 _INDEX = 1
 _VARIANT = "all"
@@ -51,7 +55,7 @@ def open_dataset(
     settings: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
     **reading: Any,
-) -> OpenedDataset:
+) -> OpenedDataset | TableDataset:
     """Open data where it is, as a map-style dataset that is read in any order. No sample is copied.
 
     The index, which says where each sample is, is built when a source is first opened, and again after one of its
@@ -70,9 +74,10 @@ def open_dataset(
             user's cache directory. Workers on other hosts have to be able to read it.
         storage_options: fsspec's options for the source.
         checksum: "crc32" or "sha256" of each sample, which reads all data once and compares it at each read.
-        settings: further arguments of the format's importer, such as `main` of webdataset.
+        settings: further arguments of the format's importer, such as `main` of webdataset, or of `TableDataset`.
         progress: called with the number of indexed samples; None: a line on a terminal.
-        reading: `read_options`, `metadata_cache`, `check`, `on_error` and `through` of `DatasetReader`.
+        reading: `read_options`, `metadata_cache`, `check`, `on_error` and `through` of `DatasetReader`; for a table
+            `read_options` alone.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found.
@@ -91,6 +96,8 @@ def open_dataset(
         check_type("settings", settings, Mapping, "a mapping of names")
     files = find_sources(source, storage_options)
     name = found_format(files) if format is None else _known_format(format)
+    if name == "table":
+        return _table(source, storage_options, decode, checksum, {**(settings or {}), **reading})
     importer = _importer(name, files, settings or {})
     index = _Index(index_dir, name, importer, checksum)
     stored = index.open(progress)
@@ -103,8 +110,9 @@ def found_format(files: SourceFiles) -> str:
     Raises:
         OptionError: there is none, or more than one.
     """
-    kinds = {name: importer_class(name) for name in FORMATS}
+    kinds = {name: importer_class(name) for name in _INDEXED}
     found = [name for name, kind in kinds.items() if kind.finds(files)]
+    found += ["table"] if are_tables(files.names) else []
     if not found and files.files:
         head = files.head()
         found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
@@ -119,6 +127,19 @@ def _known_format(name: str) -> str:
     if name not in FORMATS:
         raise OptionError(f"format={name!r}: give one of {', '.join(FORMATS)}, or None to find it")
     return name
+
+
+def _table(
+    source: Source, storage_options: Mapping[str, Any] | None, decode: Decode | None, checksum: Any, how: dict[str, Any]
+) -> TableDataset:
+    if checksum is not None:
+        raise OptionError(f"checksum={checksum!r} is not for tables, which are not copied into an index; leave it out")
+    try:
+        return TableDataset(
+            source, decode=None if decode is None else decoder_of(decode), storage_options=storage_options, **how
+        )
+    except TypeError as error:
+        raise OptionError(f"{error}; a table takes read_options, and in settings columns and memory") from error
 
 
 def _importer(name: str, files: SourceFiles, settings: Mapping[str, Any]) -> Any:

@@ -34,6 +34,14 @@ class TableFile:
         return self.url.removeprefix("file://") if self.url.startswith("file://") else None
 
 
+def are_tables(names: Sequence[str]) -> bool:
+    """Return whether files are of a table, by their names."""
+    tables = [name for name in names if name.lower().endswith(_PARQUET + _ARROW)]
+    return bool(tables) and all(
+        name in tables or name.startswith(("_", ".")) or name.endswith(".json") for name in names
+    )
+
+
 def find_tables(url: Any, storage_options: Mapping[str, Any], read_options: ReadOptions) -> list[TableFile]:
     """Return the files of a table, in order. Each directory is listed once."""
     urls = [url] if isinstance(url, str | os.PathLike) else url

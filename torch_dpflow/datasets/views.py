@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from torch_dpflow.datasets.importers.columns import lit_sample, mds_sample
 from torch_dpflow.datasets.importers.tfrecord import parse_example
 from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
 from torch_dpflow.errors import DPFlowError, OptionError, SourceError
@@ -26,8 +28,12 @@ _TEXTS = frozenset({"txt", "text", "transcript"})
 _JSON = frozenset({"json", "jsn"})
 
 
-def view_of(importer: str | None) -> View:
-    """Return the view of samples that this importer has described."""
+def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
+    """Return the view of samples that this importer has described, with the `info` of its variant."""
+    if importer == "mds":
+        return partial(_mds, info["columns"])
+    if importer == "litdata":
+        return partial(_litdata, info["formats"], info["spec"])
     return _VIEWS.get(importer or "", _plain)
 
 
@@ -48,6 +54,18 @@ def _plain(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -
 
 def _example(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
     return parse_example(content)
+
+
+def _mds(
+    columns: Sequence[Sequence[Any]], content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]
+) -> dict[str, Any]:
+    return mds_sample(content, columns)
+
+
+def _litdata(
+    formats: Sequence[str], spec: Any, content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]
+) -> Any:
+    return lit_sample(content, formats, spec)
 
 
 #: By importer.
@@ -84,13 +102,17 @@ class Decoder:
     def __init__(self, images: Literal["pil", "rgb", "torch"]) -> None:
         self._images = images
 
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, sample: Any) -> Any:
+        if not isinstance(sample, dict):  # of LitData, which also has tuples and single values
+            return self._decoded("", sample)
         return {name: self._decoded(name, value) for name, value in sample.items()}
 
     def _decoded(self, name: str, value: Any) -> Any:
         """Raises SourceError, which names the value, if it cannot be decoded."""
-        if isinstance(value, list):  # a feature of a TFRecord
-            return [self._decoded(name, one) for one in value]
+        if isinstance(value, list | tuple):
+            return type(value)(self._decoded(name, one) for one in value)
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # an image of HuggingFace
+            return self._decoded(value["path"] or name, value["bytes"])
         if not isinstance(value, bytes):
             return value
         kind = name.rpartition(".")[2].lower()

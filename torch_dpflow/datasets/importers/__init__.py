@@ -22,6 +22,8 @@ IMPORTERS = {
     "imagefolder": ("folders", "ImageFolderImporter"),
     "iterable": ("iterable", "IterableImporter"),
     "listing": ("listing", "ListingImporter"),
+    "litdata": ("packed", "LitDataImporter"),
+    "mds": ("packed", "MDSImporter"),
     "speech": ("folders", "SpeechImporter"),
     "tfrecord": ("tfrecord", "TFRecordImporter"),
     "webdataset": ("webdataset", "WebDatasetImporter"),

@@ -1,0 +1,249 @@
+"""Importers of MosaicML's MDS and of LitData: shards with a table of offsets, and an `index.json` that lists them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_dpflow._core.checks import check_json
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.columns import lit_decoder, mds_decoder
+from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
+from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.errors import MissingExtraError, SourceError
+
+_INDEX = "index.json"
+#: Bytes of an index; that of 100,000 shards has some 60 MB.
+_MAX_INDEX = 256 << 20
+#: Names of compressions here, and Arrow's.
+_COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
+
+
+class PackedShard(NamedTuple):
+    """One shard, as the index lists it."""
+
+    name: str
+    #: bytes of the file; None: the index does not say
+    size: int | None
+    samples: int
+    compression: str | None
+
+
+class PackedImporter(ShardImporter):
+    """Base of importers of a directory with an `index.json`. Samples are read in place.
+
+    Samples of compressed shards cannot be read alone: they are copied, decompressed.
+
+    Args:
+        source: the directory.
+        options: fsspec's options for it.
+
+    Raises:
+        OptionError, OptionTypeError: the source is malformed.
+        SourceError: it is no directory of this format; its index is damaged, or has values that cannot be read.
+    """
+
+    def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
+        files = source if isinstance(source, SourceFiles) else find_sources(source, options)
+        index = next((file for file in files.files if file.url.endswith(f"/{_INDEX}")), None)
+        if not files.is_directory or index is None:
+            raise SourceError(f"{files.given} is no directory with an {_INDEX}; give that of a {self.name} dataset")
+        try:
+            self.shards, self._info = self._read_index(_json_of(index, files.options))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise SourceError(f"{index.url} is no index of {self.name}: {type(error).__name__}: {error}") from error
+        present = dict(zip(files.names, files.files, strict=True))
+        for shard in self.shards:
+            _check_present(files.given, shard, present.get(shard.name))
+        self._by_url = {present[shard.name].url: shard for shard in self.shards}
+        listed = [present[shard.name] for shard in self.shards]
+        super().__init__(SourceFiles(files.given, listed, [], files.options, is_directory=True))
+        if any(shard.compression is not None for shard in self.shards):
+            self.items_at = None  # type: ignore[assignment]  # copied samples are found by number, not by place
+
+    @classmethod
+    def finds(cls, files: SourceFiles) -> bool:
+        """Return whether a directory is of this format by its names."""
+        return files.is_directory and _INDEX in files.names and any(map(cls.names.fullmatch, files.names))
+
+    @abstractmethod
+    def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
+        """Return the shards, and what the view of a sample needs. Raises KeyError, TypeError, ValueError."""
+
+    def info(self) -> Mapping[str, Any]:
+        return self._info
+
+    def settings(self) -> Mapping[str, Any]:
+        return self._info
+
+    def total(self) -> int | None:
+        return sum(shard.samples for shard in self.shards)
+
+    def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
+        shard = self._by_url[file.url]
+        size = data.size
+        if shard.compression is not None:
+            content = _decompressed(data.at(0, size), shard.compression, file.url)
+            size, data = len(content), ForwardReader(lambda start, stop: content[start:stop], len(content), 1 << 20, 0)
+        offsets = _offsets(data, shard, file.url, size)
+        for start, stop in itertools.pairwise(offsets):
+            if shard.compression is not None:
+                yield Item(data=data.at(start, stop - start))
+            else:
+                path = self.files.path_of(file)
+                yield Item(path=path, offset=start, length=stop - start, revision=file.revision)
+
+
+class MDSImporter(PackedImporter):
+    """Reads a directory of MosaicML Streaming (MDS) in place.
+
+    A sample is a dict of its columns' values, as MDS gives it, but that encoded images are bytes. Columns of pickles
+    are refused.
+    """
+
+    name = "mds"
+    names = re.compile(r".*\.mds(\.\w+)?", re.IGNORECASE | re.DOTALL)
+
+    def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
+        shards: list[PackedShard] = []
+        columns: list[list[Any]] | None = None
+        for entry in index["shards"]:
+            if entry["format"] != "mds" or entry["version"] != 2:
+                raise ValueError(f"a shard has the format {entry['format']!r}, version {entry['version']!r}")
+            names, encodings, sizes = (entry[f"column_{part}"] for part in ("names", "encodings", "sizes"))
+            found = [list(column) for column in zip(names, encodings, sizes, strict=True)]
+            if columns is not None and found != columns:
+                raise ValueError("its shards have different columns")
+            columns = found
+            packed = entry["zip_data"] if entry["compression"] is not None else entry["raw_data"]
+            compression = None if entry["compression"] is None else entry["compression"].partition(":")[0]
+            shards.append(PackedShard(packed["basename"], packed["bytes"], entry["samples"], compression))
+        for name, encoding, size in columns or []:
+            if not isinstance(name, str) or not (size is None or isinstance(size, int)):
+                raise ValueError(f"it has a column {name!r} of size {size!r}")
+            _check_column(name, lambda encoding=encoding: mds_decoder(encoding))
+        return shards, {"columns": columns or []}
+
+
+class LitDataImporter(PackedImporter):
+    """Reads a directory of LitData in place.
+
+    A sample is what LitData gives, but that encoded images are bytes. Pickles, encrypted chunks and chunks for another
+    loader than `PyTreeLoader` are refused.
+    """
+
+    name = "litdata"
+    names = re.compile(r"chunk-.*\.bin", re.DOTALL)
+
+    def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
+        config = index["config"]
+        loader, encryption = config.get("item_loader") or "PyTreeLoader", config.get("encryption")
+        if loader != "PyTreeLoader" or encryption is not None:
+            raise ValueError(f"it is for the loader {loader}, with encryption {encryption}, which is not read")
+        compression = config.get("compression")
+        shards = [
+            PackedShard(
+                chunk["filename"], None if compression else chunk["chunk_bytes"], chunk["chunk_size"], compression
+            )
+            for chunk in index["chunks"]
+        ]
+        formats = list(config["data_format"])
+        for number, name in enumerate(formats):
+            _check_column(f"number {number}", lambda name=name: lit_decoder(name))
+        version, tree = json.loads(config["data_spec"])
+        if version != 1:
+            raise ValueError(f"its data_spec has version {version}")
+        spec = _spec(tree)
+        if _leaves(spec) != len(formats):
+            raise ValueError(f"its data_spec has {_leaves(spec)} values, and data_format {len(formats)}")
+        return shards, {"formats": formats, "spec": spec}
+
+
+def _spec(node: Any) -> Any:
+    """Return how values nest, as `lit_sample` takes it."""
+    kind, children = node["type"], [_spec(child) for child in node["children_spec"]]
+    if kind is None:
+        return "*"
+    if kind == "builtins.list":
+        return children
+    if kind == "builtins.tuple":
+        return {"tuple": children}
+    if kind == "builtins.dict":
+        # As pairs: a store does not keep the order of names.
+        return {"dict": [list(pair) for pair in zip(json.loads(node["context"]), children, strict=True)]}
+    raise ValueError(f"its samples are of {kind}, which is not read")
+
+
+def _leaves(spec: Any) -> int:
+    if spec == "*":
+        return 1
+    children = spec if isinstance(spec, list) else spec.get("tuple") or [child for _, child in spec.get("dict", [])]
+    return sum(map(_leaves, children))
+
+
+def _check_column(name: str, decoder: Any) -> None:
+    try:
+        decoder()
+    except SourceError as error:
+        raise SourceError(f"the column {name} cannot be read: {error}") from error
+
+
+def _json_of(file: SourceFile, options: Mapping[str, Any]) -> Any:
+    if file.size > _MAX_INDEX:
+        raise SourceError(f"{file.url} has {file.size} bytes; at most {_MAX_INDEX} are read")
+    with ObjectReader(options) as reader:
+        (data,) = reader.read_many([ByteRange(file.url, size=file.size, revision=file.revision)])
+    check_json(data)
+    return json.loads(data)
+
+
+def _check_present(given: str, shard: PackedShard, file: SourceFile | None) -> None:
+    if not isinstance(shard.samples, int) or shard.samples < 0:
+        raise SourceError(f"{given}: the index lists {shard.name} with {shard.samples!r} samples")
+    if file is None:
+        raise SourceError(f"{given}: the index lists {shard.name}, which is not there; restore it")
+    if shard.size is not None and file.size != shard.size:
+        raise SourceError(f"{file.url} has {file.size} bytes, and the index says {shard.size}; it was cut or replaced")
+
+
+def _offsets(data: ForwardReader, shard: PackedShard, url: str, size: int) -> list[int]:
+    """Return where each sample begins, and where the last one ends. Raises SourceError."""
+    head = data.at(0, 4 * (shard.samples + 2))
+    numbers = np.frombuffer(head[: len(head) // 4 * 4], "<u4").astype(np.int64)
+    if len(numbers) != shard.samples + 2 or numbers[0] != shard.samples:
+        found = int(numbers[0]) if len(numbers) else 0
+        raise SourceError(f"{url} has {found} samples, and the index says {shard.samples}; it was cut or replaced")
+    offsets = numbers[1:]
+    if offsets[0] < len(head) or offsets[-1] != size or (np.diff(offsets) < 0).any():
+        raise SourceError(f"{url} has offsets that are not those of {size} bytes; it is damaged")
+    return [int(offset) for offset in offsets]
+
+
+def _decompressed(data: bytes, compression: str, url: str) -> bytes:
+    if compression == "snappy":
+        import snappy
+
+        try:
+            return bytes(snappy.decompress(data))
+        except Exception as error:  # of classes that differ between versions
+            raise SourceError(f"{url} cannot be decompressed: {error}") from error
+    if compression not in _COMPRESSIONS:
+        raise SourceError(f"{url} has the compression {compression!r}, which is not read")
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "compressed shards need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
+        ) from error
+    try:
+        stream = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), _COMPRESSIONS[compression])
+        return bytes(stream.read())
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SourceError(f"{url} cannot be decompressed: {error}") from error
