@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -207,6 +208,15 @@ def test_an_epoch_that_was_read_to_its_end_is_over_at_any_size() -> None:
     for states in (run.state(2), run.joined()):
         for replicas in (1, 2, 3, 4):
             assert not Run(22, replicas, states, drop_last=True).finish()
+
+
+def test_what_drop_last_has_left_out_is_not_read_in_another_batch_size() -> None:
+    job = JobDescription(flow="flow", version=1, name="job", seed=SEED, size=30, batch_size=8, drop_last=True)
+    cursor = EpochCursor(job, 0)
+    cursor.add([*range(24)], 24)
+    again = EpochCursor(replace(job, batch_size=2), 0)
+    again.resume(0, cursor.state())
+    assert (again.left, again.state()["over"]) == (0, True)
 
 
 def test_a_state_before_the_first_batch_begins_the_epoch_at_any_size() -> None:

@@ -35,7 +35,7 @@ def mark(marks: Marks, keys: npt.NDArray[np.int64]) -> None:
 
 
 class EpochCursor:
-    """Position of a job, or of a rank of one, in its epoch; at first at the start."""
+    """Position of a job, or of a rank of one, in its epoch; the start of the epoch unless a state is resumed."""
 
     def __init__(self, job: JobDescription, epoch: int) -> None:
         self._job = job
@@ -47,10 +47,12 @@ class EpochCursor:
         self.earlier: Marks | None = None
         #: A position, and the samples that all ranks have once each has as many; None: not known.
         self.together: tuple[int, Marks] | None = None
+        #: Whether it was resumed at the epoch's end: what `drop_last` left out is not read in another batch size.
+        self._is_over = False
 
     @property
     def knows_all_ranks(self) -> bool:
-        """Whether it has what all ranks have read at its position, or that follows from its own samples."""
+        """Whether the samples that all ranks have read at this position are known here."""
         is_alone = self._job.rank is None or self._job.rank.replicas == 1
         return is_alone or not self.position or (self.together is not None and self.together[0] == self.position)
 
@@ -67,7 +69,7 @@ class EpochCursor:
     @property
     def left(self) -> int:
         """Samples that are to be delivered, without a last batch that is dropped."""
-        left = self.length - self.position
+        left = 0 if self._is_over else self.length - self.position
         return left - left % self._job.batch_size if self._job.drop_last else left
 
     def drawn(self) -> DrawnEpoch:
@@ -112,8 +114,8 @@ class EpochCursor:
         in_step = not is_joined or (len(saved) == replicas and len({part.position for part in saved}) == 1)
         if one.replicas != replicas or not in_step:
             earlier = self._read_by_all(saved, is_joined=is_joined)
-        elif own is not None:
-            marks, position = own.done, own.position
+        elif own is not None or one.over:
+            marks, position = one.done, one.position
         else:
             marks, position = one.read_in_step(), one.position
         self._check(marks, earlier)
@@ -122,6 +124,7 @@ class EpochCursor:
         # `drop_last` may have been given since, which makes a part shorter by one sample.
         self.position = min(position, self.length)
         self.together = None if one.together is None or not position else (self.position, one.together)
+        self._is_over = one.over and in_step and one.replicas == replicas
 
     def _read_by_all(self, saved: Sequence[_Saved], *, is_joined: bool) -> Marks:
         """Return what all ranks of the run had read that saved these states."""
