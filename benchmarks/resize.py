@@ -10,6 +10,7 @@ Sides whose package is missing are left out: datasets, grain, mosaicml-streaming
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -74,12 +75,12 @@ def stateful(rank: int, ranks: int, batch_size: int, states: list[Any] | None) -
 
 def huggingface(rank: int, ranks: int, batch_size: int, states: list[Any] | None) -> Any:
     """`split_dataset_by_node` of a shuffled iterable dataset in torchdata's loader."""
-    import datasets
-    from datasets.distributed import split_dataset_by_node
     from torchdata.stateful_dataloader import StatefulDataLoader
 
+    datasets: Any = importlib.import_module("datasets")
+    split: Any = importlib.import_module("datasets.distributed").split_dataset_by_node
     whole = datasets.Dataset.from_dict({"row": list(range(SAMPLES))}).to_iterable_dataset(num_shards=120)
-    part = split_dataset_by_node(whole.shuffle(seed=SEED, buffer_size=100), rank=rank, world_size=ranks)
+    part = split(whole.shuffle(seed=SEED, buffer_size=100), rank=rank, world_size=ranks)
     loader: Any = StatefulDataLoader(part, batch_size=batch_size)
     if states is not None:
         loader.load_state_dict(states[rank % len(states)])
@@ -88,8 +89,7 @@ def huggingface(rank: int, ranks: int, batch_size: int, states: list[Any] | None
 
 def grain_slices(rank: int, ranks: int, batch_size: int, states: list[Any] | None) -> Any:
     """Grain, sharded by a slice: each process has the state of its own iterator."""
-    import grain.python as grain
-
+    grain: Any = importlib.import_module("grain.python")
     dataset: Any = grain.MapDataset.source(range(SAMPLES)).shuffle(seed=SEED)[rank::ranks].batch(batch_size)
     iterator = iter(dataset.to_iter_dataset())
     if states is not None:
@@ -99,12 +99,11 @@ def grain_slices(rank: int, ranks: int, batch_size: int, states: list[Any] | Non
 
 def grain_elastic(rank: int, ranks: int, batch_size: int, states: list[Any] | None) -> Any:
     """Grain's experimental ElasticIterator: any process's state is enough."""
-    import grain.python as grain
-    from grain.experimental import ElasticIterator
-
+    grain: Any = importlib.import_module("grain.python")
+    elastic: Any = importlib.import_module("grain.experimental").ElasticIterator
     shards = grain.ShardOptions(shard_index=rank, shard_count=ranks)
     dataset: Any = grain.MapDataset.source(range(SAMPLES)).shuffle(seed=SEED)
-    iterator: Any = iter(ElasticIterator(dataset, batch_size * ranks, shards))
+    iterator: Any = iter(elastic(dataset, batch_size * ranks, shards))
     if states is not None:
         iterator.set_state(states[0])
     return iterator, iterator.get_state
@@ -112,12 +111,11 @@ def grain_elastic(rank: int, ranks: int, batch_size: int, states: list[Any] | No
 
 def streaming(rank: int, ranks: int, batch_size: int, states: list[Any] | None) -> Any:
     """Mosaic Streaming with its own loader: any rank's state is enough."""
-    from streaming import StreamingDataLoader, StreamingDataset
-
-    dataset: Any = StreamingDataset(
+    mosaic: Any = importlib.import_module("streaming")
+    dataset = mosaic.StreamingDataset(
         local=os.environ["DPFLOW_MDS"], shuffle=True, shuffle_seed=SEED, batch_size=batch_size, num_canonical_nodes=120
     )
-    loader: Any = StreamingDataLoader(dataset, batch_size=batch_size)
+    loader = mosaic.StreamingDataLoader(dataset, batch_size=batch_size)
     if states is not None:
         loader.load_state_dict(states[0])
     return (batch["row"] for batch in loader), loader.state_dict
@@ -137,9 +135,8 @@ SIDES: dict[str, tuple[Reader, str]] = {
 
 def write_mds(folder: str) -> None:
     """Write the samples for Mosaic Streaming."""
-    from streaming import MDSWriter
-
-    with MDSWriter(out=folder, columns={"row": "int"}, size_limit=1000) as writer:
+    mosaic: Any = importlib.import_module("streaming")
+    with mosaic.MDSWriter(out=folder, columns={"row": "int"}, size_limit=1000) as writer:
         for row in range(SAMPLES):
             writer.write({"row": row})
 
@@ -155,7 +152,7 @@ def _rank(pipe: Any, reader: Reader, place: tuple[int, int, int, int], states: l
         pipe.send((read, state(), None))
     except Exception as error:
         pipe.send(([], None, f"{type(error).__name__}: {error}"))
-    pipe.close()
+    pipe.recv()  # others may need this rank until they have ended
     os._exit(0)
 
 
@@ -168,14 +165,15 @@ def read_epoch(reader: Reader, phases: Sequence[tuple[int, int, int]]) -> tuple[
             port = free.getsockname()[1]
         pipes, children = [], []
         for rank in range(ranks):
-            here, there = fork.Pipe(duplex=False)
+            here, there = fork.Pipe()
             child = fork.Process(target=_rank, args=(there, reader, (rank, ranks, batch_size, steps), states, port))
             child.start()
             there.close()
             pipes.append(here)
             children.append(child)
         answers = [pipe.recv() for pipe in pipes]
-        for child in children:
+        for pipe, child in zip(pipes, children):
+            pipe.send(None)
             child.join()
         if errors := [error for _, _, error in answers if error is not None]:
             return seen, errors[0]

@@ -121,6 +121,7 @@ def test_an_epoch_read_by_changing_numbers_of_ranks_is_the_epoch(
         before += [index for part in read(ranks, [step] * replicas) for index in part] if step else []
         state = drawn.draw(st.sampled_from(ranks)).state_dict()
     ranks = samplers(length, last, drop_last=drop_last, seed=seed)
+    assert state is not None
     for sampler in ranks:
         sampler.load_state_dict(state)
         assert sampler.epoch == epoch

@@ -31,11 +31,12 @@ def read_states(given: Any, rank: int) -> LoaderState:
 
 def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
     own = states[rank % len(states)]
-    for name, values in {
+    compared: dict[str, list[Any]] = {
         "epoch": [(state.epoch, state.fresh) for state in states],
         "epoch's length": [state.length for state in states],
         "loaders": [state.made_of for state in states],
-    }.items():
+    }
+    for name, values in compared.items():
         if any(value != values[0] for value in values):
             raise StateError(
                 f"the states differ in the {name}: {values!r:.300}; give the states that all ranks of one run have "
@@ -50,7 +51,7 @@ def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
         )
     if all(state.sampler is None and not state.position for state in states):
         return own
-    kept = [None if state.sampler is None else state.sampler["sampler"] for state in states]
+    kept: list[Any] = [None if state.sampler is None else state.sampler["sampler"] for state in states]
     if not all(isinstance(one, dict) and "num_replicas" in one for one in kept):
         raise StateError(
             f"the states of {len(states)} ranks are given, and their {own.made_of.get('sampler')} does not say what "

@@ -188,7 +188,7 @@ class DynaGCSSampler(Sampler[int]):
             StateError: the state is of other data, or other arguments; or it is damaged; or ranks are missing.
         """
         states = [state] if isinstance(state, dict) else state
-        if isinstance(states, str | bytes) or not isinstance(states, Sequence) or not states:
+        if not isinstance(states, list | tuple) or not states:
             raise StateError(f"{states!r:.80} is no state of a DynaGCSSampler; pass what its state_dict() returned")
         (epoch, *others) = map(self._checked_epoch, states)
         if set(others) - {epoch}:
