@@ -213,6 +213,20 @@ def test_nothing_is_kept_of_a_dataset_of_another_length(change: int, together: b
     assert cache.statistics().misses == size
 
 
+def test_another_dataset_is_read_anew_and_the_same_is_not() -> None:
+    rows = [0, 1, 2]
+    cache = ALSDCache(rows, 3)  # type: ignore[arg-type]
+    assert [cache[n] for n in range(3)] == [0, 1, 2]
+    cache.dataset = rows  # type: ignore[assignment]
+    assert cache.statistics().misses == 3
+    cache.dataset = [10, 11, 12]  # type: ignore[assignment]
+    assert cache.statistics().misses == 0
+    assert [cache[n] for n in range(3)] == [10, 11, 12]
+    with pytest.raises(OptionTypeError, match="cannot be indexed"):
+        cache.dataset = iter(rows)  # type: ignore[assignment]
+    assert cache[0] == 10
+
+
 def test_a_changed_dataset_is_read_anew_after_clear() -> None:
     dataset = Counting(3)
     cache = ALSDCache(dataset, 3)

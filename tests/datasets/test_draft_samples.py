@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +89,10 @@ class _Pair(NamedTuple):
     area: Any
 
 
+#: Local mean time.
+_PARIS_1900 = timezone(timedelta(minutes=9, seconds=21))
+
+
 class _Kind(enum.Enum):
     CAT = "cat"
     NAN = float("nan")
@@ -126,6 +130,13 @@ class _Kind(enum.Enum):
         ({b"cat": 1}, "the key x=b'cat'"),
         ({1: "a", "1": "b"}, "with keys that are the same text in JSON"),
         (_Box({2: "a", "2": "b"}), "with keys that are the same text in JSON"),
+        (
+            datetime(1900, 1, 1, tzinfo=_PARIS_1900),
+            r"x=1900-01-01T00:00:00\+00:09:21, whose offset from UTC has seconds",
+        ),
+        ([{"a": time(1, tzinfo=_PARIS_1900)}], r"x\[0\]\.a=01:00:00\+00:09:21, whose offset"),
+        ({datetime(1900, 1, 1, tzinfo=_PARIS_1900): 1}, "the key x=1900-01-01.*, whose offset"),
+        (_Box(datetime(1900, 1, 1, tzinfo=timezone(-timedelta(microseconds=1)))), r"x\.area=.*, whose offset"),
         (np.datetime64("NaT"), "NaT is no time"),
         (np.array(["2024-01-01", "NaT"], "M8[ns]"), "NaT is no time"),
         (np.timedelta64("NaT", "s"), "NaT is no time"),
@@ -169,6 +180,7 @@ def test_no_value_becomes_another_without_a_word(value: Any, told: str) -> None:
         (np.array([3], "m8[2ns]"), ["PT0.000000006S"]),
         (timedelta(seconds=5), "PT5S"),
         (datetime(2024, 1, 1, tzinfo=timezone.utc), "2024-01-01T00:00:00Z"),
+        (datetime(1900, 1, 1, tzinfo=timezone(timedelta(minutes=9))), "1900-01-01T00:00:00+00:09"),
         (Decimal("1.10"), "1.10"),
         (_Kind.CAT, "cat"),
         (_Box(_Pair((1, {2}))), {"area": [[1, [2]]]}),

@@ -80,8 +80,8 @@ class ALSDCache(Dataset[Any]):
     IndexError. Any other index is a key of its own; one that cannot be hashed is passed to the dataset, and its sample
     is not kept.
 
-    After a change of the dataset call `clear()` in each process that reads it, or make a new cache. Only a change of
-    its length is detected; it drops all samples and counts.
+    After a change of the dataset's content call `clear()` in each process that reads it, or make a new cache. Only a
+    change of its length and a new `dataset` are detected; they drop all samples and counts.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.
@@ -106,17 +106,13 @@ class ALSDCache(Dataset[Any]):
         sampler: LookaheadSampler | None = None,
         copy: bool = True,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or working(dataset, "__getitem__") is None:
-            raise OptionTypeError(
-                f"dataset is a {type(dataset).__name__}, which cannot be indexed; ALSDCache keeps samples by "
-                "index, so give a map-style dataset (one with __getitem__)"
-            )
+        _check_dataset(dataset)
         if policy not in sorted(POLICIES):
             raise OptionError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
         if transform is not None and not callable(transform):
             raise OptionTypeError(f"transform={transform!r} is not callable; give a function of one sample, or None")
         check_type("copy", copy, int, "True or False")  # text would count as True
-        self.dataset = dataset
+        self._dataset = dataset
         self.capacity = capacity
         self.policy = policy
         self.transform = transform
@@ -124,6 +120,18 @@ class ALSDCache(Dataset[Any]):
         self.copy = bool(copy)
         self._budget = parse_capacity(capacity)
         self._open()
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The dataset inside. Setting another one drops all samples and counts. Raises OptionTypeError."""
+        return self._dataset
+
+    @dataset.setter
+    def dataset(self, dataset: Dataset[Any]) -> None:
+        _check_dataset(dataset)
+        if dataset is not self._dataset:
+            self._dataset = dataset
+            self._open()
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -222,6 +230,14 @@ class ALSDCache(Dataset[Any]):
 
 #: A pickle leaves the content out.
 _NOT_PICKLED = {"_store", "_names", "_numbers", "_length"}
+
+
+def _check_dataset(dataset: Dataset[Any]) -> None:
+    if isinstance(dataset, IterableDataset) or working(dataset, "__getitem__") is None:
+        raise OptionTypeError(
+            f"dataset is a {type(dataset).__name__}, which cannot be indexed; ALSDCache keeps samples by "
+            "index, so give a map-style dataset (one with __getitem__)"
+        )
 
 
 def _length_of(dataset: Dataset[Any]) -> int | None:

@@ -16,6 +16,7 @@ from torch_dpflow._core.checks import TOO_DEEP, check_json
 from torch_dpflow.errors import SourceError
 
 _NANOSECONDS = 10**9
+_MINUTE = timedelta(minutes=1)
 _BYTES = (bytes, bytearray, memoryview)
 #: Values that `_wrong_values` looks at, or that JSON holds as text.
 _KEPT = (*_BYTES, Decimal, datetime, date, time, timedelta, UUID)
@@ -28,8 +29,8 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     objects.
 
     Raises:
-        SourceError: they are no mapping, or have values that JSON cannot hold: NaN, infinity, NaT, bytes, and keys that
-            are the same text.
+        SourceError: they are no mapping, or have values that JSON cannot hold: NaN, infinity, NaT, bytes, offsets from
+            UTC with seconds, and keys that are the same text.
     """
     try:
         encoded = _ENCODER.encode(meta)
@@ -69,6 +70,11 @@ def _wrong(value: Any, field: str) -> Iterator[str]:
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             yield f"{field}={value!r}, which JSON cannot hold; give a finite number or None, or leave it out"
+    elif isinstance(value, datetime | time) and (shift := value.utcoffset()) is not None and shift % _MINUTE:
+        yield (
+            f"{field}={value.isoformat()}, whose offset from UTC has seconds, which JSON's times cannot hold; convert "
+            "it: time.astimezone(datetime.timezone.utc)"
+        )
     elif isinstance(value, _BYTES):
         yield f"{field}={bytes(value)!r:.80}, and JSON holds no bytes; give text, or numbers"
     elif isinstance(value, dict):

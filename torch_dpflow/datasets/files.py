@@ -17,6 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from torch_dpflow._core.checks import check_path
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.archives import check_member
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
@@ -140,15 +141,22 @@ class Files:
         """Open a file to read it as a stream. Raises FileNotFoundError."""
         with self._storage_errors(path):
             self.check_regular(path)
-            file = self.filesystem.open(self._full(path), "rb")
+            full = self._full(path)
+            if self._is_local and os.path.isdir(full):
+                raise StorageError(f"{self._url(path)} is a directory; give a file, or write a / at the end")
+            file = self.filesystem.open(full, "rb")
         with file:
             yield file
 
     def check_regular(self, path: str) -> None:
-        """Raise StorageError for a pipe, socket or device on a local disk: opening a pipe would wait for a writer."""
-        if not self._is_local:
-            return
+        """Raise StorageError for a pipe, socket or device: opening a pipe on a local disk would wait for a writer.
+
+        In a tar archive also for a link that leads nowhere.
+        """
         full = self._full(path)
+        if not self._is_local:
+            check_member(self.filesystem, full, self._url(path))
+            return
         if os.path.exists(full) and not (os.path.isfile(full) or os.path.isdir(full)):
             raise StorageError(f"{self._url(path)}: this is a pipe, socket or device; give a regular file")
 
@@ -226,10 +234,11 @@ class Files:
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(full, data, **options)
 
-    def children(self, path: str = "", *, all_keys: bool = False) -> list[DirectoryEntry]:
-        """Return the entries of a directory, without hidden ones, sorted by name; none if there is no such directory.
+    def children(self, path: str = "", *, all_keys: bool = False, hidden: bool = False) -> list[DirectoryEntry]:
+        """Return the entries of a directory, sorted by name; none if there is no such directory.
 
         Args:
+            hidden: with entries whose name begins with a dot.
             all_keys: raise StorageError for a key of S3 or OSS that cannot be written as a path, instead of leaving it
                 out.
         """
@@ -248,7 +257,8 @@ class Files:
             name = entry["name"].rstrip("/").rpartition("/")[2]
             if is_checked and _has_no_path(entry, full):
                 raise self._without_path(path)
-            if name and not name.startswith(".") and entry["name"].rstrip("/") != full.rstrip("/"):
+            is_left_out = name in _NO_NAMES or (name.startswith(".") and not hidden)
+            if not is_left_out and entry["name"].rstrip("/") != full.rstrip("/"):
                 revision = revision_of(entry) if self._is_of_keys else None
                 found.append(
                     DirectoryEntry(name, _is_directory(fs, entry), entry.get("size"), revision, state_of(entry))

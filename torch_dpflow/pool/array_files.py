@@ -24,6 +24,7 @@ from torch_dpflow.errors import (
     StorageError,
     TruncatedObjectError,
 )
+from torch_dpflow.pool.hdf5_mappings import first_without_source
 from torch_dpflow.pool.messages import ArraySource
 from torch_dpflow.pool.planning.layout import ArrayLayout, identity
 
@@ -31,14 +32,20 @@ from torch_dpflow.pool.planning.layout import ArrayLayout, identity
 _MAX_NAMES = 20
 
 
-#: Offsets at which an HDF5 file may begin, after a user block, as in MATLAB's files.
-_STARTS = (0, *(512 << power for power in range(5)))
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+#: The smallest user block, which may precede an HDF5 file, as in MATLAB's. Others have twice its size, and so on.
+_USER_BLOCK = 512
 
 
-def is_hdf5(head: bytes) -> bool:
-    """Return whether a file that begins with `head` is an HDF5 file."""
-    return any(head.startswith(_SIGNATURE, start) for start in _STARTS)
+def _is_hdf5(reader: ObjectReader, url: str, head: bytes, size: int) -> bool:
+    """Return whether a file of `size` bytes that begins with `head` is an HDF5 file."""
+    starts = [0]
+    while (start := max(_USER_BLOCK, 2 * starts[-1])) + len(_SIGNATURE) <= size:
+        starts.append(start)
+    if any(head.startswith(_SIGNATURE, start) for start in starts):
+        return True
+    beyond = [ByteRange(url, start, start + len(_SIGNATURE)) for start in starts if start >= len(head)]
+    return _SIGNATURE in reader.read_many(beyond)
 
 
 class HDF5Dataset:
@@ -120,6 +127,12 @@ class HDF5Dataset:
                     "write the file anew"
                 )
             self._check_stored(h5py, source, above | {data.name})
+        row = first_without_source(h5py, data) if data.is_virtual else None
+        if row is not None:
+            raise OptionError(
+                f"{self._name} is a virtual dataset that has no source for row {row} of {data.name}, or for a part of "
+                "it; HDF5 would give its fill value: write the file anew"
+            )
 
     def _elsewhere(self, file: str) -> OptionError:
         return OptionError(
@@ -169,8 +182,10 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
     size, stamp = _stamp(place, storage_options)
     with ObjectReader(storage_options) as reader:
         head = reader.read(place, 0, min(size, _HEAD_BYTES))
+        is_npy = head.startswith(np.lib.format.MAGIC_PREFIX)
+        is_hdf5 = not is_npy and _is_hdf5(reader, place, head, size)
     name, start = without_login(place), None
-    if not head.startswith(np.lib.format.MAGIC_PREFIX) and is_hdf5(head):
+    if is_hdf5:
         with closing(HDF5Dataset(place, storage_options, path)) as data:
             dtype, shape = data.dtype, data.shape
     elif path:

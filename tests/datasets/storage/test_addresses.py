@@ -26,7 +26,7 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.file_systems import use_plain_names
+from torch_dpflow.datasets.storage.archives import prepare_archive
 from torch_dpflow.datasets.storage.urls import (
     check_url,
     file_system_of,
@@ -350,10 +350,10 @@ class _Archive(AbstractArchiveFileSystem):  # type: ignore[misc]
 
 
 def test_other_archives_are_read_where_their_names_are_plain() -> None:
-    use_plain_names(_Archive("cat/", "cat/0.jpg"), "libarchive://::a.rar")
+    prepare_archive(_Archive("cat/", "cat/0.jpg"), "libarchive://::a.rar")
     for wrong in ("./cat/0.jpg", "cat//0.jpg", "/cat/0.jpg", "../0.jpg"):
         with pytest.raises(StorageError, match=f"has a member of the name '{wrong}'"):
-            use_plain_names(_Archive("cat/1.jpg", wrong), "libarchive://::a.rar")
+            prepare_archive(_Archive("cat/1.jpg", wrong), "libarchive://::a.rar")
 
 
 def test_links_of_an_archive_lead_to_members_of_plain_names(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ssl
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -18,9 +16,6 @@ import botocore.exceptions
 import fsspec
 import oss2
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply, serve_ranges
@@ -45,43 +40,6 @@ def servers_first(s3_endpoint: str) -> None:
 @pytest.fixture(autouse=True)
 def no_settings(home: Path) -> None:
     """Each test makes its own."""
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the key and the certificate of 127.0.0.1, which its own authority has signed."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "an authority of ours")])
-    now = datetime.now(timezone.utc)
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path_factory.mktemp("tls") / "own.pem"
-    path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        + signed.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
-
-
-@pytest.fixture
-def tls(certificate: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    return context
 
 
 @pytest.fixture(autouse=True)

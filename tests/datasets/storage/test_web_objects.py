@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import http.server
-import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -15,7 +14,7 @@ from urllib.parse import quote
 import fsspec.asyn
 import pytest
 
-from tests.datasets.storage.web_server import Answer, WebServer, reply, serve_ranges
+from tests.datasets.storage.web_server import Answer, WebServer, raw, reply, serve_ranges, then
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import Files
@@ -184,13 +183,6 @@ def _cut_chunks(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"1000\r\n" + DATA[:4096] + b"\r\n1000\r\n" + DATA[:10])
 
 
-def _chunked(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    handler.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(DATA), DATA))
-
-
 def _until_the_end(handler: BaseHTTPRequestHandler) -> None:
     handler.close_connection = True
     handler.send_response(200)
@@ -232,13 +224,13 @@ def test_listings_wait_for_a_server_that_is_away_too(web: WebServer) -> None:
     away = [_disconnect, lambda handler: reply(handler, 503)] * 4
     page = partial(reply, status=200, body=_LISTING, content_type="text/html")
     files = Files(web.url, read_options=ReadOptions(backoff_s=0.001, longest_backoff_s=0.01))
-    web.answer = _then(page, *away)
+    web.answer = then(page, *away)
     assert [child.name for child in files.children()] == ["0.jpg", "cat"]
-    web.answer = _then(page, *away)
+    web.answer = then(page, *away)
     assert files.exists("cat")
-    web.answer = _then(partial(reply, status=404), *away)
+    web.answer = then(partial(reply, status=404), *away)
     assert not files.exists("dog")
-    web.answer = _then(serve_ranges(b""), *away)
+    web.answer = then(serve_ranges(b""), *away)
     assert files.exists("empty.jpg")
     files.close()
 
@@ -254,7 +246,7 @@ def test_a_server_that_is_away_has_not_lost_its_files(web: WebServer) -> None:
 
 def test_a_look_at_an_object_waits_for_a_server_that_is_away(web: WebServer) -> None:
     with Objects({}) as objects:
-        web.answer = _then(serve_ranges(DATA), lambda handler: reply(handler, 503))
+        web.answer = then(serve_ranges(DATA), lambda handler: reply(handler, 503))
         entry = objects.entry(f"{web.url}/x.jpg")
         assert isinstance(entry, dict)
         assert entry["size"] == len(DATA)
@@ -265,7 +257,7 @@ def test_a_look_at_an_object_waits_for_a_server_that_is_away(web: WebServer) -> 
 
 
 def test_a_server_that_is_away_for_longer_is_waited_for(web: WebServer) -> None:
-    web.answer = _then_right(*[_disconnect, lambda handler: reply(handler, 503)] * 8)
+    web.answer = then(serve_ranges(DATA), *[_disconnect, lambda handler: reply(handler, 503)] * 8)
     with ObjectReader(options=ReadOptions(backoff_s=0.001, longest_backoff_s=0.01)) as reader:
         assert reader.read(f"{web.url}/x") == DATA
     assert len(web.requests) == 17
@@ -273,7 +265,7 @@ def test_a_server_that_is_away_for_longer_is_waited_for(web: WebServer) -> None:
 
 @pytest.mark.parametrize("status", [425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529])
 def test_statuses_that_pass_are_tried_again(web: WebServer, status: int) -> None:
-    web.answer = _then_right(lambda handler: reply(handler, status))
+    web.answer = then(serve_ranges(DATA), lambda handler: reply(handler, status))
     with ObjectReader(options=ReadOptions(backoff_s=0.0)) as reader:
         assert reader.read(f"{web.url}/x") == DATA
 
@@ -290,124 +282,8 @@ def test_an_encoding_that_changes_nothing_is_read(web: WebServer, reader: Object
     assert reader.read(f"{web.url}/x") == DATA
 
 
-def test_a_chunked_body_is_read(web: WebServer, reader: ObjectReader) -> None:
-    web.answer = _chunked
-    assert reader.read(f"{web.url}/x") == DATA
-    assert reader.read(f"{web.url}/x", 7, 100) == DATA[7:100]
-
-
-def _without_size(handler: BaseHTTPRequestHandler) -> None:
-    handler.close_connection = True
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n")
-
-
-def _with_hints(handler: BaseHTTPRequestHandler) -> None:
-    handler.wfile.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\nContent-Length:\n 5\n\nhello")
-
-
 def _zipped(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello")
-
-
-#: Responses whose body ends where only a guess can say, or before it should. The connection ends behind each.
-_AMBIGUOUS = {
-    "chunked twice": b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-    "chunked, chunked": b"Transfer-Encoding: chunked, chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-    "compressed": b"Transfer-Encoding: gzip, chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-    "unknown coding": b"Transfer-Encoding: xchunked\r\n\r\nhello",
-    "empty coding": b"Transfer-Encoding:\r\nContent-Length: 5\r\n\r\nhello",
-    "chunked and a length": b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-    "two lengths": b"Content-Length: 5\r\nContent-Length: 3\r\n\r\nhello",
-    "two lengths in one": b"Content-Length: 5, 3\r\n\r\nhello",
-    "a length twice, cut": b"Content-Length: 50\r\nContent-Length: 50\r\n\r\n01234567890123456789",
-    "a signed length": b"Content-Length: +5\r\n\r\nhello",
-    "a negative length": b"Content-Length: -5\r\n\r\nhello",
-    "a hexadecimal length": b"Content-Length: 0x5\r\n\r\nhello",
-    "a length with underscore": b"Content-Length: 0_5\r\n\r\nhello",
-    "a length with a unit": b"Content-Length: 5 bytes\r\n\r\nhello",
-    "an empty length": b"Content-Length:\r\n\r\nhello",
-    "a folded length": b"Content-Length: 5\r\n 0\r\n\r\nhello",
-    "a length with a no-break space": b"Content-Length: 5\xa0\r\n\r\nhello",
-    "a space before the colon": b"Content-Length : 5\r\n\r\nhello world",
-    "a field without a colon": b"Content-Length 5\r\n\r\nhello world",
-    "a field without a name": b": 5\r\nContent-Length: 5\r\n\r\nhello",
-    "a fold of nothing": b" Content-Length: 5\r\n\r\nhello world",
-    "a carriage return": b"X: y\rContent-Length: 3\r\nContent-Length: 5\r\n\r\nhello",
-    "a null byte": b"X: \0\r\nContent-Length: 5\r\n\r\nhello",
-    "a longer chunk": b"Transfer-Encoding: chunked\r\n\r\n3\r\nhello\r\n0\r\n\r\n",
-    "a chunk longer by a chunk": b"Transfer-Encoding: chunked\r\n\r\n1\r\nh\n3\r\nell\r\n1\r\no\r\n0\r\n\r\n",
-    "a shorter chunk": b"Transfer-Encoding: chunked\r\n\r\n7\r\nhello\r\n0\r\n\r\n",
-    "a chunk of 5g": b"Transfer-Encoding: chunked\r\n\r\n5g\r\nhello\r\n0\r\n\r\n",
-    "a chunk of 0x5": b"Transfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
-    "a chunk of +5": b"Transfer-Encoding: chunked\r\n\r\n+5\r\nhello\r\n0\r\n\r\n",
-    "a chunk without carriage return": b"Transfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n",
-    "no last chunk": b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
-    "no end of the trailers": b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: y\r\n",
-}
-
-
-def _raw(response: bytes) -> Answer:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.close_connection = True
-        handler.wfile.write(response)
-
-    return answer
-
-
-def _then_right(*faults: Answer) -> Answer:
-    """What a server does that answers wrong at first."""
-    return _then(serve_ranges(DATA), *faults)
-
-
-def _then(last: Answer, *first: Answer) -> Answer:
-    left = [*first]
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        (left.pop(0) if left else last)(handler)
-
-    return answer
-
-
-@pytest.mark.parametrize("scheme", ["http", "s3", "oss"])
-def test_a_body_whose_end_is_ambiguous_is_tried_again(web: WebServer, scheme: str) -> None:
-    options = {} if scheme == "http" else {"endpoint": web.url, "anon": True}
-    with ObjectReader(options, options=ReadOptions(backoff_s=0.0)) as reader:
-        for name, fields in _AMBIGUOUS.items():
-            web.answer = _then_right(*[_raw(b"HTTP/1.1 200 OK\r\n" + fields)] * 2)
-            before = len(web.requests)
-            url = f"{web.url}/x" if scheme == "http" else f"{scheme}://data/x"
-            assert reader.read(url) == DATA, name
-            assert len(web.requests) == before + 3, name
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
-        b"HTTP/2 200 OK\r\nContent-Length: 5\r\n\r\nhello",
-        b"HTTP/1.1 +20 OK\r\nContent-Length: 5\r\n\r\nhello",
-        b"ICY 200 OK\r\nContent-Length: 5\r\n\r\nhello",
-    ],
-)
-def test_a_head_that_is_not_of_http_1_is_tried_again(web: WebServer, response: bytes) -> None:
-    web.answer = _then_right(_raw(response))
-    with ObjectReader(options=ReadOptions(backoff_s=0.0)) as reader:
-        assert reader.read(f"{web.url}/x") == DATA
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
-        b"Content-Length: 5, 5\r\n\r\nhello",
-        b"Transfer-Encoding: , Chunked\r\n\r\n5 ; a=b\r\nhello\r\n0\r\nX: y\r\n\r\n",
-        b"Transfer-Encoding: chunked\r\n\r\n0000005  \r\nhello\r\n00\r\n\r\n",
-    ],
-)
-def test_unusual_framing_that_is_allowed_is_read(web: WebServer, reader: ObjectReader, fields: bytes) -> None:
-    web.answer = lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + fields) and None
-    assert [reader.read(f"{web.url}/x") for _ in range(2)] == [b"hello"] * 2
 
 
 @pytest.mark.parametrize(
@@ -426,9 +302,9 @@ def test_an_object_of_another_length_than_its_dataset_says_is_tried_again(
     draft = Draft(store, "core/x", "v1")
     draft.add("train", IterableImporter([Item(path="x", length=len(DATA))], root=web.url))
     draft.publish()
-    fault = _raw(b"HTTP/1.1 200 OK\r\n" + fields % (len(wrong), wrong))
+    fault = raw(b"HTTP/1.1 200 OK\r\n" + fields % (len(wrong), wrong))
     reader = DatasetReader(store.open("core/x"), read_options=ReadOptions(backoff_s=0.0))
-    web.answer = _then_right(fault, fault)
+    web.answer = then(serve_ranges(DATA), fault, fault)
     assert reader[0][0] == DATA
     assert len(web.requests) == 3
     web.answer = fault
@@ -446,7 +322,7 @@ def test_a_web_page_in_the_place_of_an_image_is_refused(web: WebServer) -> None:
     ]
     with ObjectReader(options=ReadOptions(backoff_s=0.0)) as reader:
         for name in ("a.jpg", "a.PNG?size=1", "a.flac", "a.mp4"):
-            web.answer = _then_right(*faults)
+            web.answer = then(serve_ranges(DATA), *faults)
             assert reader.read(f"{web.url}/{name}") == DATA
         web.answer = faults[0]
         for name in ("a.html", "a", "a.txt", "image?name=a.jpg"):
@@ -467,50 +343,6 @@ def test_an_encoding_that_was_not_asked_for_is_refused(
     web.answer = _zipped
     with pytest.raises(StorageError, match="in the encoding 'gzip', though none was requested"):
         reader.read(f"{web.url}/x", *part)
-
-
-def test_unusual_heads_are_understood(web: WebServer, reader: ObjectReader) -> None:
-    web.answer = _with_hints
-    assert [reader.read(f"{web.url}/x") for _ in range(2)] == [b"hello"] * 2
-    web.answer = _without_size
-    with pytest.raises(StorageUnavailableError, match="does not say how long it is"):
-        reader.read(f"{web.url}/x")
-    web.answer = lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: " + bytes(1 << 20)) and None
-    with pytest.raises(StorageUnavailableError, match="head of the response"):
-        reader.read(f"{web.url}/x")
-
-
-def test_what_comes_behind_an_answer_is_not_taken_for_the_next(web: WebServer) -> None:
-    web.answer = lambda handler: reply(handler, 200, DATA[:200], content_length=100)
-    with ObjectReader(options=ReadOptions(attempts=1)) as reader:
-        assert [reader.read(f"{web.url}/x") for _ in range(3)] == [DATA[:100]] * 3
-
-
-def _endless(status: int) -> Callable[[BaseHTTPRequestHandler], None]:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.close_connection = True
-        handler.send_response(status)
-        handler.end_headers()
-        try:
-            while True:
-                handler.wfile.write(DATA)
-        except OSError:
-            handler.wfile = io.BytesIO()  # nothing more goes to a client that has gone
-
-    return answer
-
-
-def test_a_body_without_an_end_stops_at_the_bound(web: WebServer) -> None:
-    web.answer = _endless(200)
-    with ObjectReader(options=ReadOptions(longest=1_000_000)) as reader:
-        with pytest.raises(StorageError, match="longer than the limit of 1000000 bytes"):
-            reader.read(f"{web.url}/x")
-        assert reader.read(f"{web.url}/x", 256, 612) == DATA[256:612]
-        with pytest.raises(StorageError, match="limit of 1000000"):
-            reader.read(f"{web.url}/x", 5_000_000, 5_000_100)
-    web.answer = _endless(500)
-    with ObjectReader(options=ReadOptions(attempts=1)) as reader, pytest.raises(StorageUnavailableError):
-        reader.read(f"{web.url}/x")
 
 
 def test_redirects_are_followed_and_given_headers_stay_at_home(web: WebServer, reader: ObjectReader) -> None:
@@ -545,7 +377,7 @@ def test_redirects_are_followed_and_given_headers_stay_at_home(web: WebServer, r
 )
 def test_redirects_may_be_unusual(web: WebServer, reader: ObjectReader, location: bytes, path: str) -> None:
     redirect = b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: %b\r\n\r\n" % location
-    web.answer = _then_right(lambda handler: handler.wfile.write(redirect) and None)
+    web.answer = then(serve_ranges(DATA), lambda handler: handler.wfile.write(redirect) and None)
     assert reader.read(f"{web.url}/near", 5, 9) == DATA[5:9]
     assert web.requests[-1]["path"] == path
 

@@ -110,3 +110,23 @@ def serve_ranges(data: bytes) -> Answer:
         return reply(handler, 206, data[start:stop], content_range=range_)
 
     return answer
+
+
+def raw(response: bytes) -> Answer:
+    """Writes bytes as they are, and ends the connection."""
+
+    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        handler.wfile.write(response)
+
+    return answer
+
+
+def then(last: Answer, *first: Answer) -> Answer:
+    """Answers with each of `first` once, and then always with `last`."""
+    left = [*first]
+
+    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+        (left.pop(0) if left else last)(handler)
+
+    return answer

@@ -372,7 +372,8 @@ class Coordinator:
         if len(self._running) >= most:
             raise OverloadedError(
                 f"flow {flow.spec.name!r} cannot start: {most} flows take all workers, memory or ports of the cluster, "
-                f"{sorted(self._running)}; wait until one is idle, or start `dpflow up` with more"
+                f"{sorted(self._running)}; finish or delete a half-read iterator of one, wait until one is idle, or "
+                "start `dpflow up` with more workers"
             )
 
     def _on_scale(self, call: IncomingCall) -> Later:

@@ -37,7 +37,7 @@ def check_folder(files: Files) -> None:
 
 
 def files_below(files: Files, folder: str) -> list[FoundFile]:
-    """Return all files below `folder`, without hidden ones, sorted by directory and then by name, as torchvision does.
+    """Return all files below `folder`, hidden ones too, sorted by directory and then by name, as torchvision does.
 
     Links to directories are followed, except those to a directory that contains them.
     """
@@ -45,8 +45,8 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
     pending = [(folder, frozenset({files.real(folder)}))]
     while pending:
         directory, above = pending.pop()
-        for child in files.children(directory, all_keys=True):
-            path = f"{directory}/{child.name}"
+        for child in files.children(directory, all_keys=True, hidden=True):
+            path = f"{directory}/{child.name}" if directory else child.name
             if not child.is_directory:
                 found.append((directory, FoundFile(path, child.size, child.revision, child.state)))
             elif (real := files.real(path)) not in above:
@@ -81,6 +81,7 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff
 class ImageFolderImporter:
     """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's ImageFolder.
 
+    As there, directories and files whose names begin with a dot are classes and images too.
     Annotations: `label` (number of the class) and `class` (its name). `info` has `classes`, by label. The listing of
     one class is in memory at a time.
 
@@ -157,7 +158,8 @@ class ImageFolderImporter:
 
     def _find_classes(self) -> dict[str, str]:
         """Return the directory of each class that is present, in the order of their names."""
-        folders = [child.name for child in self._files.children(all_keys=True) if child.is_directory]
+        children = self._files.children(all_keys=True, hidden=True)
+        folders = [child.name for child in children if child.is_directory]
         present = dict(sorted((self._files.label(folder), folder) for folder in folders))
         if len(present) < len(folders):
             raise SourceError(f"{self.root} lists a directory in two spellings; correct the server's listing")
@@ -173,7 +175,7 @@ class ImageFolderImporter:
         if not found:
             raise SourceError(
                 f"{self.root}/{name} holds no image; a class needs at least one file that ends with one of "
-                f"{', '.join(self._endings)}"
+                f"{', '.join(self._endings)}; remove it if it is no class"
             )
         check_links(self._files, found)
         return found
@@ -187,7 +189,8 @@ class SpeechImporter:
     """Reads `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
 
     A line of a transcript is an utterance's name, a space and its words, in UTF-8, with or without a byte-order mark.
-    Annotations: `utterance`, `speaker`, `chapter` and `text`. One chapter is in memory at a time.
+    Annotations: `utterance`, `speaker`, `chapter` and `text`. Directories and files whose names begin with a dot are
+    ignored. One chapter is in memory at a time.
 
     Args:
         root: the directory of the speakers; a path or a URL.

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import islice
 from math import isfinite
 from typing import IO, Any, Literal
@@ -13,13 +14,23 @@ from typing import IO, Any, Literal
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
+from torch_dpflow.datasets.importers.folders import files_below
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
+from torch_dpflow.log import DATASETS
 
 #: Rows of a Parquet file that are in memory at a time.
 _BATCH_ROWS = 4096
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
+#: Endings of Parquet files in a directory.
+_PARQUET_ENDINGS = (_PARQUET, ".parq", ".pq")
+#: Beginnings of names that are no data, as in pyarrow.dataset: hidden files, _SUCCESS, _metadata.
+_NO_DATA = (".", "_")
+#: The directory of changes in a Delta table.
+_DELTA = "_delta_log"
+#: Maximum names in a message.
+_MAX_NAMES = 5
 
 
 class ListingImporter:
@@ -30,8 +41,9 @@ class ListingImporter:
     text.
 
     Args:
-        listing: a path or URL that ends with .csv, .tsv or .parquet; or a directory of Parquet files, which are read
-            in the order of their names.
+        listing: a path or URL that ends with .csv, .tsv or .parquet; or a directory, whose files and those of its
+            directories that end with .parquet, .parq or .pq are read in the order of their paths. Names that begin
+            with "." or "_" are ignored.
         root: the directory that paths are relative to, or begin with; None: the listing's directory.
         path_column: the column of paths, or of URLs; "image.path" is a field of a column of structs.
         offset_column: the samples' offsets in their objects, bytes; needs `length_column`.
@@ -159,7 +171,8 @@ class ListingImporter:
             name = self._url_of(path)
             try:
                 with self._opened(path) as file:
-                    table = parquet.ParquetFile(file)
+                    table = parquet.ParquetFile(file, page_checksum_verification=True)
+                    row = 0
                     check_names(table.schema_arrow.names, name)
                     self._check_columns({*field_names(table.schema_arrow)}, table.schema_arrow.names, name)
                     if len(paths) == 1:
@@ -167,7 +180,8 @@ class ListingImporter:
                     for batch in table.iter_batches(batch_size=_BATCH_ROWS):
                         skipped = min(len(batch), to_skip)
                         to_skip -= skipped
-                        yield from rows_of(batch.slice(skipped), name, self._columns.get("data"))
+                        yield from rows_of(batch.slice(skipped), name, self._columns.get("data"), row + skipped)
+                        row += len(batch)
             except StorageError:
                 raise
             except (pyarrow.ArrowException, OSError) as error:  # Arrow raises OSError for damaged pages
@@ -177,19 +191,31 @@ class ListingImporter:
         """Return the file, or those of the directory. Raises SourceError if there are none, or if it is partitioned."""
         if self._name:
             return [self._name]
-        children = self._files.children()
-        partitions = [child.name for child in children if child.is_directory and "=" in child.name]
-        if partitions:
+        url, paths = self._files.url, sorted(file.path for file in files_below(self._files, ""))
+        if any(path.split("/")[0] == _DELTA for path in paths):
             raise SourceError(
-                f"{self._files.url} has a column in the names of its directories, as in {partitions[0]!r}; write it "
+                f"{url} is a Delta table, some of whose files may be of other versions; write the wanted one as Parquet"
+            )
+        paths = [path for path in paths if not any(part.startswith(_NO_DATA) for part in path.split("/"))]
+        partition = next((part for path in paths for part in path.split("/")[:-1] if "=" in part), None)
+        if partition is not None:
+            raise SourceError(
+                f"{url} has a column in the names of its directories, as in {partition!r}; write it "
                 "into the files: pyarrow.parquet.write_table(pyarrow.dataset.dataset(folder, partitioning='hive')"
                 ".to_table(), file)"
             )
-        found = [child.name for child in children if child.name.lower().endswith(_PARQUET)]
+        found = [path for path in paths if path.lower().endswith(_PARQUET_ENDINGS)]
         if not found:
+            raise SourceError(f"{url} is no directory of Parquet files; give one, or a .csv, .tsv or .parquet file")
+        others = sorted({*paths} - {*found})
+        unnamed = [path for path in others if "." not in path.rpartition("/")[2]]
+        if unnamed:
             raise SourceError(
-                f"{self._files.url} is no directory of Parquet files; give one, or a .csv, .tsv or .parquet file"
+                f"{url} has files without an ending, as {unnamed[0]!r}; name those that are Parquet *.parquet, and "
+                "remove the others"
             )
+        if others:
+            DATASETS.warning("%s: left out %d files: %s", url, len(others), ", ".join(others[:_MAX_NAMES]))
         return found
 
     def _check_columns(self, names: Collection[str], shown: Sequence[str], table: str) -> None:
@@ -242,6 +268,8 @@ _EXACT = 2**53
 # Leading zeros and a plus have a meaning: "007" is a name, "+49123" a telephone.
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,19})", re.ASCII)
 _PADDED_INTEGER = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+#: Perhaps an identifier in hexadecimal digits.
+_EXPONENT = re.compile(r"-?[0-9]+[eE][0-9]+", re.ASCII)
 _NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 _INFINITY = re.compile(r"[+-]?inf(inity)?", re.IGNORECASE)
 _TIME = re.compile(
@@ -250,14 +278,15 @@ _TIME = re.compile(
     re.ASCII,
 )
 
-#: Kinds of cells. Integers that are not small may not be equal to any float.
-_Kind = Literal["small integer", "integer", "number", "boolean", "time", "text"]
+#: Kinds of cells. Integers that are not small may not be equal to any float. A missing one is spelled as in _MISSING.
+_Kind = Literal["small integer", "integer", "exponent", "number", "boolean", "time", "missing", "text"]
 
 
 class ColumnTypes:
     """The types of a file's columns that all rows allow: integers, numbers, booleans, times or texts.
 
-    Times keep their spelling. Missing values are None in every column but those of texts.
+    Times keep their spelling. Missing values are None in every column but those of texts, and of nothing but spellings
+    such as "NA". Columns of integers of which some are spelled as "12e4" are texts.
 
     Args:
         columns: their number.
@@ -276,7 +305,7 @@ class ColumnTypes:
             count += len(block)
             for number, (kinds, cells) in enumerate(zip(self._kinds, zip(*block))):
                 if "text" not in kinds:
-                    kinds |= {_kind_of(cell, number in self._padded) for cell in {*cells} - _MISSING}
+                    kinds |= {_kind_of(cell, number in self._padded) for cell in {*cells} - {""}}
         return count
 
     def converters(self) -> list[Callable[[str], Any]]:
@@ -285,19 +314,33 @@ class ColumnTypes:
 
 
 def _kind_of(cell: str, may_be_padded: bool) -> _Kind:
+    if cell in _MISSING:
+        return "missing"
     stripped = cell.strip()
     if (_PADDED_INTEGER if may_be_padded else _INTEGER).fullmatch(stripped):
         value = int(stripped)
         return "small integer" if abs(value) <= _EXACT else "integer" if value in _INTEGERS else "text"
-    if _INFINITY.fullmatch(stripped) or (_NUMBER.fullmatch(stripped) and isfinite(float(stripped))):
+    if _INFINITY.fullmatch(stripped):
         return "number"
+    if _NUMBER.fullmatch(stripped) and isfinite(float(stripped)):
+        if _EXPONENT.fullmatch(stripped):
+            return "exponent"
+        return "number" if _keeps_value(stripped) else "text"
     return "boolean" if stripped in _BOOLEANS else "time" if _TIME.fullmatch(stripped) else "text"
 
 
-def _converter(kinds: frozenset[_Kind]) -> Callable[[str], Any]:
+def _keeps_value(cell: str) -> bool:
+    """Return whether a float has the digits of a number before its point, which may be those of an identifier."""
+    return abs(float(cell)) < _EXACT or "e" in cell.lower() or Decimal(cell) == Decimal(float(cell))
+
+
+def _converter(found: frozenset[_Kind]) -> Callable[[str], Any]:
+    kinds = found - {"missing"}
+    if not kinds and found:
+        return str
     if kinds <= {"small integer", "integer"}:
         return lambda cell: None if cell in _MISSING else int(cell)
-    if kinds <= {"small integer", "number"}:
+    if "number" in kinds and kinds <= {"small integer", "number", "exponent"}:
         return lambda cell: None if cell in _MISSING else float(cell)
     if kinds == {"boolean"}:
         return lambda cell: None if cell in _MISSING else _BOOLEANS[cell.strip()]

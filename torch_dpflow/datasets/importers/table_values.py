@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow
 
 from torch_dpflow.datasets.annotations import iso_duration
@@ -15,6 +17,8 @@ _BINARY = (
     pyarrow.types.is_large_binary,
     pyarrow.types.is_fixed_size_binary,
 )
+#: Years that Python's times, and most readers of ISO 8601, have.
+_YEAR = re.compile(r"(?!0000)[0-9]{4}-")
 
 
 def field_names(schema: pyarrow.Schema) -> Iterator[str]:
@@ -27,13 +31,16 @@ def field_names(schema: pyarrow.Schema) -> Iterator[str]:
             pending += [(f"{name}.{field.name}", field.type) for field in kind]
 
 
-def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = None) -> list[dict[str, Any]]:
+def rows_of(
+    batch: pyarrow.RecordBatch, name: str, data_column: str | None = None, first: int = 0
+) -> list[dict[str, Any]]:
     """Return the rows of a batch. Times that Python cannot represent, such as nanoseconds, become ISO 8601 text.
 
     Args:
         batch: some rows of a table.
         name: names the table in errors.
         data_column: the column, or the field of a struct as in "image.bytes", that may have bytes.
+        first: the number of the batch's first row in its table, for errors.
 
     Raises:
         SourceError: a column has a value that Python cannot represent, or bytes.
@@ -46,7 +53,7 @@ def rows_of(batch: pyarrow.RecordBatch, name: str, data_column: str | None = Non
                 f"{name}, column {found!r} has bytes, which annotations cannot hold; data_column={found!r} imports "
                 "them as the samples; else write the table without it"
             )
-    columns = [_values(batch.column(number), f"{name}, column {names[number]!r}") for number in range(len(names))]
+    columns = [_values(column, f"{name}, column {title!r}", first) for column, title in zip(batch.columns, names)]
     return [dict(zip(names, cells)) for cells in zip(*columns)]
 
 
@@ -68,21 +75,55 @@ def _bytes_in(column: pyarrow.Array, name: str) -> Iterator[str]:
         yield from _bytes_in(column.flatten(), name)
 
 
-def _values(column: pyarrow.Array, name: str) -> list[Any]:
+def _values(column: pyarrow.Array, name: str, first: int) -> list[Any]:
     try:
         found: list[Any] = _in_microseconds(column).to_pylist()
         return found
-    except (ValueError, OverflowError) as error:
-        if pyarrow.types.is_timestamp(column.type):
-            return _timestamps(column)
-        if pyarrow.types.is_time(column.type):
-            texts: list[Any] = column.cast(pyarrow.string()).to_pylist()
-            return texts
-        if column.type == pyarrow.duration("ns"):
-            return [
-                None if value is None else iso_duration(value) for value in column.cast(pyarrow.int64()).to_pylist()
-            ]
-        raise SourceError(f"{name} of type {column.type}: {error}; store it as text or as integers") from error
+    except (ValueError, OverflowError):
+        pass
+    exact = []
+    for row, scalar in enumerate(column, first):
+        try:
+            exact.append(_exact(scalar))
+        except (ValueError, OverflowError) as error:
+            raise SourceError(
+                f"{name} of type {column.type}, row {row}: {error}; store it as text or as integers"
+            ) from error
+    return exact
+
+
+def _exact(scalar: pyarrow.Scalar) -> Any:
+    """Return a value whose times have nanoseconds, wherever they are nested; times become text.
+
+    Raises ValueError or OverflowError for a value that Python cannot represent.
+    """
+    kind, types = scalar.type, pyarrow.types
+    if not scalar.is_valid:
+        return None
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _exact(scalar.value if types.is_dictionary(kind) else scalar.as_py())
+    if types.is_map(kind):
+        keys, items = scalar.values.flatten()
+        return [(_exact(key), _exact(item)) for key, item in zip(keys, items)]
+    if types.is_struct(kind):
+        return {field.name: _exact(scalar[number]) for number, field in enumerate(kind)}
+    if hasattr(kind, "value_type"):  # the kinds of lists
+        return [_exact(one) for one in scalar.values]
+    if types.is_timestamp(kind):
+        return _timestamp(scalar)
+    if types.is_time(kind):
+        return scalar.cast(pyarrow.string()).as_py()
+    if kind == pyarrow.duration("ns"):
+        return iso_duration(scalar.value)
+    return scalar.as_py()
+
+
+def _timestamp(scalar: pyarrow.Scalar) -> str:
+    in_utc = np.datetime64(scalar.value, scalar.type.unit)
+    text = str(in_utc)
+    if not _YEAR.match(text):
+        raise ValueError(f"the time {text} is not of a year from 1 to 9999")
+    return text if scalar.type.tz is None else f"{text}Z"
 
 
 def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
@@ -115,10 +156,3 @@ def _coarser(kind: pyarrow.DataType) -> pyarrow.DataType:
     if types.is_struct(kind):
         return pyarrow.struct([field.with_type(_coarser(field.type)) for field in kind])
     return kind
-
-
-def _timestamps(column: pyarrow.Array) -> list[Any]:
-    zone = "" if column.type.tz is None else "Z"
-    in_utc = column.cast(pyarrow.timestamp(column.type.unit))
-    texts = in_utc.cast(pyarrow.string()).to_pylist()
-    return [None if text is None else text.replace(" ", "T") + zone for text in texts]

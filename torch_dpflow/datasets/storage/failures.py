@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gzip
 import http.client
+import lzma
 import math
 import ssl
+import tarfile
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -60,6 +65,9 @@ _CONNECTIONS = frozenset(
         ("azure", "ServiceResponseError"),
     }
 )
+_DAMAGES = (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, tarfile.TarError, zipfile.BadZipFile)
+#: The OSError of bz2 for damaged content.
+_BZ2_DAMAGE = "Invalid data stream"
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
 
 
@@ -74,6 +82,11 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
         return known
     if 400 <= status < 500:  # the request is wrong, and stays so
         return StorageError(f"{text}{left_out_hint()}")
+    if isinstance(error, _DAMAGES) or (type(error) is OSError and error.args == (_BZ2_DAMAGE,)):
+        return StorageError(
+            f"{text}; the archive is damaged or cut, or compressed otherwise than its name says: test it, as by "
+            "gzip -t or tar -t, and restore it"
+        )
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return ObjectMissingError(f"{text}; there is no such object")
     if isinstance(error, PermissionError):
@@ -187,11 +200,13 @@ def with_retries(
     It ends at the deadline or after `options.attempts`. The last pauses are shortened, so that the attempts reach to
     the deadline. Without `is_remote` there is one attempt.
 
-    Raises the last attempt's StorageError, with the number of attempts in its message.
+    Raises the last attempt's StorageError, with the number of attempts in its message. If it is a timeout, as at the
+    deadline, the message also has the last other error.
     """
     begun = clock()
     deadline = min(deadline, begun + options.deadline_s)
     backoff: Backoff | None = None
+    cause = ""
     while True:
         try:
             return attempt(deadline)
@@ -206,7 +221,10 @@ def with_retries(
             left = deadline - now
             if backoff.failures >= allowed or left <= max(options.backoff_s, _MIN_LEFT_S):
                 count = f"{backoff.failures}" if allowed == math.inf else f"{backoff.failures} of {allowed}"
-                raise type(error)(f"{error} (attempt {count}, {now - begun:.1f} s)") from error
+                earlier = f"; an earlier attempt: {cause}" if cause and isinstance(error, StorageTimeoutError) else ""
+                raise type(error)(f"{error} (attempt {count}, {now - begun:.1f} s){earlier}") from error
+            if not isinstance(error, StorageTimeoutError):
+                cause = str(error)
             if now - begun >= _REPORT_AFTER_S:
                 _report(error, backoff.failures, left)
         sleep(min(pause, left / 2))

@@ -12,12 +12,10 @@ from email.utils import formatdate
 from typing import Any
 
 import fsspec
-from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.tar import TarFileSystem
-from fsspec.implementations.zip import ZipFileSystem
 
+from torch_dpflow.datasets.storage.archives import check_member, prepare_archive
 from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import find_oss_credentials, left_out_hint
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, call_within
@@ -53,10 +51,6 @@ _COMPRESSIONS = {
     **dict.fromkeys((".txz", ".tlz"), "xz"),
     ".tzst": "zstd",
 }
-#: ZipInfo.create_system of archives whose names may have backslashes between their parts.
-_DOS = 0
-#: Maximum bytes from a tar archive's end mark through the first block of an archive that `cat` appended to it.
-_AFTER_END = 10240 + 512
 
 
 class FsspecStorage:
@@ -93,6 +87,7 @@ class FsspecStorage:
 
     def _cat(self, span: ByteRange, deadline: float) -> bytes:
         path = path_of(self._files, span.url)
+        check_member(self._files, path, span.url)
         extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
         left = deadline - time.monotonic()
         if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
@@ -151,7 +146,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
 
 def _connected(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     file_system, path = fsspec.url_to_fs(url, **options)
-    use_plain_names(file_system, url)
+    prepare_archive(file_system, url)
     return file_system, path
 
 
@@ -303,58 +298,3 @@ def _parameters(file_system: type) -> set[str]:
     ]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name for parameter in found if parameter.kind in named}
-
-
-def use_plain_names(file_system: Any, url: str) -> None:
-    """Rename the files of an archive as they are extracted: "./a//b" and "/a/b" become "a/b".
-
-    fsspec takes names literally, so listings would lack files, and reads would find none.
-
-    Raises StorageError: a file's name has "..", or another archive follows the end of this one.
-    """
-    if not isinstance(file_system, AbstractArchiveFileSystem):
-        return
-    if isinstance(file_system, TarFileSystem):
-        _rename_in_tar(file_system, url)
-    elif isinstance(file_system, ZipFileSystem):
-        _rename_in_zip(file_system, url)
-    else:
-        file_system._get_dirs()
-        for name in file_system.dir_cache:
-            if name.rstrip("/") not in ("", _plain(name, url)):
-                raise StorageError(
-                    f"{url} has a member of the name {name!r}; write the archive anew, without '.' and '//'"
-                )
-
-
-def _rename_in_tar(file_system: Any, url: str) -> None:
-    if any(file_system.fo.read(_AFTER_END)):
-        raise StorageError(
-            f"{url}: another archive follows the end of this one, as after cat; unpack it with tar --ignore-zeros, and "
-            "pack the files anew"
-        )
-    tar = file_system.tar
-    for member in tar.getmembers():
-        member.name = _plain(member.name, url)
-        if member.islnk():
-            member.linkname = _plain(member.linkname, url)
-    tar.members = [member for member in tar.members if member.name]
-    file_system._index()
-
-
-def _rename_in_zip(file_system: Any, url: str) -> None:
-    archive = file_system.zip
-    for member in archive.filelist:
-        name = member.filename
-        if member.create_system == _DOS:
-            name = name.replace("\\", "/")
-        member.filename = _plain(name, url) + ("/" if name.endswith("/") else "")
-    archive.filelist = [member for member in archive.filelist if member.filename != "/"]
-    archive.NameToInfo = {member.filename: member for member in archive.filelist}
-
-
-def _plain(name: str, url: str) -> str:
-    parts = [part for part in name.split("/") if part not in ("", ".")]
-    if ".." in parts:
-        raise StorageError(f"{url} has a member of the name {name!r}, which leads out of it; write the archive anew")
-    return "/".join(parts)

@@ -48,6 +48,8 @@ class TimedSocket:
         self._silence_s = self._deadline = self._wait_s = 0.0
         #: Received bytes that have not been read.
         self._early = b""
+        #: Whether TLS ended without the alert that says that nothing is missing (close_notify).
+        self.is_cut = False
 
     def limit(self, silence_s: float, deadline: float) -> None:
         """End each wait after `silence_s` (after twice that if some bytes have arrived), and all at `deadline`."""
@@ -103,6 +105,9 @@ class TimedSocket:
             return self._raw.recv(count, flags)
         except BlockingIOError as error:
             raise TimeoutError("the server sends no bytes") from error
+        except ssl.SSLEOFError:
+            self.is_cut = True
+            return b""
 
     def _set_wait(self) -> None:
         """Limit the next wait. Makes a system call only if the limit changes."""
@@ -226,6 +231,16 @@ class Response:
     def leaves_connection(self) -> bool:
         """Whether the connection can be used again: the response has been read, and no bytes follow it."""
         return self.is_read and not self._is_last and self._source.is_drained
+
+    @property
+    def is_end_ambiguous(self) -> bool:
+        """Whether the body that has been read may be the beginning of a longer one.
+
+        So it is if only the end of the connection ended it, and TLS was cut (RFC 9112, 9.8) or the head says that the
+        connection is kept.
+        """
+        is_kept = "keep-alive" in self.fields or "keep-alive" in self.fields.get("connection", "").lower()
+        return self.left is None and not self._is_chunked and (self._source.is_cut or is_kept)
 
     def read(self, count: int) -> bytes:
         """Read the next `count` bytes of the body; fewer only at its end.
@@ -379,7 +394,8 @@ class KeepAliveConnection:
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                raw = self._tls.wrap_socket(raw, server_hostname=self._origin.host)
+                # A cut connection must not look like the end of a body.
+                raw = self._tls.wrap_socket(raw, server_hostname=self._origin.host, suppress_ragged_eofs=False)
         except BaseException:
             raw.close()
             raise

@@ -33,8 +33,12 @@ _STATUS_OF_CODE = {"RequestTimeout": 408, "ExpiredToken": 403, "InvalidToken": 4
 _MAX_ERROR = 16 * 1024
 #: Statuses whose body is the object; 203 comes from proxies.
 _WITH_OBJECT = frozenset({200, 203, 206})
-#: Values of Content-Encoding that leave the bytes as they are. "aws-chunked" stays behind from an upload to S3.
-_NO_ENCODINGS = frozenset({"", "identity", "aws-chunked"})
+#: Values of Content-Encoding that leave the bytes as they are.
+_NO_ENCODINGS = frozenset({"", "identity"})
+#: An encoding of uploads to S3, which stays behind in the metadata of objects. The bytes should be decoded.
+_UPLOADED = "aws-chunked"
+#: The beginning of bytes that a server stored without decoding them.
+_FRAME = re.compile(rb"[0-9a-fA-F]{1,15}(;chunk-signature=[0-9a-f]{64})?\r\n")
 _PAGES = frozenset({"text/html", "application/xhtml+xml"})
 #: Requests of one read: redirects, another region, other keys.
 _MAX_REQUESTS = 6
@@ -171,6 +175,7 @@ class HttpStorage:
                 if self._service.checks_encoding:
                     _check_headers(response, span)
                 found: bytes | ErrorResponse = _read_object(response, span, self._options.longest)
+                _check_frames(response, span, found)
             else:
                 body = response.read(_MAX_ERROR)
                 found = ErrorResponse(response.status, response.reason, response.fields, body)
@@ -196,11 +201,10 @@ def _check_headers(response: Response, span: ByteRange) -> None:
         StorageError: the body is compressed.
         StorageUnavailableError: it is a web page instead of an image, a sound or a video.
     """
-    encoding = response.fields.get("content-encoding")
-    if encoding is not None and {part.strip().lower() for part in encoding.split(",")} - _NO_ENCODINGS:
+    if _encodings(response) - _NO_ENCODINGS - {_UPLOADED}:
         raise StorageError(
-            f"{span}: the server sent it in the encoding {encoding[:100]!r}, though none was requested; "
-            "have it send the bytes as they are"
+            f"{span}: the server sent it in the encoding {response.fields['content-encoding'][:100]!r}, though none "
+            "was requested; have it send the bytes as they are"
         )
     media_type = response.fields.get("content-type", "").partition(";")[0].strip().lower()
     if media_type in _PAGES:
@@ -210,6 +214,25 @@ def _check_headers(response: Response, span: ByteRange) -> None:
                 f"{span}: the server sent a web page ({media_type}) where the name promises {expected}: often a login "
                 "or an error page with status 200; open the URL in a browser, or correct the server's Content-Type"
             )
+
+
+def _encodings(response: Response) -> set[str]:
+    encoding = response.fields.get("content-encoding")
+    return set() if encoding is None else {part.strip().lower() for part in encoding.split(",")}
+
+
+def _check_frames(response: Response, span: ByteRange, data: bytes) -> None:
+    """Raise StorageError if the object has the frames of its upload in it, or may have them.
+
+    Frames are seen at the object's start. Within it they are excluded by a size that the dataset has.
+    """
+    if _UPLOADED not in _encodings(response):
+        return
+    if _FRAME.match(data) if span.start == 0 else span.size is None:
+        raise StorageError(
+            f"{span}: its Content-Encoding is {_UPLOADED!r}, and the server {'has' if span.start == 0 else 'may have'} "
+            "stored the frames of the upload with the bytes; upload it again without this encoding, or remove the field"
+        )
 
 
 def _read_object(response: Response, span: ByteRange, longest: int) -> bytes:
@@ -228,6 +251,7 @@ def _read_object(response: Response, span: ByteRange, longest: int) -> bytes:
         span.check_size(response.left)
     if span.is_whole:
         data = _read_body(response, span, longest)
+        _check_end(response, span, len(data))
         if span.size is not None:
             span.check_size(len(data))
         return data
@@ -238,7 +262,8 @@ def _read_range(response: Response, span: ByteRange, longest: int) -> bytes:
     header = response.fields.get("content-range", "")
     match = _CONTENT_RANGE.fullmatch(header)
     start, stop = (int(match[1]), int(match[2]) + 1) if match else (0, 0)
-    is_rest = match is not None and match[3] in ("*", str(stop))
+    total = span.size if match is None or match[3] == "*" else int(match[3])
+    is_rest = stop == total
     is_requested = stop <= span.stop if span.stop is not None else is_rest
     if start != span.start or stop <= start or not is_requested:
         raise StorageUnavailableError(f"{span}: the server answered with another range: {header[:100]!r}")
@@ -287,9 +312,20 @@ def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
     data = _take(response, (longest + 1 if stop is None else stop) - span.start)
     if span.length is not None and len(data) < span.length:
         raise _ended(span, span.start + len(data))
+    if span.length is None:
+        _check_end(response, span, span.start + len(data))
     if span.start + len(data) > longest:
         raise StorageError(f"{span}: the response is longer than the limit of {longest} bytes")
     return data
+
+
+def _check_end(response: Response, span: ByteRange, count: int) -> None:
+    """Raise StorageUnavailableError if the object may have more than the `count` bytes that were read to its end."""
+    if response.is_end_ambiguous and count != span.size:
+        raise StorageUnavailableError(
+            f"{span}: the connection ended after {count} bytes of a response without a length, without a proper end of "
+            "TLS or although the server keeps connections; have the server send Content-Length"
+        )
 
 
 def _ended(span: ByteRange, count: int) -> StorageUnavailableError:
