@@ -70,7 +70,7 @@ def _available(h5s: Any, space: Any, source: tuple[int, ...]) -> int:
     start, stride, count, block = space.get_regular_hyperslab()
     axis = _unlimited_axis(h5s, count, block)
     assert axis is not None, "HDF5 requires limits of both selections or of neither"
-    left = max(0, source[axis] - start[axis])
+    left = max(0, source[axis] - int(start[axis]))
     if block[axis] == h5s.UNLIMITED:
         return left
     full, rest = divmod(left, stride[axis])

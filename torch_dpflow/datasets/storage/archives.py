@@ -127,7 +127,7 @@ def _follow_links(index: dict[str, Any], members: dict[str, Any], url: str) -> N
             index[name] = ({**index[real][0], "name": name}, *index[real][1:])
         else:
             index[name][0].update(type=_OTHER, size=0)
-    added = {}
+    added: dict[str, Any] = {}
     for name, real in folders.items():
         if real in _above(name):
             continue
@@ -232,7 +232,7 @@ def _rename_in_zip(file_system: Any, url: str) -> None:
             name = name.replace("\\", "/")
         elif "\\" in name:
             raise StorageError(
-                f"{url} has a member of the name {name!r}, which has one part or several, as the system wants; write "
+                f"{url} has a member of the name {name!r}, whose backslash divides it on Windows alone; write "
                 "the archive anew, with '/' between parts"
             )
         if stat.S_ISLNK(member.external_attr >> 16):

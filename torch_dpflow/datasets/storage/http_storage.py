@@ -174,8 +174,9 @@ class HttpStorage:
             if response.status in _WITH_OBJECT:
                 if self._service.checks_encoding:
                     _check_headers(response, span)
-                found: bytes | ErrorResponse = _read_object(response, span, self._options.longest)
-                _check_frames(response, span, found)
+                data = _read_object(response, span, self._options.longest)
+                _check_frames(response, span, data)
+                found: bytes | ErrorResponse = data
             else:
                 body = response.read(_MAX_ERROR)
                 found = ErrorResponse(response.status, response.reason, response.fields, body)
