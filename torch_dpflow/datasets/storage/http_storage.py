@@ -39,6 +39,7 @@ _NO_ENCODINGS = frozenset({"", "identity"})
 _UPLOADED = "aws-chunked"
 #: The beginning of bytes that a server stored without decoding them.
 _FRAME = re.compile(rb"[0-9a-fA-F]{1,15}(;chunk-signature=[0-9a-f]{64})?\r\n")
+_MAX_FRAME = 98
 _PAGES = frozenset({"text/html", "application/xhtml+xml"})
 #: Requests of one read: redirects, another region, other keys.
 _MAX_REQUESTS = 6
@@ -225,13 +226,16 @@ def _encodings(response: Response) -> set[str]:
 def _check_frames(response: Response, span: ByteRange, data: bytes) -> None:
     """Raise StorageError if the object has the frames of its upload in it, or may have them.
 
-    Frames are seen at the object's start. Within it they are excluded by a size that the dataset has.
+    Frames are seen at the object's start. In other parts, and short ones, they are excluded by a size that the dataset
+    has.
     """
     if _UPLOADED not in _encodings(response):
         return
-    if _FRAME.match(data) if span.start == 0 else span.size is None:
+    has_frames = span.start == 0 and _FRAME.match(data) is not None
+    is_seen = span.is_whole or (span.start == 0 and len(data) >= _MAX_FRAME)
+    if has_frames or (span.size is None and not is_seen):
         raise StorageError(
-            f"{span}: its Content-Encoding is {_UPLOADED!r}, and the server {'has' if span.start == 0 else 'may have'} "
+            f"{span}: its Content-Encoding is {_UPLOADED!r}, and the server {'has' if has_frames else 'may have'} "
             "stored the frames of the upload with the bytes; upload it again without this encoding, or remove the field"
         )
 
