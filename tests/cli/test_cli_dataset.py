@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.datasets.formats.tars import write_shards
 from tests.new_process import interpreter, run_interpreter
 from torch_dpflow import __version__
 from torch_dpflow.cli.main import COMMANDS, root
@@ -60,6 +61,14 @@ def test_import_and_list(dataset: Dataset, tree: Path) -> None:
     ]
     listed = [json.loads(line) for line in dataset("list", "--json").stdout.splitlines()]
     assert [version["id"] for version in listed] == ["core/pets"]
+
+
+def test_shards_are_imported_in_place(dataset: Dataset, tmp_path: Path) -> None:
+    samples = write_shards(tmp_path / "data", 2, 5)
+    result = dataset("import", "webdataset", "core/shards:v1", f"train={tmp_path}/data/train-{{000..001}}.tar")
+    assert "core/shards:v1:train: 10 samples\n" in result.stdout
+    shown = json.loads(dataset("show", "core/shards:v1:train", "--sample", "7", "--json").stdout)
+    assert (shown["path"], shown["meta"]["__key__"]) == ("train-001.tar", samples[7]["__key__"])
 
 
 def test_show(dataset: Dataset, tree: Path) -> None:

@@ -107,6 +107,7 @@ def import_(
     dpflow dataset import coco core/mscoco:v1 train2017=/coco/instances_train2017.json \\
         -s images=/coco/{variant}
     dpflow dataset import speech core/libri-speech:v1 train-clean-100=/libri/train-clean-100
+    dpflow dataset import webdataset core/laion:v1 'train=s3://bucket/{000..146}.tar'
     dpflow dataset import listing core/clicks:v1 train=s3://bucket/clicks.parquet -s path_column=key
     dpflow dataset import iterable core/digits:v1 train=my_package.digits:samples
     """

@@ -225,14 +225,14 @@ class _Index:
         with _shown(self._importer, progress) as report:
             try:
                 self._write(draft, report)
-            except SourceError:
-                raise
-            except DatasetError:
-                # Without a lock, as on an object store, another process may have published it; or what a killed
-                # process has left is damaged.
+            except (DatasetError, OptionError) as error:
+                # Without a lock, as on an object store, another process may have published it.
                 found = self._found()
                 if found is not None:
                     return found
+                if isinstance(error, SourceError):
+                    raise
+                # What a killed process has left is damaged, or another process has discarded it.
                 draft.discard()
                 self._write(draft, report)
         found = self._found()

@@ -215,6 +215,7 @@ def test_a_store_imports_the_same_samples(tmp_path: Path, local_store: DatasetSt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_million_small_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import time
 

@@ -80,19 +80,20 @@ class WebDatasetImporter(ShardImporter):
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         keys: set[str] = set()
         without: list[str] = []
+        path = self.files.path_of(file)
         for key, members in _groups(data, file.url, without):
             if key in keys:
                 raise SourceError(
                     f"{file.url}: members of {key} are not beside each other; pack them together, as in tar --sort=name"
                 )
             keys.add(key)
-            yield self._item(file, key, members)
+            yield self._item(file, path, key, members)
         if without:
             DATASETS.warning(
                 "%s: %d members, such as %s, have no ending and belong to no sample", file.url, len(without), without[0]
             )
 
-    def _item(self, file: SourceFile, key: str, members: list[_Member]) -> Item:
+    def _item(self, file: SourceFile, path: str, key: str, members: list[_Member]) -> Item:
         places: dict[str, _Member] = {}
         for member in members:
             if member.ending in places:
@@ -111,7 +112,7 @@ class WebDatasetImporter(ShardImporter):
         _check_text(file, key)
         _check_text(file, main)
         return Item(
-            path=self.files.path_of(file),
+            path=path,
             offset=places[main].start,
             length=places[main].size,
             revision=file.revision,
