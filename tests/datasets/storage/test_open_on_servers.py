@@ -67,7 +67,9 @@ def test_an_object_replaced_by_one_of_the_same_size(
 ) -> None:
     key = f"replaced-{next(_names)}.tar"
     before, after = shard(tmp_path, 0), bytearray(shard(tmp_path, 0))
-    at = after.index(samples_of(0, 10)[4]["mask.png"])
+    mask = samples_of(0, 10)[4]["mask.png"]
+    assert isinstance(mask, bytes)
+    at = after.index(mask)
     after[at : at + 300] = bytes(300)
     url = f"s3://{BUCKET}/{key}"
     put(key, before)
