@@ -19,14 +19,14 @@ from torch_dpflow.errors import StateError
 _PLAIN = (str, int, float, bool, type(None))
 
 
-class Objects:
+class HeldObjects:
     """Own states of datasets and samplers that no text can hold; pickled with the state."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Objects) and bool(self.values == other.values)
+        return isinstance(other, HeldObjects) and bool(self.values == other.values)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from torch_dpflow.epoch.encoding import Objects, as_text, from_text, packed, unpacked
+from torch_dpflow.epoch.encoding import HeldObjects, as_text, from_text, packed, unpacked
 from torch_dpflow.epoch.rng import RngState
 from torch_dpflow.errors import StateError
 
@@ -103,14 +103,14 @@ class LoaderState:
     def as_dict(self) -> dict[str, Any]:
         """Return a dict with the same keys and kinds of values, whatever the state is.
 
-        The own states of dataset and sampler are copied, but for those that no text can hold (`Objects`).
+        The own states of dataset and sampler are copied, but for those that no text can hold (`HeldObjects`).
         """
         objects: list[Any] = []
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: packed(values[name], objects) for name in _OWN}
         values["streams"] = [vars(one) | {"dataset": packed(one.dataset, objects)} for one in self.streams]
         shown = {name: values[name] for name in _SHOWN}
-        return {**shown, "state": as_text(values), "objects": Objects(objects) if objects else None}
+        return {**shown, "state": as_text(values), "objects": HeldObjects(objects) if objects else None}
 
     @classmethod
     def from_dict(cls, state: Any) -> "LoaderState":
@@ -181,7 +181,7 @@ class LoaderState:
 
 
 def _objects_of(kept: Any) -> list[Any]:
-    if kept is not None and not isinstance(kept, Objects):
+    if kept is not None and not isinstance(kept, HeldObjects):
         raise StateError(f"the state is damaged: objects={kept!r:.80}; give what state_dict() returned")
     return [] if kept is None else deepcopy(kept.values)
 
