@@ -217,6 +217,22 @@ def test_copy(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     assert "10 match their checksums" in dataset("verify", "core/pets", "--data", "--store", other).stdout
 
 
+def test_export(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    _import(dataset, tree)
+    command = ("export", "core/pets:v1:train", str(tmp_path / "out"), "--format", "webdataset", "--main", "jpg")
+    result = dataset(*command, "--samples-per-file", "6")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"core/pets:v1:train: 10 samples in 2 files of file://{tmp_path}/out\n"
+    files = ["train-000000.tar", "train-000001.tar"]
+    again = json.loads(dataset(*command, "--samples-per-file", "6", "--json").stdout)
+    url = f"file://{tmp_path}/out"
+    assert again == {"exported": "core/pets:v1:train", "url": url, "files": files, "kept": 2, "samples": 10}
+    for arguments, told in ((command, "has another export"), (("export", "core/pets", "out", *command[3:]), "variant")):
+        refused = dataset(*arguments)
+        assert refused.exit_code != 0
+        assert told in refused.output
+
+
 def test_every_command_prints_json_for_programs(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     def records(*arguments: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in dataset(*arguments, "--json").stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""`dpflow dataset`: import, list, show, verify, extend, copy and delete datasets."""
+"""`dpflow dataset`: import, list, show, verify, extend, copy, export and delete datasets."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch_dpflow.cli.tables import (
     verify_progress,
 )
 from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
+from torch_dpflow.datasets.export import Exported, export
 from torch_dpflow.datasets.importers import IMPORTERS, make_importer
 from torch_dpflow.datasets.spec import Dataset, DatasetRef, next_version
 from torch_dpflow.datasets.storage.urls import without_login
@@ -81,7 +82,7 @@ _import_options = with_options(
 
 @click.group()
 def dataset() -> None:
-    """Import, list, show, verify, extend, copy and delete datasets."""
+    """Import, list, show, verify, extend, copy, export and delete datasets."""
 
 
 @dataset.command("import")
@@ -343,17 +344,20 @@ def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None,
         )
 
 
-@dataset.command("copy")
-@click.argument("target", metavar="NAMESPACE/NAME[:VERSION]", callback=_unvaried)
-@click.option("--to", required=True, metavar="URL", help="The other store; created if it does not exist.")
-@click.option(
+_to_option = click.option(
     "--to-option",
     "to_options",
     metavar="NAME=VALUE",
     multiple=True,
     callback=storage_options_of,
-    help="What fsspec needs to open the other store; may be repeated.",
+    help="What fsspec needs to open the target; may be repeated.",
 )
+
+
+@dataset.command("copy")
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION]", callback=_unvaried)
+@click.option("--to", required=True, metavar="URL", help="The other store; created if it does not exist.")
+@_to_option
 @store_options
 def copy_(
     url: str,
@@ -378,6 +382,59 @@ def copy_(
         return
     for line in copied_lines(copied, other.url, compared):
         click.echo(line)
+
+
+@dataset.command("export")
+@click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.argument("target")
+@click.option("--format", type=click.Choice(["webdataset", "parquet"]), required=True, help="Tar shards, or Parquet.")
+@click.option("--main", metavar="NAME", help="Ending of the member, or name of the column, with a sample's bytes.")
+@click.option(
+    "--samples-per-file", type=click.IntRange(min=1), help="Samples of a file; by default --file-size decides."
+)
+@click.option("--file-size", default="256MiB", show_default=True, help="Bytes of samples after which a file ends.")
+@click.option("--row-group-size", default="16MiB", show_default=True, help="The same for a row group of Parquet.")
+@click.option(
+    "--annotations",
+    type=click.Choice(["columns", "json"]),
+    default="columns",
+    show_default=True,
+    help="Of Parquet: a column for each annotation, or one of JSON texts.",
+)
+@_to_option
+@store_options
+def export_(
+    url: str,
+    storage_options: dict[str, Any],
+    ref: str,
+    target: str,
+    to_options: dict[str, Any],
+    as_json: bool,
+    **how: Any,
+) -> None:
+    """Write the samples of a variant to the directory TARGET, as WebDataset shards or as Parquet files.
+
+    Repeat the same command to continue an interrupted export: files that are complete are kept.
+
+    \b
+    dpflow dataset export core/imagenet:v1:train /data/shards --format webdataset
+    dpflow dataset export core/imagenet:v1:val s3://bucket/imagenet --format parquet --samples-per-file 5000
+    """
+    stored = DatasetStore(url, **storage_options).open(ref)
+    try:
+        with verify_progress(stored.variant_name, len(stored)) as progress:
+            exported = export(stored, target, options=to_options, progress=progress, **how)
+    except KeyboardInterrupt:
+        click.echo("Interrupted. Run the same command again to continue.", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    click.echo(_exported_line(stored.ref, exported, as_json=as_json))
+
+
+def _exported_line(ref: DatasetRef, exported: Exported, *, as_json: bool) -> str:
+    if as_json:
+        return to_json({"exported": str(ref), **asdict(exported)})
+    kept = f", {exported.kept} of them by an earlier run" if exported.kept else ""
+    return f"{ref}: {exported.samples} samples in {len(exported.files)} files of {exported.url}{kept}"
 
 
 def _check_meant(yes: bool, what: str) -> None:

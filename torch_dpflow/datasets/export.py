@@ -1,0 +1,330 @@
+"""Export of a stored dataset to files of other libraries: WebDataset shards, and Parquet."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+
+from torch_dpflow._core.checks import check_int, check_type, parse_bytes
+from torch_dpflow.datasets.export_tar import ENDING, TarFiles
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
+from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage.base import ReadOptions
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.errors import DPFlowError, OptionError, SourceError
+
+if TYPE_CHECKING:
+    from torch_dpflow.datasets.export_parquet import ParquetFiles
+
+Format = Literal["webdataset", "parquet"]
+Annotations = Literal["columns", "json"]
+
+#: The number of the layout. A release that writes other bytes for the same options increments it.
+_LAYOUT = 1
+#: Bytes of a file, as it is in memory until it is written; object stores take no more than 5 GB at once.
+MAX_FILE_SIZE = 4 << 30
+_MAX_ROW_GROUP = 1 << 30
+#: Samples, and bytes as far as they are known, that are read at a time.
+_READ_SAMPLES, _READ_BYTES = 64, 64 << 20
+#: Bytes by which a sample in a file is longer than its parts: headers and padding of tar.
+_OVERHEAD = 2048
+
+
+class ExportSample(NamedTuple):
+    """A sample to write."""
+
+    number: int
+    #: Its bytes come first. By ending, if it came from WebDataset; else one with the ending of its path, "" if unknown.
+    members: dict[str, bytes]
+    #: The key in WebDataset; None if it came from elsewhere.
+    key: str | None
+    #: The annotations as a JSON object; those from WebDataset are members.
+    annotations: bytes
+    path: str
+
+    @property
+    def data(self) -> bytes:
+        """The sample's bytes."""
+        return next(iter(self.members.values()))
+
+
+class FileFormat(Protocol):
+    """Makes the bytes of files of one format."""
+
+    def observe(self, number: int, fields: Mapping[str, Any]) -> None:
+        """Take notice of a sample's fields. Called for all samples, before the first file.
+
+        Args:
+            fields: the annotations; of a sample from WebDataset the key, and the other members: text, or empty bytes
+                for those that are no text.
+
+        Raises SourceError, which names the sample, if the format cannot hold them.
+        """
+
+    def begin(self, first: ExportSample) -> None:
+        """Take notice of the first sample of all. Raises SourceError if the format cannot hold the annotations."""
+
+    def name(self, variant: str, number: int, count: int) -> str:
+        """Return the name of file `number`, from 0."""
+
+    def content(self, samples: Iterator[ExportSample]) -> bytes:
+        """Return the bytes of a file with these samples. Raises SourceError, which names the sample."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export."""
+
+    #: The URL of the directory.
+    url: str
+    #: The names of all files, in order.
+    files: list[str]
+    #: The number of files that an earlier run had written.
+    kept: int
+    samples: int
+
+
+def export(
+    stored: StoredDataset,
+    target: str | os.PathLike[str],
+    *,
+    format: Format,
+    main: str | None = None,
+    samples_per_file: int | None = None,
+    file_size: str = "256MiB",
+    row_group_size: str = "16MiB",
+    annotations: Annotations = "columns",
+    options: Mapping[str, Any] | None = None,
+    read_options: ReadOptions | None = None,
+    progress: Callable[[int], None] = lambda samples: None,
+) -> Exported:
+    """Write all samples of a variant, in order, as files that other libraries read.
+
+    The files are equal in every run. Each appears whole or not at all. Call it again to continue an export that was
+    killed: files that are there are kept. Several variants may be exported to one directory. One file is in memory at
+    a time.
+
+    Args:
+        stored: a variant from `DatasetStore.open`.
+        target: the directory, also a URL.
+        format: "webdataset": `train-000000.tar`, … Samples that came from WebDataset keep keys and members. Others have
+            their number as key, a member with their bytes, and their annotations as `json`. "parquet":
+            `train-00000-of-00042.parquet`, …, with a column of structs (bytes, path) as HuggingFace has for images, and
+            one for each annotation. Fields that a sample lacks are null. It needs pyarrow.
+        main: the ending of the member, or the name of the column, with the samples' bytes. None: for WebDataset the
+            ending of the path, or one found by the first bytes, else "bin"; for Parquet "image" or "data".
+        samples_per_file: samples of a file; None: by `file_size`.
+        file_size: bytes of samples after which a file ends, such as "256MiB", at most 4 GiB.
+        row_group_size: bytes of samples after which a row group of Parquet ends, at most 1 GiB.
+        annotations: "columns", or "json": one column of JSON texts, for annotations without a common type.
+        options: fsspec's options for the target.
+        read_options: timeouts and retries of reading samples and writing files.
+        progress: called with the number of samples that are written, or kept.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed; the target has other files of these names; sizes of
+            samples are unknown, so that `samples_per_file` is needed.
+        SourceError: a sample has values or a size that the format cannot hold. It is named.
+        DatasetError, StorageError: a sample cannot be read, or a file cannot be written.
+        MissingExtraError: pyarrow is not installed.
+    """
+    check_type("stored", stored, StoredDataset, "the result of DatasetStore.open")
+    settings = _checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
+    if not len(stored):
+        raise OptionError(f"{stored.ref} has no samples, and nothing to export")
+    files = Files(target, options, read_options)
+    source = _Samples(stored, read_options)
+    try:
+        kind = _format_of(stored, settings, is_webdataset=source.is_webdataset)
+        plan = _plan(stored, source, kind, settings)
+        kind.begin(next(source.read(range(1))))
+        names = [kind.name(stored.variant_name, number, len(plan)) for number in range(len(plan))]
+        present = _begin(files, stored, settings, names)
+        for name, numbers in zip(names, plan, strict=True):
+            if name not in present:
+                files.write(name, kind.content(source.read(numbers)))
+            progress(numbers.stop)
+    finally:
+        source.close()
+    return Exported(files.url, names, len(present), len(stored))
+
+
+def _checked_settings(
+    format: object, main: object, samples_per_file: int | None, file_size: str, row_group_size: str, annotations: object
+) -> dict[str, Any]:
+    """Return the options on which the bytes of files depend. Raises OptionError, OptionTypeError."""
+    for name, value, allowed in (("format", format, Format), ("annotations", annotations, Annotations)):
+        if value not in get_args(allowed):
+            raise OptionError(f"{name}={value!r}: give one of {get_args(allowed)}")
+    if main is not None and not (isinstance(main, str) and re.fullmatch(ENDING, main)):
+        raise OptionError(f"main={main!r}: give a name of lower case letters, digits, '.', '_' and '-', such as 'jpg'")
+    if samples_per_file is not None:
+        check_int("samples_per_file", samples_per_file, minimum=1)
+    sizes = {}
+    for name, text in (("file_size", file_size), ("row_group_size", row_group_size)):
+        check_type(name, text, str, 'a size such as "256MiB"')
+        maximum = MAX_FILE_SIZE if name == "file_size" else _MAX_ROW_GROUP
+        sizes[name] = check_int(name, parse_bytes(name, text), minimum=1, maximum=maximum)
+    return {
+        "layout": _LAYOUT,
+        "format": format,
+        "main": main,
+        "samples_per_file": samples_per_file,
+        **sizes,
+        "annotations": annotations,
+    }
+
+
+def _format_of(stored: StoredDataset, settings: Mapping[str, Any], *, is_webdataset: bool) -> TarFiles | ParquetFiles:
+    if settings["format"] == "webdataset":
+        return TarFiles(settings["main"])
+    from torch_dpflow.datasets.export_parquet import ParquetFiles
+
+    return ParquetFiles(
+        settings["main"],
+        settings["row_group_size"],
+        as_json=settings["annotations"] == "json" and not is_webdataset,
+        name=str(stored.ref),
+    )
+
+
+def _plan(stored: StoredDataset, source: _Samples, kind: FileFormat, settings: Mapping[str, Any]) -> list[range]:
+    """Return the samples of each file, by metadata alone, so that the files of every run are equal."""
+    count, limit = settings["samples_per_file"], settings["file_size"]
+    plan: list[range] = []
+    first = size = 0
+    keys: set[str] = set()
+    for number, meta in enumerate(stored.samples()):
+        fields = meta.fields()
+        length = _size_of(number, meta, fields, is_needed=count is None)
+        # WebDataset takes neighbours with one key for one sample, and keys often begin again in each shard.
+        key = None
+        if source.is_webdataset:
+            key, fields = fields.get(KEY), _members(number, fields)
+        is_full = size + length > (limit if count is None else MAX_FILE_SIZE) or number - first == count
+        if number > first and (is_full or key in keys):
+            plan.append(range(first, number))
+            first, size = number, 0
+            keys.clear()
+        if key is not None:
+            keys.add(key)
+        size += length
+        kind.observe(number, fields)
+    return [*plan, range(first, len(stored))]
+
+
+def _members(number: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a sample from WebDataset as `FileFormat.observe` takes them. Raises SourceError."""
+    rest = {name: value for name, value in fields.items() if name not in (MAIN, PARTS)}
+    parts = fields.get(PARTS, {})
+    texts = all(isinstance(value, str) for value in rest.values())
+    if not (texts and KEY in rest and isinstance(fields.get(MAIN), str) and isinstance(parts, dict)):
+        raise SourceError(
+            f"sample {number} has not the annotations that the importer webdataset writes: {dict(fields)!r:.300}"
+        )
+    return {**rest, **dict.fromkeys(parts, b"")}
+
+
+def _size_of(number: int, meta: SampleMeta, fields: Mapping[str, Any], *, is_needed: bool) -> int:
+    """Return about how many bytes a sample has in a file; without its own if they are unknown."""
+    if meta.length is None and is_needed:
+        raise OptionError(
+            f"the dataset has no length of sample {number} ({meta.path}), so files cannot be divided by size; give "
+            "samples_per_file (--samples-per-file)"
+        )
+    parts = fields.get(PARTS)
+    rest = sum(length for _, length in parts.values()) if isinstance(parts, dict) else 0
+    size = (meta.length or 0) + len(meta.meta) + rest + _OVERHEAD
+    if size > MAX_FILE_SIZE:
+        raise SourceError(f"sample {number} ({meta.path}) has {size} bytes; a file has at most {MAX_FILE_SIZE}")
+    return size
+
+
+def _begin(files: Files, stored: StoredDataset, settings: Mapping[str, Any], names: list[str]) -> set[str]:
+    """Return the files that an earlier run has written. Raises OptionError if they are of another export."""
+    variant = stored.variant_name
+    made_from = {"dataset": str(stored.ref), "digest": stored.dataset.digest, "settings": settings, "files": len(names)}
+    record = json.dumps({**made_from, "info": stored.variant.info}, indent=1, sort_keys=True).encode()
+    ending = names[0].rpartition(".")[2]
+    ours = re.compile(rf"{re.escape(variant)}-\d+(-of-\d+)?\.{ending}")
+    present = {child.name for child in files.children() if ours.fullmatch(child.name)}
+    path = f".{variant}.{ending}.export.json"
+    if files.exists(path):
+        if files.read(path) != record:
+            raise OptionError(
+                f"{files.url} has another export of {variant!r}, of another dataset or with other options; give an "
+                f"empty directory, or remove those files and {path}"
+            )
+    elif present:
+        raise OptionError(
+            f"{files.url} has {min(present)}, which no export has written that can be continued; give an empty "
+            "directory"
+        )
+    if not present <= {*names}:
+        raise OptionError(f"{files.url} has {min(present - {*names})} beside the export; remove it")
+    files.sweep("")
+    files.write(path, record)
+    return present
+
+
+class _Samples:
+    """Reads samples for an export."""
+
+    def __init__(self, stored: StoredDataset, read_options: ReadOptions | None) -> None:
+        self._stored = stored
+        self.is_webdataset = stored.variant.source.get("importer") == "webdataset"
+        self._reader: Any
+        if self.is_webdataset:
+            from torch_dpflow.datasets.opened import OpenedDataset  # it needs torch
+
+            self._reader = OpenedDataset(stored, read_options=read_options)
+        else:
+            self._reader = SampleReader(stored, read_options=read_options)
+
+    def read(self, numbers: range) -> Iterator[ExportSample]:
+        """Yield samples, in order."""
+        batch: list[tuple[int, SampleMeta]] = []
+        size = 0
+        for number, meta in self._described(numbers):
+            batch.append((number, meta))
+            size += meta.length or 0
+            if len(batch) == _READ_SAMPLES or size >= _READ_BYTES:
+                yield from self._read(batch)
+                batch, size = [], 0
+        if batch:
+            yield from self._read(batch)
+
+    def _described(self, numbers: range) -> Iterator[tuple[int, SampleMeta]]:
+        locate, shard_size = self._stored.variant.locate, self._stored.variant.shard_size
+        number = numbers.start
+        while number < numbers.stop:
+            place = locate(number)
+            stop = min(numbers.stop, (place.shard + 1) * shard_size)
+            samples = self._stored.shard(place.shard).samples
+            yield from enumerate(samples[place.offset : place.offset + stop - number], number)
+            number = stop
+
+    def _read(self, batch: list[tuple[int, SampleMeta]]) -> Iterator[ExportSample]:
+        contents = self._reader.read_each([number for number, _ in batch])
+        for (number, meta), content in zip(batch, contents, strict=True):
+            if isinstance(content, DPFlowError):
+                raise content
+            if self.is_webdataset:
+                yield ExportSample(number, content, content.pop(KEY), b"", meta.path)
+            else:
+                yield ExportSample(number, {_ending_of(meta): content[0]}, None, bytes(meta.meta), meta.path)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _ending_of(meta: SampleMeta) -> str:
+    """Return the ending of the path of an object that is one sample; "" if there is none."""
+    name = meta.path.rpartition("/")[2]
+    return name.rpartition(".")[2].lower() if meta.offset is None and "." in name else ""

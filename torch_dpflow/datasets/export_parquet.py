@@ -1,0 +1,217 @@
+"""Parquet files of an export, with columns whose types all samples have in common."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from torch_dpflow.datasets.export_tar import IMAGES, ending_of, main_ending
+from torch_dpflow.datasets.importers.webdataset import KEY
+from torch_dpflow.errors import MissingExtraError, SourceError
+
+if TYPE_CHECKING:
+    from torch_dpflow.datasets.export import ExportSample
+
+_ANNOTATIONS = "annotations"
+#: Bytes of one value, as Arrow counts them in 32 bits.
+_MAX_VALUE = 2**31 - 1
+#: Fields of all annotations, those within others too. Each is a column of the file, and costs its memory.
+MAX_FIELDS = 10_000
+#: The largest integer up to which every one is equal to a float.
+_EXACT = 2**53
+_INT64, _UINT64 = range(-(2**63), 2**63), range(2**64)
+_KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
+_INTEGER, _NUMBER, _TEXT, _LIST, _OBJECT = (_KINDS[kind] for kind in (int, float, str, list, dict))
+_BYTES = "bytes"
+_ADVICE = "annotations='json' (--annotations json) writes one column of JSON texts"
+
+
+class FieldType:
+    """The type that all values of a field have in common; it grows as values are observed."""
+
+    __slots__ = ("fields", "first", "high", "inner", "kind", "low")
+
+    def __init__(self) -> None:
+        #: one of `_KINDS`, or `_BYTES`; None: all values are null
+        self.kind: str | None = None
+        #: the first sample with a value
+        self.first = 0
+        self.low = self.high = 0
+        self.inner: FieldType | None = None
+        self.fields: dict[str, FieldType] = {}
+
+    def observe(self, value: Any, name: str, number: int) -> None:
+        """Widen the type by a value of sample `number`. Raises SourceError if there is no common type."""
+        if value is None:
+            return
+        self._widen(_BYTES if isinstance(value, bytes) else _KINDS[type(value)], name, number)
+        if type(value) is int:
+            self._observe_integer(value)
+        elif isinstance(value, list):
+            self.inner = self.inner or FieldType()
+            for one in value:
+                self.inner.observe(one, f"{name}[]", number)
+        elif isinstance(value, dict):
+            for key, one in value.items():
+                self.fields.setdefault(key, FieldType()).observe(one, f"{name}.{key}", number)
+        limit = range(-_EXACT, _EXACT + 1) if self.kind == _NUMBER else _INT64 if self.low < 0 else _UINT64
+        if self.kind in (_INTEGER, _NUMBER) and not (self.low in limit and self.high in limit):
+            raise SourceError(
+                f"sample {number}: {name} has no type of 64 bits for all values, which are from {self.low} to "
+                f"{self.high}{' and fractions' if self.kind == _NUMBER else ''}; {_ADVICE}"
+            )
+
+    def _widen(self, kind: str, name: str, number: int) -> None:
+        if self.kind is None:
+            self.kind, self.first = kind, number
+        elif {kind, self.kind} == {_INTEGER, _NUMBER}:
+            self.kind = _NUMBER
+        elif {kind, self.kind} == {_TEXT, _BYTES}:
+            self.kind = _BYTES
+        elif kind != self.kind:
+            raise SourceError(
+                f"sample {number}: {name} is {kind}, and {self.kind} in sample {self.first}; a column has one type: "
+                f"{_ADVICE}"
+            )
+
+    def _observe_integer(self, value: int) -> None:
+        self.low, self.high = min(self.low, value), max(self.high, value)
+
+    def count(self) -> int:
+        """Return the number of fields below this one, and itself."""
+        inner = 0 if self.inner is None else self.inner.count()
+        return 1 + inner + sum(field.count() for field in self.fields.values())
+
+    def arrow(self, name: str) -> Any:
+        """Return the type of pyarrow. Raises SourceError for objects without fields."""
+        import pyarrow as pa
+
+        if self.kind == _LIST:
+            assert self.inner is not None
+            return pa.list_(self.inner.arrow(f"{name}[]"))
+        if self.kind == _OBJECT:
+            if not self.fields:
+                raise SourceError(
+                    f"sample {self.first}: {name} is an object without fields, as in all samples, which Parquet cannot "
+                    f"hold; {_ADVICE}"
+                )
+            return pa.struct([(key, field.arrow(f"{name}.{key}")) for key, field in self.fields.items()])
+        if self.kind == _INTEGER:
+            return pa.int64() if self.high in _INT64 else pa.uint64()
+        plain = {None: pa.null(), "a boolean": pa.bool_(), _NUMBER: pa.float64(), _TEXT: pa.string()}
+        return plain.get(self.kind, pa.binary())
+
+
+class ParquetFiles:
+    """Makes Parquet files, with checksums of pages.
+
+    Args:
+        main: the column of the samples' bytes; None: "image" if the first sample is one, else "data".
+        row_group_size: bytes of samples after which a row group ends.
+        as_json: annotations are one column of JSON texts.
+        name: the dataset, for errors.
+
+    Raises MissingExtraError if pyarrow is not installed.
+    """
+
+    def __init__(self, main: str | None, row_group_size: int, *, as_json: bool, name: str) -> None:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(
+                "Parquet needs pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
+            ) from error
+        self._main = main
+        self._row_group_size = row_group_size
+        self._as_json = as_json
+        self._name = name
+        self._columns: dict[str, FieldType] = {}
+        self._schema: Any = None
+
+    def observe(self, number: int, fields: Mapping[str, Any]) -> None:
+        if self._as_json:
+            return
+        for name, value in fields.items():
+            self._columns.setdefault(name, FieldType()).observe(value, name, number)
+        if number % 1000 == 0:
+            self._check_count(number)
+
+    def _check_count(self, number: int) -> None:
+        count = sum(column.count() for column in self._columns.values())
+        if count > MAX_FIELDS:
+            raise SourceError(
+                f"{self._name} has {count} fields in the annotations of the samples up to {number}; a file has at most "
+                f"{MAX_FIELDS} columns: {_ADVICE}"
+            )
+
+    def begin(self, first: ExportSample) -> None:
+        import pyarrow as pa
+
+        self._check_count(first.number)
+        is_image = ending_of(first.data) in IMAGES
+        self._main = self._main or ("image" if is_image else "data")
+        columns = [(name, column.arrow(name)) for name, column in self._columns.items()]
+        if self._as_json:
+            columns = [(_ANNOTATIONS, pa.string())]
+        if self._main in dict(columns):
+            raise SourceError(
+                f"{self._name} has the annotation {self._main!r}, the name of the column of bytes; give another one: "
+                "main='bytes' (--main bytes)"
+            )
+        content = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        features = {"info": {"features": {self._main: {"_type": "Image"}}}}
+        metadata = {"huggingface": json.dumps(features)} if is_image else None
+        self._schema = pa.schema([(self._main, content), *columns], metadata=metadata)
+
+    def name(self, variant: str, number: int, count: int) -> str:
+        return f"{variant}-{number:05d}-of-{count:05d}.parquet"
+
+    def content(self, samples: Iterator[ExportSample]) -> bytes:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        file = io.BytesIO()
+        with parquet.ParquetWriter(file, self._schema, write_page_checksum=True) as writer:
+            for group in self._row_groups(samples):
+                try:
+                    table = pa.Table.from_pylist([self._row(sample) for sample in group], self._schema)
+                except (pa.ArrowException, ValueError, OverflowError) as error:
+                    raise SourceError(
+                        f"samples {group[0].number} to {group[-1].number} of {self._name} cannot be written: {error}"
+                    ) from error
+                writer.write_table(table, row_group_size=len(group))
+        return file.getvalue()
+
+    def _row_groups(self, samples: Iterator[ExportSample]) -> Iterator[list[ExportSample]]:
+        group: list[ExportSample] = []
+        size = 0
+        for sample in samples:
+            own = sum(map(len, sample.members.values())) + len(sample.annotations)
+            if own > _MAX_VALUE:
+                raise SourceError(
+                    f"sample {sample.number} ({sample.path}) has {own} bytes; a cell has at most {_MAX_VALUE}"
+                )
+            if group and size + own > self._row_group_size:
+                yield group
+                group, size = [], 0
+            group.append(sample)
+            size += own
+        yield group
+
+    def _row(self, sample: ExportSample) -> dict[str, Any]:
+        assert self._main is not None
+        ending, data = next(iter(sample.members.items()))
+        if sample.key is not None:
+            path = f"{sample.key}.{ending}"
+            _, *rest = sample.members.items()
+            return {self._main: {"bytes": data, "path": path}, KEY: sample.key, **dict(rest)}
+        is_own = ending != "" and "://" not in sample.path  # not a part of an object, as packs of a store have
+        path = sample.path if is_own else f"{sample.number:09d}.{main_ending(sample)}"
+        row = {self._main: {"bytes": data, "path": path}}
+        if self._as_json:
+            return {**row, _ANNOTATIONS: sample.annotations.decode()}
+        return {**row, **msgspec.json.decode(sample.annotations)}
