@@ -210,7 +210,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.dictionaries(st.sampled_from("uvw"), VALUES, max_size=2), min_size=1, max_size=4))
 def test_annotations_are_equal_or_refused(
     tmp_path_factory: pytest.TempPathFactory, given: list[dict[str, Any]]
