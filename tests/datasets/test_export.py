@@ -19,8 +19,10 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset, open_datas
 from torch_dpflow.datasets.export import export
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.crc32c import masked_crc32c
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
+from torch_dpflow.datasets.importers.tfrecord import TFRecordImporter
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import SampleReader
@@ -313,6 +315,20 @@ def test_members_that_webdataset_could_not_read(local_store: DatasetStore, tmp_p
     dataset = open_dataset(tmp_path / "named", index_dir=tmp_path / "index")
     assert dataset[0] == {"__key__": "000000000", "left.png": PNG, "json": b'{"a":"b"}'}
     assert DatasetReader(dataset.stored)[0][0] == PNG
+
+
+def _masked(data: bytes) -> bytes:
+    return masked_crc32c(data).to_bytes(4, "little")
+
+
+def test_records_of_other_libraries_are_refused(local_store: DatasetStore, tmp_path: Path) -> None:
+    payload, length = b"record", (6).to_bytes(8, "little")
+    (tmp_path / "a.tfrecord").write_bytes(length + _masked(length) + payload + _masked(payload))
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", TFRecordImporter(tmp_path / "a.tfrecord"))
+    draft.publish()
+    with pytest.raises(OptionError, match="has records of tfrecord, which other libraries cannot read"):
+        export(local_store.open("core/x:v1"), tmp_path / "out", format="webdataset")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ _LAYOUT = 1
 #: Bytes of a file, as it is in memory until it is written; object stores take no more than 5 GB at once.
 MAX_FILE_SIZE = 4 << 30
 _MAX_ROW_GROUP = 1 << 30
+#: Importers whose samples are records in the encoding of a library. As bytes of a member or a column, no other
+#: library could read them.
+_ENCODED = frozenset({"tfrecord", "mds", "litdata"})
 #: Samples, and bytes as far as they are known, that are read at a time.
 _READ_SAMPLES, _READ_BYTES = 64, 64 << 20
 #: Bytes by which a sample in a file is longer than its parts: headers and padding of tar.
@@ -129,7 +132,7 @@ def export(
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed; the target has other files of these names; sizes of
-            samples are unknown, so that `samples_per_file` is needed.
+            samples are unknown, so that `samples_per_file` is needed; samples are records of TFRecord, MDS or LitData.
         SourceError: a sample has values or a size that the format cannot hold. It is named.
         DatasetError, StorageError: a sample cannot be read, or a file cannot be written.
         MissingExtraError: pyarrow is not installed.
@@ -138,6 +141,11 @@ def export(
     settings = _checked_settings(format, main, samples_per_file, file_size, row_group_size, annotations)
     if not len(stored):
         raise OptionError(f"{stored.ref} has no samples, and nothing to export")
+    if stored.variant.source.get("importer") in _ENCODED:
+        raise OptionError(
+            f"{stored.ref} has records of {stored.variant.source['importer']}, which other libraries cannot read; "
+            "import what open_dataset reads of them with an IterableImporter, and export that"
+        )
     files = Files(target, options, read_options)
     source = _Samples(stored, read_options)
     try:
