@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch_dpflow.caches import ALSDCache
     from torch_dpflow.cluster.client.options import JobOptions
     from torch_dpflow.datasets import DatasetStore, open_dataset
+    from torch_dpflow.epoch.shards import ShardedIterableDataset
     from torch_dpflow.errors import DPFlowError
     from torch_dpflow.flows import DataLoadFlow
     from torch_dpflow.loader.loader import DPFlowDataLoader
@@ -31,6 +32,7 @@ __all__ = [
     "MixtureSampler",
     "Phase",
     "PooledDataset",
+    "ShardedIterableDataset",
     "__version__",
     "open_dataset",
 ]
@@ -41,6 +43,7 @@ __getattr__, __dir__ = lazy_names(
         "caches": ["ALSDCache"],
         "pool": ["PooledDataset"],
         "datasets": ["DatasetStore", "open_dataset"],
+        "epoch.shards": ["ShardedIterableDataset"],
         "errors": ["DPFlowError"],
         "flows": ["DataLoadFlow"],
         "loader": ["DPFlowDataLoader"],

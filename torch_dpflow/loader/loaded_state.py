@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 from torch_dpflow.epoch.progress import SIZES, LoaderShape
-from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.epoch.shards import is_of_shards, merged_shards
+from torch_dpflow.epoch.state import LoaderState, StreamState
 from torch_dpflow.errors import StateError
 from torch_dpflow.loader.flow_states import join_flow_states
 
 
-def read_states(given: Any, rank: int) -> LoaderState:
-    """Return the state of one rank, or the joined states of all ranks, as that of this rank.
+def read_states(given: Any, rank: int, workers: int) -> LoaderState:
+    """Return the state of one rank, or the joined states of all ranks, as that of this rank with so many workers.
 
     Raises StateError: a state is damaged, or they are not of one position, or not of all ranks.
     """
     if not isinstance(given, list | tuple):
-        return LoaderState.from_dict(given)
+        state = LoaderState.from_dict(given)
+        return state if len(state.streams) == max(1, workers) else _with_shards_moved(state, state.streams, workers)
     states = [LoaderState.from_dict(one) for one in given]
     if not states:
         raise StateError("no state is given; give the state of one rank, or a list of the states of all ranks")
     if len(states) == 1:
-        return states[0]
+        return read_states(given[0], rank, workers)
     if any(state.shared is not None for state in states):
         return join_flow_states(states, rank)
+    if all(state.kind == "iterable" for state in states):
+        _check_alike(states)
+        streams = [stream for state in states for stream in state.streams]
+        return _with_shards_moved(states[rank % len(states)], streams, workers, ranks=len(states))
     return _joined(states, rank)
+
+
+def _with_shards_moved(state: LoaderState, streams: Sequence[StreamState], workers: int, ranks: int = 1) -> LoaderState:
+    """Return a state in which each of the workers has the positions of all shards; as it is without shards.
+
+    Args:
+        state: that of one rank.
+        streams: of all workers, in all ranks whose states are given.
+        workers: the number of workers that continue.
+        ranks: the number of ranks whose states are given.
+    """
+    kept = [one for one in (state.dataset, *(stream.dataset for stream in streams)) if one is not None]
+    if state.kind != "iterable" or not kept or any(one["iterator"] is not None for one in kept):
+        return state
+    own = [one["dataset"] for one in kept]
+    if not all(map(is_of_shards, own)):
+        return state
+    if state.fresh:  # the next epoch reads all shards
+        return replace(state, dataset=None, streams=[], due=[], next_worker=0)
+    shards = merged_shards(own)
+    if ranks == shards["num_replicas"]:  # a rank that has read nothing has no state of its own
+        shards["ranks"] = list(range(ranks))
+    merged = {"dataset": shards, "iterator": None, "ended": False}
+    moved = [StreamState(dataset=deepcopy(merged)) for _ in range(max(1, workers))]
+    return replace(state, streams=moved, due=[], next_worker=0)
 
 
 def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
     own = states[rank % len(states)]
-    compared: dict[str, list[Any]] = {
-        "epoch": [(state.epoch, state.fresh) for state in states],
-        "epoch's length": [state.length for state in states],
-        "loaders": [state.made_of for state in states],
-    }
-    for name, values in compared.items():
-        if any(value != values[0] for value in values):
-            raise StateError(
-                f"the states differ in the {name}: {values!r:.300}; give the states that all ranks of one run have "
-                "saved in the same epoch"
-            )
+    _check_alike(states)
     if own.fresh:
         return own
     if any(state.ahead for state in states):
@@ -66,6 +88,21 @@ def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
         samples=furthest.samples,
         ended=all(state.ended for state in states),
     )
+
+
+def _check_alike(states: Sequence[LoaderState]) -> None:
+    """Raise StateError unless the states are of one epoch of one run."""
+    compared: dict[str, list[Any]] = {
+        "epoch": [(state.epoch, state.fresh) for state in states],
+        "epoch's length": [state.length for state in states],
+        "loaders": [state.made_of for state in states],
+    }
+    for name, values in compared.items():
+        if any(value != values[0] for value in values):
+            raise StateError(
+                f"the states differ in the {name}: {values!r:.300}; give the states that all ranks of one run have "
+                "saved in the same epoch"
+            )
 
 
 _RANKED = (
@@ -142,5 +179,5 @@ def _check_workers(loader: Any, state: LoaderState) -> None:
         raise StateError(
             f"the state is of a loader with {len(state.streams)} workers, this one has {loader.num_workers}; each "
             "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
-            "resume with as many, or begin an epoch anew"
+            "resume with as many, or begin an epoch anew; a ShardedIterableDataset resumes with any number"
         )

@@ -204,8 +204,9 @@ class DPFlowDataLoader(DataLoader[T]):
         """Begin the next iteration at the position of `state_dict`, whatever the number of workers was.
 
         Indices are drawn again up to the position, unless the sampler has a state of its own; samples are not loaded.
-        An iterable dataset needs the same number of workers. It continues from its own state if it has one, else it
-        skips what was delivered. A dataset or sampler that cannot restore its own state raises at the next `iter`.
+        An iterable dataset needs the same number of workers, unless it is a `ShardedIterableDataset`. It continues from
+        its own state if it has one, else it skips what was delivered. A dataset or sampler that cannot restore its own
+        state raises at the next `iter`.
 
         A map-style dataset may be read in another batch size, and by another number of ranks: with torch's
         DistributedSampler or a `DynaGCSSampler`, what is left of the epoch is dealt to the new ranks.
@@ -219,7 +220,7 @@ class DPFlowDataLoader(DataLoader[T]):
                 or what is left cannot be divided anew; or the workers are threads. Nothing is changed then.
         """
         self._check_workers()
-        state = read_states(state_dict, LoaderShape(self).rank())
+        state = read_states(state_dict, LoaderShape(self).rank(), self.num_workers)
         check_fits(self, state)
         self._runtime.pending = state
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones

@@ -13,9 +13,9 @@ from torch.utils.data import Sampler
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import check_flag, check_int
 from torch_dpflow._core.dealing import RankPosition
+from torch_dpflow._core.ranks import own_rank
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.samplers.indices import MAX_SEED, IndexArray
-from torch_dpflow.samplers.ranks import own_rank
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler, get_worker_info
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import check_flag, check_int, check_number
 from torch_dpflow._core.dealing import Places, RankPosition
+from torch_dpflow._core.ranks import own_rank
 from torch_dpflow._core.sample_numbers import describe_numbers
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
@@ -22,7 +23,6 @@ from torch_dpflow.samplers.indices import (
     permutation,
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
-from torch_dpflow.samplers.ranks import own_rank
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
 STATE_VERSION = 2
