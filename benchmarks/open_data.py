@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_arguments(parser, rounds=3)
     arguments = parser.parse_args()
-    samples, size = (800, 4_000) if arguments.quick else (8_000, 20_000)
+    samples, size = (800, 4_000) if arguments.quick else (4_000, 20_000)
     names = f"train-{{000..{SHARDS - 1:03d}}}.tar"
     comparisons = []
     with tempfile.TemporaryDirectory(prefix="dpflow-bench-") as name:

@@ -78,7 +78,7 @@ def example(features: Mapping[str, Sequence[Any]], *, packed: bool = True) -> by
     return field(1, entries)
 
 
-@pytest.mark.parametrize("size", [0, 1, 9, 65_535, 65_536, 65_537, 200_003])
+@pytest.mark.parametrize("size", [0, 1, 9, 65_536, 65_537])
 def test_the_checksum_is_that_of_the_definition(size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert crc32c(data) == slow_crc32c(data)
