@@ -289,7 +289,7 @@ def test_an_address_that_is_none_is_told(address: str, message: str) -> None:
         (["flow", "show"], "Missing argument 'NAME'"),
         (["keygen"], "Missing argument 'PATH'"),
         (["keygen", "/"], "is a directory"),
-        (["no-such-command"], "No such command 'no-such-command'. There are check, dataset, deploy, down"),
+        (["no-such-command"], "No such command 'no-such-command'. There are cache, check, dataset, deploy, down"),
         (["statsu"], "No such command 'statsu'. Did you mean 'status'?"),
         (["swep", "--json"], "Did you mean 'sweep'?"),
     ],

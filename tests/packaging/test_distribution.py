@@ -46,6 +46,7 @@ BESIDE = ("benchmarks", "examples", "tests", "tools")
 #: Third parties test what they add with these; servers and simulated workers are the repository's own.
 SUITES = {
     "__init__",
+    "index_samplers",
     "launchers",
     "platforms",
     "policies",
@@ -54,11 +55,12 @@ SUITES = {
     "storages",
     "transports",
 }
-#: What needs an extra: the command line, tables of samples, the live page, and the suites. All else is there without.
+#: What needs an extra: the command line, tables of samples, the live page, nodes of torchdata, and the suites. All else is there without.
 WITH_EXTRAS = (
     "torch_dpflow.cli.",
     "torch_dpflow.datasets.importers.table_values",
     "torch_dpflow.cluster.monitoring.page_server",
+    "torch_dpflow.nodes",
     "torch_dpflow.testing.",
     "torch_dpflow.vision",
 )
@@ -234,6 +236,6 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
     assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
-    assert all(re.search("click|rich|pytest|pyarrow|vision|starlette|uvicorn", why) for why in refused.values()), (
+    assert all(re.search("click|rich|pytest|pyarrow|vision|starlette|torchdata|uvicorn", why) for why in refused.values()), (
         refused
     )

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 #: Who keeps values, asks users' code or is torch's sampler, among those that decide which samples are read and kept.
 SHELLS = {
     "caches": {"dataset", "store"},
-    "samplers": {"budget", "epoch_sampler", "mixture", "ranks", "sampler"},
+    "samplers": {"budget", "epoch_sampler", "mixture", "sampler"},
 }
 
 

@@ -79,7 +79,7 @@ def test_an_epoch_resumes_with_any_number_of_ranks(data: Any, sizes: list[int], 
         is_last = turn == len(replicas) - 1
         if drop_last and total - len(read) < count:  # all that is left is dropped
             break
-        left = samplers[0].left
+        left = samplers[0].samples_left
         steps = left if is_last else data.draw(st.integers(0, left))
         iterators = [iter(sampler) for sampler in samplers]
         read += [next(iterator) for _ in range(steps) for iterator in iterators]

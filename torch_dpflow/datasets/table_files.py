@@ -119,4 +119,4 @@ def local_state(path: str) -> tuple[int, str]:
         found = os.stat(path)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error}") from error
-    return found.st_size, f"{found.st_size}-{found.st_mtime_ns}"
+    return found.st_size, f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"

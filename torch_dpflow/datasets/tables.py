@@ -25,6 +25,8 @@ from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.table_files import TableFile, find_tables, local_state
 from torch_dpflow.errors import ChecksumError, MissingExtraError, OptionError, OptionTypeError, SourceError
 
+#: Bytes that are searched between the pages of a Parquet file and its footer, where indexes and filters lie.
+_MAX_BETWEEN = 16 << 20
 #: Ends a stream: no further message.
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 #: Files whose footers are read at a time.
@@ -108,8 +110,8 @@ class TableDataset(Dataset[Any]):
         for block in dict.fromkeys(blocks.tolist()):
             positions = np.flatnonzero(blocks == block)
             first = int(self._stops[block] - self.blocks[block])
-            table = opened.block(block)
-            for position, sample in zip(positions, table.take(numbers[positions] - first).to_pylist(), strict=True):
+            rows = opened.rows(block, numbers[positions] - first)
+            for position, sample in zip(positions, rows, strict=True):
                 samples[position] = sample if self._decode is None else self._decode(sample)
         return samples
 
@@ -174,7 +176,19 @@ class _OpenedTable:
         file = self._file(number)
         return file.counts, {field.name: str(field.type) for field in file.schema}
 
-    def block(self, block: int) -> Any:
+    def rows(self, block: int, numbers: Any) -> list[dict[str, Any]]:
+        """Return rows of a block, by their numbers in it."""
+        file = self._table._files[self._table._places[block][0]]
+        with _errors_of(file):
+            decoded = self._block(block)
+            # A mapped file may have changed below the block that is held.
+            check_unchanged(file)
+            try:
+                return decoded.take(numbers).to_pylist()  # type: ignore[no-any-return]
+            except _pyarrow().ArrowNotImplementedError:  # views and run-end encoded columns cannot be taken from
+                return [row for number in numbers for row in decoded.slice(int(number), 1).to_pylist()]
+
+    def _block(self, block: int) -> Any:
         """Return a decoded block."""
         with self._lock:
             if block in self._blocks:
@@ -242,14 +256,34 @@ class _ParquetFile:
             metadata = self._parquet.metadata
             self.schema = self._parquet.schema_arrow
             self.counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            if file.path() is not None:
+                _check_begins_once(str(source), metadata)
 
     def read(self, block: int, columns: list[str] | None) -> Any:
         with self._lock, _errors_of(self._file):
-            _check_unchanged(self._file)
+            check_unchanged(self._file)
             return self._parquet.read_row_group(block, columns=columns, use_threads=False)
 
     def close(self) -> None:
         self._parquet.close()
+
+
+def _check_begins_once(path: str, metadata: Any) -> None:
+    """Raise OSError if Parquet files were joined: the footer of the last one has the positions of its own pages."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    stop = max((_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=4)
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(stop)
+        between = file.read(min(max(0, size - 8 - metadata.serialized_size - stop), _MAX_BETWEEN))
+    if b"PAR1PAR1" in between:
+        raise OSError("it goes on after the end of a first table; files were joined")
+
+
+def _start(chunk: Any) -> int:
+    pages = chunk.data_page_offset
+    return min(pages, chunk.dictionary_page_offset) if chunk.has_dictionary_page else pages  # type: ignore[no-any-return]
 
 
 class _ArrowFile:
@@ -274,9 +308,14 @@ class _ArrowFile:
                 self._source.seek(0)
                 self._arrow = pyarrow.ipc.open_stream(self._source)
                 batches = list(self._arrow)
+                if self._source.tell() != self._source.size():
+                    raise OSError("it goes on after the end of its stream; streams were joined") from error
                 self._source.seek(max(0, self._source.size() - len(_END_OF_STREAM)))
                 if self._source.read() != _END_OF_STREAM:  # Arrow takes the end of the file for that of the stream
                     raise OSError("it ends without an end-of-stream mark; it was cut short") from error
+            else:
+                if path is not None:
+                    _check_one_file(self._source)
             if path is not None:
                 self._batches = batches  # maps, and no memory
             self.schema = self._arrow.schema
@@ -284,7 +323,7 @@ class _ArrowFile:
 
     def read(self, block: int, columns: list[str] | None) -> Any:
         with _errors_of(self._file):
-            _check_unchanged(self._file)
+            check_unchanged(self._file)
             batch = self._arrow.get_batch(block) if self._batches is None else self._batches[block]
             table = _pyarrow().Table.from_batches([batch])
             return table if columns is None else table.select(columns)
@@ -292,6 +331,18 @@ class _ArrowFile:
     def close(self) -> None:
         self._batches = None
         self._source.close()
+
+
+def _check_one_file(source: Any) -> None:
+    """Raise OSError if Arrow files were joined: the footer of the last one has the positions of its own batches."""
+    size = source.size()
+    source.seek(size - 10)
+    footer = int.from_bytes(source.read(4), "little")
+    source.seek(8)
+    for _ in _pyarrow().ipc.open_stream(source):
+        pass
+    if source.tell() != size - 10 - footer:
+        raise OSError("it goes on after the end of its batches; files were joined")
 
 
 class _RangeFile(io.RawIOBase):
@@ -345,14 +396,14 @@ class _errors_of:
 def _source(file: TableFile, reader: ObjectReader) -> Any:
     path = file.path()
     if path is not None:
-        _check_unchanged(file)
+        check_unchanged(file)
         return path
     if file.size is None:
         raise SourceError(f"{without_login(file.url)}: the storage does not report its size; copy it to a local disk")
     return _RangeFile(file, reader)
 
 
-def _check_unchanged(file: TableFile) -> None:
+def check_unchanged(file: TableFile) -> None:
     """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
     path = file.path()
     if path is not None and local_state(path) != (file.size, file.revision):

@@ -183,6 +183,46 @@ def test_a_file_that_is_written_again_is_refused(tmp_path: Path, write: Write, e
         table[90]
 
 
+@WRITERS
+def test_joined_files_are_refused(tmp_path: Path, write: Write, ending: str) -> None:
+    """Arrow reads a part of them."""
+    for name, first in (("one", 0), ("two", 50)):
+        write(tmp_path / name, rows(50, first=first))
+    joined = tmp_path / f"joined{ending}"
+    joined.write_bytes((tmp_path / "one").read_bytes() + (tmp_path / "two").read_bytes())
+    with pytest.raises(SourceError, match=rf"joined{ending} cannot be read: it goes on after the end of"):
+        TableDataset(joined)
+
+
+def test_a_mapped_file_that_is_changed_in_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    write_arrow(path, rows())
+    table = TableDataset(path)
+    assert table[0] == rows()[0]
+    other = tmp_path / "other"
+    write_arrow(other, rows(first=1))
+    with open(path, "r+b") as file:
+        file.write(other.read_bytes()[: path.stat().st_size])
+    with pytest.raises(ChecksumError, match="written again"):
+        table[0]
+    os.truncate(path, 100)
+    with pytest.raises(ChecksumError, match="written again"):
+        table[0]
+
+
+def test_types_of_columns_that_arrow_cannot_take_rows_from(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "text": pa.array(["a", "long enough to lie in a buffer", "c"], pa.string_view()),
+            "data": pa.array([b"x", b"y" * 20, None], pa.binary_view()),
+            "run": pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["p", "q"])),
+        }
+    )
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert TableDataset(tmp_path / "a.arrow").__getitems__([2, 0, 1]) == [table.to_pylist()[n] for n in (2, 0, 1)]
+
+
 def test_what_is_no_table_says_so(tmp_path: Path) -> None:
     for url, text in (
         (tmp_path / "a.parquet", "there is no .*a.parquet"),
