@@ -55,7 +55,8 @@ SUITES = {
     "storages",
     "transports",
 }
-#: What needs an extra: the command line, tables of samples, the live page, nodes of torchdata, and the suites. All else is there without.
+#: What needs an extra: the command line, tables of samples, the live page, nodes of torchdata, and the suites. All else
+#: is there without.
 WITH_EXTRAS = (
     "torch_dpflow.cli.",
     "torch_dpflow.datasets.importers.table_values",
@@ -236,6 +237,6 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
     assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
-    assert all(re.search("click|rich|pytest|pyarrow|vision|starlette|torchdata|uvicorn", why) for why in refused.values()), (
-        refused
-    )
+    assert all(
+        re.search("click|rich|pytest|pyarrow|vision|starlette|torchdata|uvicorn", why) for why in refused.values()
+    ), refused

@@ -415,12 +415,13 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
 
     end: the position at the end of a resumed epoch; None for a whole one.
     """
-    length = length_or_none(index_sampler) if end is None else end
+    usual = length_or_none(index_sampler)
+    length = usual if end is None else end
     if length is None or not is_drawn_at_start(index_sampler):
         return 0
     if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler:
         # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
-        is_short = end is not None or len(index_sampler.sampler) % index_sampler.batch_size
+        is_short = length != usual or len(index_sampler.sampler) % index_sampler.batch_size
         is_short = is_short and not index_sampler.drop_last
         return length - 1 if is_short and index_sampler.sampler.generator is not None else length
     return length

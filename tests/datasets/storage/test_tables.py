@@ -190,7 +190,7 @@ def test_joined_files_are_refused(tmp_path: Path, write: Write, ending: str) -> 
         write(tmp_path / name, rows(50, first=first))
     joined = tmp_path / f"joined{ending}"
     joined.write_bytes((tmp_path / "one").read_bytes() + (tmp_path / "two").read_bytes())
-    with pytest.raises(SourceError, match=rf"joined{ending} cannot be read: it goes on after the end of"):
+    with pytest.raises(SourceError, match=rf"joined{ending} cannot be read"):
         TableDataset(joined)
 
 
