@@ -28,9 +28,9 @@ class Blocks:
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=20).filter(sum)
 
 
-@given(sizes=SIZES, window=st.integers(1, 30), lanes=st.integers(1, 9), seed=st.integers(0, 2**40))
-def test_an_order_has_every_row_once(sizes: list[int], window: int, lanes: int, seed: int) -> None:
-    order = block_order(np.array(sizes, np.int64).tobytes(), window, lanes, seed)
+@given(sizes=SIZES, window=st.integers(1, 30), ranks=st.integers(1, 9), seed=st.integers(0, 2**40))
+def test_an_order_has_every_row_once(sizes: list[int], window: int, ranks: int, seed: int) -> None:
+    order = block_order(np.array(sizes, np.int64).tobytes(), window, ranks, seed)
     assert sorted(order.tolist()) == [*range(sum(sizes))]
 
 
@@ -114,9 +114,9 @@ def test_states_of_other_blocks_are_refused() -> None:
     for other in (BlockShuffleSampler(Blocks([4, 6])), BlockShuffleSampler(Blocks([5, 5]), window=2)):
         with pytest.raises(StateError, match="the state was taken with"):
             other.load_state_dict(state)
-    for lanes in (None, 0, "2", True):
+    for ranks in (None, 0, "2", True):
         with pytest.raises(StateError, match="damaged"):
-            BlockShuffleSampler(Blocks([5, 5])).load_state_dict(state | {"lanes": lanes})
+            BlockShuffleSampler(Blocks([5, 5])).load_state_dict(state | {"begun_by": ranks})
 
 
 def test_what_is_no_dataset_of_blocks_is_refused() -> None:

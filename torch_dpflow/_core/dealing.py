@@ -21,7 +21,7 @@ Places: TypeAlias = tuple[range, ...]
 
 
 def all_places(length: int) -> Places:
-    """Return the places of an epoch that nobody has read of."""
+    """Return the places of an epoch of which nothing was read."""
     return (range(length),)
 
 

@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from torch_dpflow._core.checks import check_int, check_type, parse_bytes
-from torch_dpflow.datasets.export_tar import ENDING, TarFiles
+from torch_dpflow.datasets.export_tar import ENDING, ExportSample, TarFiles
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
 from torch_dpflow.datasets.sample_reader import SampleReader
@@ -37,24 +37,6 @@ _ENCODED = frozenset({"tfrecord", "mds", "litdata"})
 _READ_SAMPLES, _READ_BYTES = 64, 64 << 20
 #: Bytes by which a sample in a file is longer than its parts: headers and padding of tar.
 _OVERHEAD = 2048
-
-
-class ExportSample(NamedTuple):
-    """A sample to write."""
-
-    number: int
-    #: Its bytes come first. By ending, if it came from WebDataset; else one with the ending of its path, "" if unknown.
-    members: dict[str, bytes]
-    #: The key in WebDataset; None if it came from elsewhere.
-    key: str | None
-    #: The annotations as a JSON object; those from WebDataset are members.
-    annotations: bytes
-    path: str
-
-    @property
-    def data(self) -> bytes:
-        """The sample's bytes."""
-        return next(iter(self.members.values()))
 
 
 class FileFormat(Protocol):

@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from torch_dpflow.datasets.export_tar import IMAGES, ending_of, main_ending
+from torch_dpflow.datasets.export_tar import IMAGES, ExportSample, ending_of, main_ending
 from torch_dpflow.datasets.importers.webdataset import KEY
 from torch_dpflow.errors import MissingExtraError, SourceError
-
-if TYPE_CHECKING:
-    from torch_dpflow.datasets.export import ExportSample
 
 _ANNOTATIONS = "annotations"
 #: Bytes of one value, as Arrow counts them in 32 bits.

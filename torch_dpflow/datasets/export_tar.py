@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch_dpflow.errors import SourceError
-
-if TYPE_CHECKING:
-    from torch_dpflow.datasets.export import ExportSample
 
 #: An ending that `main` may name.
 ENDING = r"[a-z0-9][a-z0-9._-]{0,63}"
@@ -31,6 +28,24 @@ _SIGNATURES = (
     (re.compile(rb"\x93NUMPY"), "npy"),
 )
 IMAGES = frozenset({"jpg", "png", "gif", "webp", "tif"})
+
+
+class ExportSample(NamedTuple):
+    """A sample to write."""
+
+    number: int
+    #: Its bytes come first. By ending, if it came from WebDataset; else one with the ending of its path, "" if unknown.
+    members: dict[str, bytes]
+    #: The key in WebDataset; None if it came from elsewhere.
+    key: str | None
+    #: The annotations as a JSON object; those from WebDataset are members.
+    annotations: bytes
+    path: str
+
+    @property
+    def data(self) -> bytes:
+        """The sample's bytes."""
+        return next(iter(self.members.values()))
 
 
 def ending_of(data: bytes) -> str | None:

@@ -81,37 +81,37 @@ class BlockShuffleSampler(DynaGCSSampler):
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position as `DynaGCSSampler.state_dict` does."""
-        return super().state_dict(consumed) | {"lanes": self._lanes(self.epoch)}
+        return super().state_dict(consumed) | {"begun_by": self._begun_by(self.epoch)}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position as `DynaGCSSampler.load_state_dict` does. Raises StateError."""
         super().load_state_dict(state)
         first = state if isinstance(state, dict) else state[0]
-        lanes = first.get("lanes")
-        if not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1:
-            raise StateError(f"the state is damaged: lanes={lanes!r}")
-        self._resumed = self.epoch, lanes
+        ranks = first.get("begun_by")
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise StateError(f"the state is damaged: begun_by={ranks!r}")
+        self._resumed = self.epoch, ranks
 
-    def _lanes(self, epoch: int) -> int:
+    def _begun_by(self, epoch: int) -> int:
         """Return the number of ranks that began an epoch."""
         is_resumed = self._resumed is not None and self._resumed[0] == epoch
         return self._resumed[1] if is_resumed and self._resumed is not None else self.num_replicas
 
     def _order(self, epoch: int) -> CompactArray:
-        return block_order(self._blocks.tobytes(), self._window, self._lanes(epoch), self.seed + epoch)
+        return block_order(self._blocks.tobytes(), self._window, self._begun_by(epoch), self.seed + epoch)
 
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"blocks": zlib.crc32(self._blocks.tobytes()), "window": self._window}
 
 
 @lru_cache(maxsize=2)
-def block_order(blocks: bytes, window: int, lanes: int, seed: int) -> CompactArray:
-    """Return an order of all rows, in which every `lanes`-th row is of one rank's blocks.
+def block_order(blocks: bytes, window: int, ranks: int, seed: int) -> CompactArray:
+    """Return an order of all rows, in which every `ranks`-th row is of one rank's blocks.
 
     Args:
         blocks: rows of each block, as the bytes of an int64 array.
         window: number of blocks that are shuffled together.
-        lanes: number of ranks.
+        ranks: number of ranks.
         seed: of the epoch.
     """
     sizes = np.frombuffer(blocks, np.int64)
@@ -121,13 +121,13 @@ def block_order(blocks: bytes, window: int, lanes: int, seed: int) -> CompactArr
     generator.manual_seed(seed)
     drawn = torch.randperm(len(sizes), generator=generator).numpy()
     order: CompactArray = np.empty(total, compact(total))
-    parts = [_shuffled(drawn[lane::lanes], firsts, sizes, window, generator) for lane in range(lanes)]
-    # Blocks differ in size: the last rows of the longer lanes fill up the shorter ones.
-    needed = [len(range(lane, total, lanes)) for lane in range(lanes)]
+    parts = [_shuffled(drawn[rank::ranks], firsts, sizes, window, generator) for rank in range(ranks)]
+    # Blocks differ in size: the last rows of the ranks with more fill up those with fewer.
+    needed = [len(range(rank, total, ranks)) for rank in range(ranks)]
     surplus = np.concatenate([part[count:] for part, count in zip(parts, needed, strict=True)])
-    for lane, (part, count) in enumerate(zip(parts, needed, strict=True)):
+    for rank, (part, count) in enumerate(zip(parts, needed, strict=True)):
         missing = max(0, count - len(part))
-        order[lane::lanes] = np.concatenate([part[:count], surplus[:missing]])
+        order[rank::ranks] = np.concatenate([part[:count], surplus[:missing]])
         surplus = surplus[missing:]
     order.flags.writeable = False
     return order

@@ -24,7 +24,7 @@ _SCANNERS = 8
 _BATCH, _BATCHES = 500, 4
 #: Bytes of a block, and blocks that are read ahead. With 8 scans that is 96 MiB at most.
 _REMOTE_BLOCK, _REMOTE_AHEAD = 4 << 20, 2
-#: Seconds after which a scan that nobody reads looks whether it should end.
+#: Seconds after which a scan whose samples are not read looks whether it should end.
 _POLL_S = 0.2
 
 

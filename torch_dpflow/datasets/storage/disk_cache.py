@@ -191,7 +191,7 @@ class DiskCache:
             shutil.rmtree(cleared)
 
     def _open(self) -> bool:
-        """Make the directory, and return whether it may be used: nobody else could have put entries there."""
+        """Make the directory, and return whether it may be used: no other user may write to it."""
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             found = os.stat(self.directory)
