@@ -64,7 +64,8 @@ def open_dataset(
 
     Args:
         source: a path or URL of an object or a directory; `{000..146}` and `{a,b}` are expanded, `*`, `?` and `[…]`
-            match names. Or a list of these. Or the name of a stored dataset, such as "core/pets:v1:train".
+            match names. Or a list of these. A local path that exists, and a `pathlib.Path`, is no pattern. Or the name
+            of a stored dataset, such as "core/pets:v1:train".
         format: one of `FORMATS`; None: found by names, or else by first bytes.
         decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of
             shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON and npy
@@ -97,7 +98,9 @@ def open_dataset(
     files = find_sources(source, storage_options)
     name = found_format(files) if format is None else _known_format(format)
     if name == "table":
-        return _table(source, storage_options, decode, checksum, {**(settings or {}), **reading})
+        return _table(files, decode, checksum, {**(settings or {}), **reading})
+    if name == "imagefolder":
+        _check_apart(files, index_dir)
     importer = _importer(name, files, settings or {})
     index = _Index(index_dir, name, importer, checksum)
     stored = index.open(progress)
@@ -129,17 +132,29 @@ def _known_format(name: str) -> str:
     return name
 
 
-def _table(
-    source: Source, storage_options: Mapping[str, Any] | None, decode: Decode | None, checksum: Any, how: dict[str, Any]
-) -> TableDataset:
+def _table(files: SourceFiles, decode: Decode | None, checksum: Any, how: dict[str, Any]) -> TableDataset:
     if checksum is not None:
         raise OptionError(f"checksum={checksum!r} is not for tables, which are not copied into an index; leave it out")
     try:
         return TableDataset(
-            source, decode=None if decode is None else decoder_of(decode), storage_options=storage_options, **how
+            files.given if files.is_directory else [file.url for file in files.files],
+            decode=None if decode is None else decoder_of(decode),
+            storage_options=files.options,
+            **how,
         )
     except TypeError as error:
         raise OptionError(f"{error}; a table takes read_options, and in settings columns and memory") from error
+
+
+def _check_apart(files: SourceFiles, index_dir: str | os.PathLike[str] | None) -> None:
+    """Raise OptionError if the index would lie among the images, where its directories would become classes."""
+    folder = index_directory() if index_dir is None else os.fspath(index_dir)
+    folder = folder if "://" in folder else f"file://{os.path.realpath(os.path.expanduser(folder))}"
+    given = files.given
+    if given.startswith("file://"):
+        given = f"file://{os.path.realpath(given.removeprefix('file://'))}"
+    if f"{folder.rstrip('/')}/".startswith(f"{given.rstrip('/')}/"):
+        raise OptionError(f"index_dir={folder} is in the image folder {given}; give a directory outside of it")
 
 
 def _importer(name: str, files: SourceFiles, settings: Mapping[str, Any]) -> Any:

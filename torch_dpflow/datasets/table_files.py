@@ -17,6 +17,8 @@ from torch_dpflow.errors import OptionError, SourceError
 _PARQUET, _ARROW = (".parquet", ".pq", ".parq"), (".arrow", ".feather", ".ipc")
 #: HuggingFace's list of the files of a dataset, and its mark of a directory of several.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+#: Beginnings and endings of files that writers and hubs lay beside a table: marks, checksums, descriptions.
+_BESIDE = ("_", "."), (".json", ".md", ".txt", ".yaml", ".yml", ".crc")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,12 @@ class TableFile:
 
 def are_tables(names: Sequence[str]) -> bool:
     """Return whether files are of a table, by their names."""
-    tables = [name for name in names if name.lower().endswith(_PARQUET + _ARROW)]
-    return bool(tables) and all(
-        name in tables or name.startswith(("_", ".")) or name.endswith(".json") for name in names
+    if _SPLITS in names:
+        return True
+    begin, end = _BESIDE
+    others = [name for name in names if not name.lower().endswith(_PARQUET + _ARROW)]
+    return len(others) < len(names) and all(
+        name.startswith(begin) or name.lower().endswith(end) or name == "LICENSE" for name in others
     )
 
 

@@ -127,7 +127,7 @@ def test_an_index_is_built_once(tmp_path: Path, scans: Path) -> None:
 @pytest.mark.parametrize("change", ["grown", "replaced"])
 def test_a_changed_shard_gets_a_new_index(tmp_path: Path, change: str) -> None:
     write_shards(tmp_path, 2, 20)
-    opened = open_dataset(tmp_path / "train-{000..001}.tar")
+    opened = open_dataset(f"{tmp_path}/train-{{000..001}}.tar")
     path = tmp_path / "train-001.tar"
     size = path.stat().st_size
     samples = samples_of(20, 25 if change == "grown" else 20)
@@ -135,7 +135,7 @@ def test_a_changed_shard_gets_a_new_index(tmp_path: Path, change: str) -> None:
         samples = [{**sample, "mask.png": bytes(300)} for sample in samples]
     write_tar(path, members_of(samples))
     assert (path.stat().st_size == size) == (change == "replaced")
-    anew = open_dataset(tmp_path / "train-{000..001}.tar")
+    anew = open_dataset(f"{tmp_path}/train-{{000..001}}.tar")
     assert len(anew) == 20 + len(samples)
     assert anew[25] == samples[5]
     assert anew.stored.ref.version != opened.stored.ref.version
@@ -192,9 +192,9 @@ def test_errors_of_a_source_are_not_kept(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:3000])
     with pytest.raises(SourceError, match=r"train-001\.tar"):
-        open_dataset(tmp_path / "*.tar")
+        open_dataset(f"{tmp_path}/*.tar")
     path.write_bytes(whole)
-    assert len(open_dataset(tmp_path / "*.tar")) == 10
+    assert len(open_dataset(f"{tmp_path}/*.tar")) == 10
 
 
 def _images(folder: Path) -> Path:

@@ -131,7 +131,7 @@ def write(path: Path, count: int = 20) -> list[dict[str, list[Any]]]:
 
 def test_files_are_read_in_place(tmp_path: Path) -> None:
     features = write(tmp_path / "a.tfrecord-00000-of-00002") + write(tmp_path / "a.tfrecord-00001-of-00002", 5)
-    dataset = open_dataset(tmp_path / "a.tfrecord-0000{0..1}-of-00002")
+    dataset = open_dataset(f"{tmp_path}/a.tfrecord-0000{{0..1}}-of-00002")
     assert len(dataset) == 25
     for number, one in enumerate(features):
         found = dataset[number]

@@ -28,7 +28,7 @@ SIZES = st.integers(0, 1600)
 
 def test_samples_are_dicts_of_every_members_bytes(tmp_path: Path) -> None:
     samples = write_shards(tmp_path / "data", 3, 40)
-    dataset = open_dataset(tmp_path / "data" / "train-{000..002}.tar")
+    dataset = open_dataset(f"{tmp_path}/data/train-{{000..002}}.tar")
     assert [dataset[number] for number in range(120)] == samples
     assert dataset.__getitems__([119, 0, 60, -1]) == [samples[119], samples[0], samples[60], samples[119]]
     raw, annotations = DatasetReader(dataset.stored)[7]

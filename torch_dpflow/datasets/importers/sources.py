@@ -114,7 +114,7 @@ def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> So
 
     Args:
         source: a path or URL of a file or a directory; with patterns: `{000..146}` and `{a,b}` are expanded, `*`, `?`
-            and `[…]` match names. Or a list of these.
+            and `[…]` match names. Or a list of these. A local path that exists, and a `pathlib.Path`, is no pattern.
         options: fsspec's options for them.
 
     Raises:
@@ -126,6 +126,7 @@ def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> So
     if not is_one and not (isinstance(source, Sequence) and source):
         raise OptionTypeError(f"source={source!r:.80}: give a path, a URL, a pattern, or a list of these")
     texts: list[str] = []
+    plain: list[str] = []
     login: dict[str, Any] = dict(options or {})
     for one in [source] if is_one else source:  # type: ignore[union-attr]
         if not isinstance(one, str | os.PathLike):
@@ -135,17 +136,19 @@ def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> So
         if text.startswith("pipe:"):
             raise OptionError(f"source={text!r}: commands are not run; give the URL that the command reads")
         login |= found
-        texts += expand_braces(text)
+        is_literal = not isinstance(one, str) or _exists(text)
+        expanded = [text] if is_literal else expand_braces(text)
+        texts += expanded
+        plain += [name for name in expanded if is_literal or not _has_magic(name) or _exists(name)]
     if len(texts) > MAX_FILES:
         raise OptionError(f"the source names {len(texts)} objects; give at most {MAX_FILES}")
     given = texts[0] if len(texts) == 1 else f"{texts[0]} … {texts[-1]}"
-    plain = [text for text in texts if not _has_magic(text)]
     if len(texts) == 1 and plain:
         folder = _directory(plain[0], login)
         if folder is not None:
             return folder
     known = _named(plain, login)
-    files = [file for text in texts for file in (_matching(text, login) if _has_magic(text) else [known[text]])]
+    files = [file for text in texts for file in ([known[text]] if text in known else _matching(text, login))]
     return SourceFiles(given, files, [], login)
 
 
@@ -191,6 +194,12 @@ def _check_count(count: int, text: str) -> None:
 def _has_magic(text: str) -> bool:
     # A "?" begins the query of a web address.
     return _MAGIC.search(text) is not None and not text.startswith(("http://", "https://"))
+
+
+def _exists(text: str) -> bool:
+    """Return whether a local path is there: names of files may have the signs of patterns."""
+    is_local = "://" not in text or text.startswith("file://")
+    return is_local and os.path.lexists(_local_path(text))
 
 
 def _directory(text: str, options: Mapping[str, Any]) -> SourceFiles | None:
