@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import ExceptionWrapper
-from torch_dpflow.errors import StateError
+from torch_dpflow.errors import StateError, UsageError
 
 
 def has_state(part: Any) -> bool:
@@ -36,6 +36,11 @@ class Unsaved:
         """Raise StateError, with the error as its cause."""
         try:
             self._failure.reraise()
+        except UsageError as cause:  # of a sampler of this package
+            raise StateError(
+                f"the position cannot be saved: the {self.part} is no longer where the iteration is ({cause}); save the "
+                "state before set_epoch() and load_state_dict() of the sampler, or once the next iteration has begun"
+            ) from cause
         except Exception as cause:
             raise StateError(
                 f"the position cannot be saved: {self.part} has a state_dict() of its own, and it failed "
@@ -127,6 +132,26 @@ def restore_state(part: Any, state: Any, kind: str) -> None:
             f"{type(part).__name__}.load_state_dict() failed on the state of the {kind} ({error!r}); resume with the "
             f"{kind} that the state was taken with, or begin an epoch anew"
         ) from error
+
+
+def restore_sampler(sampler: Any, state: Any, *, begun: bool) -> None:
+    """Restore the own state of a sampler, and let it read the epoch that was set by `set_epoch`.
+
+    begun: whether the loader continues an epoch. Else the next iteration is a whole one, which `set_epoch` decides.
+
+    Raises StateError: as `restore_state`, or the epoch that begins is not the one that was set.
+    """
+    named = working(sampler, "named_epoch")
+    restore_state(sampler, state, "sampler")
+    if named is None or (begun and named == sampler.epoch):
+        return
+    was = sampler.epoch
+    sampler.set_epoch(named)
+    if begun:
+        raise StateError(
+            f"the state was taken in epoch {was} of a {type(sampler).__name__}, and this one is at epoch {named}; "
+            f"call set_epoch({was}) before the iteration"
+        )
 
 
 def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:

@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 
 from torch_dpflow._core.checks import working
-from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_state, takes
+from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_sampler, restore_state, takes
 from torch_dpflow.epoch.rank_order import RankOrder, inner_sampler, regrouped
-from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
+from torch_dpflow.epoch.rng import restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 
@@ -228,10 +228,12 @@ def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
     return Plan(batches, sampler=part)
 
 
-def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> Iterator[Any]:
+def return_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Iterator[Any]:
     """Restore the own states of the sampler and its iteration, which is returned. Raises StateError if that fails."""
+    kept = state.sampler or {"sampler": None, "iterator": None}
     if kept["sampler"] is not None:
-        restore_state(stateful_part(index_sampler, sampler) or sampler, kept["sampler"], "sampler")
+        part = stateful_part(index_sampler, sampler)
+        restore_sampler(sampler if part is None else part, kept["sampler"], begun=bool(state.position or state.ahead))
     if kept["iterator"] is None:
         return iter(())
     batches: Iterator[Any] = iter(index_sampler)
@@ -327,7 +329,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
     part = stateful_part(index_sampler, sampler)
     order = None if part is not None else RankOrder.of(index_sampler, sampler)
     if order is None:
-        batches = return_sampler(state.sampler, index_sampler, sampler)
+        batches = return_sampler(state, index_sampler, sampler)
     else:
         order.load_state_dict(state.sampler["sampler"])
     if state.ended:
@@ -363,11 +365,6 @@ def length_or_none(sized: Any) -> int | None:
         return len(sized)
     except Exception:
         return None
-
-
-def generator_state(generator: torch.Generator | None) -> str | None:
-    """Return the state of the loader's `generator`, if there is one."""
-    return None if generator is None else encode_generator(generator)
 
 
 def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:

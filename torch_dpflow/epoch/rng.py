@@ -56,6 +56,11 @@ def encode_generator(generator: torch.Generator) -> str:
     return _text(generator.get_state().numpy().tobytes())
 
 
+def generator_state(generator: torch.Generator | None) -> str | None:
+    """Return the state of the loader's `generator`, if there is one."""
+    return None if generator is None else encode_generator(generator)
+
+
 def restore_generator(generator: torch.Generator, state: str) -> None:
     """Undo `encode_generator`. Raises StateError if the text is of another kind of generator, or of none."""
     try:

@@ -106,7 +106,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
     held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
     restore_sampler_generators(state.sampler_generators, held)
     if state.sampler is not None:
-        return_sampler(state.sampler, loader._index_sampler, loader.sampler)
+        return_sampler(state, loader._index_sampler, loader.sampler)
     if state.dataset is not None:
         return_dataset(loader.dataset, state.dataset)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_dpflow.epoch.own_state import Unsaved, at_rest, copied
-from torch_dpflow.epoch.plan import generator_state, sampler_before, sampler_generators
+from torch_dpflow.epoch.plan import sampler_before, sampler_generators
 from torch_dpflow.epoch.progress import LoaderShape
-from torch_dpflow.epoch.rng import encode_generator
+from torch_dpflow.epoch.rng import encode_generator, generator_state
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.arguments import (

@@ -68,6 +68,8 @@ class EpochSampler(Sampler[T]):
         self.drop_last = check_flag("drop_last", drop_last)
         #: The running epoch; before the first iteration, and after `set_epoch`, the next one.
         self.epoch = 0
+        #: The epoch that `set_epoch` has set for the next iteration; None if it was not called since the latest one.
+        self.named_epoch: int | None = None
         #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
         self._latest: _Iteration | None = None
         #: A loaded position, until the next iteration, and the number of ranks that began its epoch.
@@ -90,9 +92,9 @@ class EpochSampler(Sampler[T]):
             OptionError: `epoch` is negative or too large.
         """
         epoch = self._checked_epoch(epoch)
-        if epoch != self.epoch:
+        if epoch != self.epoch or (self._resume and self._resume[0].position >= self._end(self._resume[0])):
             self._resume = None
-        self.epoch, self._latest = epoch, None
+        self.epoch, self._latest, self.named_epoch = epoch, None, epoch
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position: the next iteration yields the rest of its epoch, or a whole one if nothing is left.
@@ -117,7 +119,7 @@ class EpochSampler(Sampler[T]):
         began_with = restored_number("began_with", states[0].get("began_with"), minimum=1)
         untouched = at.places == dealing.all_places(self.size)
         self._resume = at, self.num_replicas if untouched and not at.position else began_with
-        self.epoch, self._latest = epochs.pop(), None
+        self.epoch, self._latest, self.named_epoch = epochs.pop(), None, None
 
     @abstractmethod
     def _reader(self, epoch: int, began_with: int) -> Callable[[IndexArray], list[T]]:
@@ -173,6 +175,7 @@ class EpochSampler(Sampler[T]):
     def _begin(self) -> _Iteration:
         self.epoch, start, began_with = self._upcoming()
         self._latest, self._resume = _Iteration(self.epoch, start, began_with), None
+        self.named_epoch = None
         return self._latest
 
     def _from_first_item(self) -> Iterator[T]:

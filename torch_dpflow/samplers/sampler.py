@@ -106,6 +106,8 @@ class DynaGCSSampler(Sampler[int]):
         self.strategy = check_strategy(strategy)
         #: The running epoch; before the first iteration, and after `set_epoch`, the next one.
         self.epoch = 0
+        #: The epoch that `set_epoch` has set for the next iteration; None if it was not called since the latest one.
+        self.named_epoch: int | None = None
         #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
         self._latest: Pass | None = None
         #: Position and shared state that were loaded, until the next iteration.
@@ -141,9 +143,9 @@ class DynaGCSSampler(Sampler[int]):
             OptionError: `epoch` is negative or too large.
         """
         epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
-        if epoch != self.epoch:
+        if epoch != self.epoch or not self.samples_left:
             self._resume = None
-        self.epoch, self._latest = epoch, None
+        self.epoch, self._latest, self.named_epoch = epoch, None, epoch
 
     def leave(self) -> None:
         """Leave the group. May be called twice."""
@@ -197,7 +199,7 @@ class DynaGCSSampler(Sampler[int]):
             )
         position = RankPosition.restored(states, self.size, self.num_replicas, drop_last=self.drop_last)
         self._resume = position, self._checked_share(states, position)
-        self.epoch, self._latest = epoch, None
+        self.epoch, self._latest, self.named_epoch = epoch, None, None
 
     def lookahead(self) -> Lookahead | None:
         """Return what this rank reads next, for a cache in the process that draws. Draws nothing.
@@ -216,6 +218,7 @@ class DynaGCSSampler(Sampler[int]):
     def _next_pass(self) -> Pass:
         self.epoch, self._start, shared = self._upcoming()
         self._latest, self._resume = self._begin(self.epoch, self._start, shared), None
+        self.named_epoch = None
         return self._latest
 
     def _from_first_draw(self) -> Iterator[int]:
