@@ -20,7 +20,15 @@ from torch.utils.data import (
 )
 
 from torch_dpflow._core.checks import working
-from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_sampler, restore_state, takes
+from torch_dpflow.epoch.own_state import (
+    Unsaved,
+    copied_state_of,
+    has_state,
+    opened,
+    restore_sampler,
+    restore_state,
+    takes,
+)
 from torch_dpflow.epoch.rank_order import RankOrder, inner_sampler, regrouped
 from torch_dpflow.epoch.rng import restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
