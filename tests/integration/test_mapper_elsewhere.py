@@ -58,4 +58,4 @@ def ray() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray")
 def test_on_ray() -> None:
-    check_kills(Ray(num_cpus=0.1), 120)
+    check_kills(Ray(cpus=0.1), 120)
