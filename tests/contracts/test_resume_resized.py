@@ -134,15 +134,42 @@ def test_ranks_out_of_step_resume_from_the_states_of_all(OurLoader: Any, kind: s
         assert sorted(before + rest) == sorted([*range(SIZE), *[rest[-1]] * (len(before + rest) - SIZE)])
     with pytest.raises(StateError, match="give one state of each rank"):
         list(loaded(ranked(OurLoader, kind, 2, 0, 7), states[:2]))
+    over = ranked(OurLoader, kind, 3, 0, 4)
+    assert flat(over)
     with pytest.raises(StateError, match="differ in the epoch"):
-        ranked(OurLoader, kind, 2, 0, 7).load_state_dict(
-            [*states[:2], loaders[0].state_dict() | fresh(OurLoader, kind)]
-        )
+        ranked(OurLoader, kind, 2, 0, 7).load_state_dict([over.state_dict(), *states[1:]])
 
 
-def fresh(loader_class: Any, kind: str) -> dict[str, Any]:
-    state: dict[str, Any] = ranked(loader_class, kind, 3, 2, 4).state_dict()
-    return state
+@pytest.mark.parametrize("kind", RANKED)
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_rank_that_has_read_nothing_counts(OurLoader: Any, kind: str, begun: bool, epochs: int) -> None:
+    """Its iteration may have begun or not, in the first epoch or a later one."""
+    loaders = [ranked(OurLoader, kind, 3, rank, 4) for rank in range(3)]
+    for loader in loaders * epochs:
+        flat(loader)
+    for loader in loaders:
+        loader.sampler.set_epoch(epochs)
+    iterators = [iter(loader) for loader in loaders[: 3 if begun else 2]]
+    before = [index for at in (0, 1) for _ in range(2) for index in next(iterators[at]).tolist()]
+    states = [loader.state_dict() for loader in loaders]
+    for order in (states, states[::-1]):
+        rest = flat(loaded(ranked(OurLoader, kind, 1, 0, 7, epoch=epochs), order))
+        assert sorted(before + rest) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_states_saved_again_before_the_first_batch_join(OurLoader: Any, kind: str) -> None:
+    loaders = [ranked(OurLoader, kind, 4, rank, 5) for rank in range(4)]
+    before = steps(loaders, 2)
+    states = [loader.state_dict() for loader in loaders]
+    for saved in (states[0], states):
+        middle = [loaded(ranked(OurLoader, kind, 2, rank, 3), saved) for rank in range(2)]
+        again = [loader.state_dict() for loader in middle]
+        for other in (again, again[0]):
+            rest = flat(loaded(ranked(OurLoader, kind, 1, 0, 7), other))
+            assert sorted(before + rest) == list(range(SIZE))
+        assert {*before, *(index for loader in middle for index in flat(loader))} == set(range(SIZE))
 
 
 @pytest.mark.parametrize("kind", RANKED)

@@ -38,8 +38,8 @@ class Unsaved:
             self._failure.reraise()
         except UsageError as cause:  # of a sampler of this package
             raise StateError(
-                f"the position cannot be saved: the {self.part} is no longer where the iteration is ({cause}); save the "
-                "state before set_epoch() and load_state_dict() of the sampler, or once the next iteration has begun"
+                f"the position cannot be saved: the {self.part} is no longer where the iteration is ({cause}); save "
+                "the state before set_epoch() and load_state_dict() of the sampler, or after the next iteration began"
             ) from cause
         except Exception as cause:
             raise StateError(

@@ -14,9 +14,8 @@ import numpy.typing as npt
 from torch_dpflow._core.torch_private import BaseDataLoaderIter
 from torch_dpflow.cluster.client.collate import PlanFeed, ReadyBatch
 from torch_dpflow.epoch.plan import TAKEN, Plan, is_drawn_at_start, settled_length
-from torch_dpflow.epoch.rng import generator_state
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
-from torch_dpflow.epoch.rng import restore_generator
+from torch_dpflow.epoch.rng import generator_state, restore_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import StateError
 from torch_dpflow.loader.batch_planner import interrupted_draw, next_undelivered

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from torch_dpflow._core.dealing import RankPosition
 from torch_dpflow.epoch.progress import SIZES, LoaderShape
 from torch_dpflow.epoch.shards import is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
@@ -31,8 +32,9 @@ def read_states(given: Any, rank: int, workers: int) -> LoaderState:
         return join_flow_states(states, rank)
     if all(state.kind == "iterable" for state in states):
         _check_alike(states)
-        streams = [stream for state in states for stream in state.streams]
-        return _with_shards_moved(states[rank % len(states)], streams, workers, ranks=len(states))
+        begun = [state for state in states if not state.fresh] or states
+        streams = [stream for state in begun for stream in state.streams]
+        return _with_shards_moved(begun[rank % len(begun)], streams, workers, ranks=len(states))
     return _joined(states, rank)
 
 
@@ -62,8 +64,9 @@ def _with_shards_moved(state: LoaderState, streams: Sequence[StreamState], worke
 
 
 def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
-    own = states[rank % len(states)]
     _check_alike(states)
+    begun = [state for state in states if not state.fresh] or list(states)
+    own = next((one for one in begun if _rank_of(one) == rank), begun[rank % len(begun)])
     if own.fresh:
         return own
     if any(state.ahead for state in states):
@@ -71,9 +74,9 @@ def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
             "the states have batches that were delivered out of order (in_order=False), and each rank has its own; "
             "load the state of each rank into that rank, with as many ranks"
         )
-    if all(state.sampler is None and not state.position for state in states):
+    if not any(state.position for state in states):
         return own
-    kept: list[Any] = [None if state.sampler is None else state.sampler["sampler"] for state in states]
+    kept = _with_unread([None if one.fresh or one.sampler is None else one.sampler["sampler"] for one in states])
     if not all(isinstance(one, dict) and "num_replicas" in one for one in kept):
         raise StateError(
             f"the states of {len(states)} ranks are given, and their {own.made_of.get('sampler')} does not say what "
@@ -90,10 +93,45 @@ def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
     )
 
 
+def _rank_of(state: LoaderState) -> Any:
+    own = None if state.sampler is None else state.sampler["sampler"]
+    return own.get("rank") if isinstance(own, dict) else None
+
+
+def _with_unread(kept: list[Any]) -> list[Any]:
+    """Fill in the positions of ranks that have read nothing of an epoch that others have begun.
+
+    These have no position, which is None. Any of the missing ranks may be theirs, as all begin at the same place.
+    """
+    begun = next((one for one in kept if isinstance(one, dict) and {"rank", "length"} <= one.keys()), None)
+    if begun is None:
+        return kept
+    unread = {**begun, "position": 0, "dealt_at": 0, "places": [[0, begun["length"], 1]]}
+    named = [one.get("rank") for one in kept if isinstance(one, dict)]
+    missing = iter([rank for rank in range(len(kept)) if rank not in named])
+    return [{**unread, "rank": next(missing, None)} if one is None else one for one in kept]
+
+
+def as_own(state: LoaderState, shape: LoaderShape) -> LoaderState:
+    """Return a loaded state that no iteration has begun with as that of this rank, so that it joins with the others.
+
+    Raises StateError: the states that it was loaded from are not those of all ranks.
+    """
+    own = None if state.fresh or state.sampler is None else state.sampler["sampler"]
+    states: list[Any] = own if isinstance(own, list) else [own]
+    replicas = shape.parts().get("num_replicas")
+    if not isinstance(replicas, int) or not all(isinstance(one, dict) and "places" in one for one in states):
+        return state
+    first = next((one for one in states if one["rank"] == shape.rank()), states[0])
+    at = RankPosition.restored(states, first["length"], replicas, drop_last=first["drop_last"])
+    settled = {**first, **at.as_dict(shape.rank(), replicas)}
+    return replace(state, sampler={"sampler": settled, "iterator": None}, made_of=shape.parts(), length=shape.length())
+
+
 def _check_alike(states: Sequence[LoaderState]) -> None:
     """Raise StateError unless the states are of one epoch of one run."""
     compared: dict[str, list[Any]] = {
-        "epoch": [(state.epoch, state.fresh) for state in states],
+        "epoch": [state.epoch for state in states],
         "epoch's length": [state.length for state in states],
         "loaders": [state.made_of for state in states],
     }

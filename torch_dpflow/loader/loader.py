@@ -26,7 +26,7 @@ from torch_dpflow.loader.arguments import (
     name_of,
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loaded_state import check_fits, read_states
+from torch_dpflow.loader.loaded_state import as_own, check_fits, read_states
 from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -184,7 +184,7 @@ class DPFlowDataLoader(DataLoader[T]):
         self._check_workers()
         runtime = self._runtime
         if runtime.pending is not None:
-            return runtime.pending.as_dict()
+            return as_own(runtime.pending, LoaderShape(self)).as_dict()
         if runtime.progress is not None:
             return runtime.progress.state().as_dict()
         shape = LoaderShape(self)
