@@ -109,7 +109,8 @@ class VariantWriter:
             carried = []
             self._report(count - self._base_samples)
         if count <= self._base_samples:
-            raise SourceError(f"there is nothing to import from {self._source}")
+            given = self._importer.source.get("source") or self._importer.root or self._source
+            raise SourceError(f"there is nothing to import from {given}: it has no samples; check what wrote it")
         info = msgspec.json.decode(encode_annotations(self._importer.info(), "all samples (`info`)"))
         return Variant(
             data=self._record.data,

@@ -28,10 +28,11 @@ def test_a_path_that_exists_is_no_pattern(tmp_path: Path, name: str) -> None:
         write_table(tmp_path / f"{folder}.parquet", folder)
     for source in (tmp_path / name, tmp_path / name / "t.tar"):
         for given in (source, str(source), f"file://{source}", [str(source)]):
-            assert [sample["bin"] for sample in open_dataset(given)] == [name.encode()]
+            opened: Any = open_dataset(given)
+            assert (len(opened), opened[0]["bin"]) == (1, name.encode())
     table = tmp_path / f"{name}.parquet"
-    for given in (table, str(table), f"file://{table}", [table]):
-        assert open_dataset(given)[0] == {"a": name}
+    for of_table in (table, str(table), f"file://{table}", [str(table)]):
+        assert open_dataset(of_table)[0] == {"a": name}
 
 
 def test_a_path_object_is_no_pattern(tmp_path: Path) -> None:

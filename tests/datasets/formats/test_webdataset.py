@@ -79,7 +79,9 @@ def test_names_of_any_length_and_script(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_directories_hidden_members_and_metadata_are_no_samples(tmp_path: Path, format: int) -> None:
+def test_directories_hidden_members_and_metadata_are_no_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: int
+) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=format) as archive:
         folder = tarfile.TarInfo("d")
@@ -92,6 +94,7 @@ def test_directories_hidden_members_and_metadata_are_no_samples(tmp_path: Path, 
     dataset = open_dataset(path)
     assert [dataset[0]] == [{"__key__": "d/a", "jpg": b"abc", "cls": b"abc"}]
     assert len(dataset) == 1
+    assert "2 members, such as d/._a.jpg, are hidden or have no ending" in caplog.text
 
 
 def test_the_main_member_can_be_named(tmp_path: Path) -> None:
@@ -169,7 +172,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut in a header": (_altered(lambda data: data[:1700]), "cut short"),
     "cut in a member": (_altered(lambda data: data[:700]), "cut short"),
     "damaged header": (_altered(lambda data: data[:1540] + b"!" + data[1541:]), "damaged"),
-    "nothing": (lambda path: write_tar(path, []), "there is nothing to import"),
+    "nothing": (lambda path: write_tar(path, []), r"there is nothing to import from [^ =]*bad\.tar: it has no samples"),
+    "a key": (lambda path: write_tar(path, [*MEMBERS, ("c.__key__", b"")]), "sample c has a member '__key__'"),
 }
 
 

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_dpflow._core.checks import check_json
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.columns import lit_decoder, mds_decoder
+from torch_dpflow.datasets.importers.lit_chunks import has_frames, items_of_frames, rows_of_tail
+from torch_dpflow.datasets.importers.packed_bytes import decompressed
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
-from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, find_sources
+from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, files_in, find_sources
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.errors import MissingExtraError, SourceError
+from torch_dpflow.errors import SourceError
 
 _INDEX = "index.json"
 #: Bytes of an index; that of 100,000 shards has some 60 MB.
 _MAX_INDEX = 256 << 20
-#: Names of compressions here, and Arrow's.
-_COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
 
 
 class PackedShard(NamedTuple):
@@ -33,7 +34,10 @@ class PackedShard(NamedTuple):
     #: bytes of the file; None: the index does not say
     size: int | None
     samples: int
+    #: of the whole file
     compression: str | None
+    #: whether each sample is compressed by itself, with zstd
+    has_compressed_samples: bool = False
 
 
 class PackedImporter(ShardImporter):
@@ -50,6 +54,9 @@ class PackedImporter(ShardImporter):
         SourceError: it is no directory of this format; its index is damaged, or has values that cannot be read.
     """
 
+    #: whether samples may be copied although their shard is not compressed
+    may_copy = False
+
     def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
         files = source if isinstance(source, SourceFiles) else find_sources(source, options)
         index = next((file for file in files.files if file.url.endswith(f"/{_INDEX}")), None)
@@ -59,19 +66,35 @@ class PackedImporter(ShardImporter):
             self.shards, self._info = self._read_index(_json_of(index, files.options))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise SourceError(f"{index.url} is no index of {self.name}: {type(error).__name__}: {error}") from error
-        present = dict(zip(files.names, files.files, strict=True))
+        present = dict(zip(files.names, files.files, strict=True)) | self._below(files)
         for shard in self.shards:
             _check_present(files.given, shard, present.get(shard.name))
         self._by_url = {present[shard.name].url: shard for shard in self.shards}
         listed = [present[shard.name] for shard in self.shards]
         super().__init__(SourceFiles(files.given, listed, [], files.options, is_directory=True))
-        if any(shard.compression is not None for shard in self.shards):
+        if self.may_copy or any(shard.compression is not None for shard in self.shards):
             self.items_at = None  # type: ignore[assignment]  # copied samples are found by number, not by place
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
-        """Return whether a directory is of this format by its names."""
-        return files.is_directory and _INDEX in files.names and any(map(cls.names.fullmatch, files.names))
+        """Return whether a directory is of this format by its names, or those in its first directory."""
+        if not files.is_directory or _INDEX not in files.names:
+            return False
+        if not any(map(cls.names.fullmatch, files.names)) and files.folders:
+            children = Files(files.given, files.options).children(files.folders[0])
+            return any(cls.names.fullmatch(child.name) for child in children)
+        return any(map(cls.names.fullmatch, files.names))
+
+    def _below(self, files: SourceFiles) -> dict[str, SourceFile]:
+        """Return the objects of directories that the index names, as that of merged datasets does, by their paths."""
+        folders: dict[str, None] = {}
+        for shard in self.shards:
+            folder, slash, _ = shard.name.rpartition("/")
+            if slash:
+                if any(part in ("", ".", "..") for part in shard.name.split("/")):
+                    raise SourceError(f"{files.given}: the index lists {shard.name!r}; give names below the directory")
+                folders[folder] = None
+        return {path: file for folder in folders for path, file in files_in(files, folder)}
 
     @abstractmethod
     def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
@@ -90,15 +113,26 @@ class PackedImporter(ShardImporter):
         shard = self._by_url[file.url]
         size = data.size
         if shard.compression is not None:
-            content = _decompressed(data.at(0, size), shard.compression, file.url)
+            content = decompressed(data.at(0, size), shard.compression, file.url)
             size, data = len(content), ForwardReader(lambda start, stop: content[start:stop], len(content), 1 << 20, 0)
-        offsets = _offsets(data, shard, file.url, size)
+        offsets = _offsets(data, shard, file.url)
+        if offsets[-1] != size:
+            rows = self._rest(data, shard, file.url, offsets)
+            if rows is not None:
+                yield from rows
+                return
         for start, stop in itertools.pairwise(offsets):
-            if shard.compression is not None:
+            if shard.has_compressed_samples:
+                yield Item(data=decompressed(data.at(start, stop - start), "zstd", file.url))
+            elif shard.compression is not None:
                 yield Item(data=data.at(start, stop - start))
             else:
                 path = self.files.path_of(file)
                 yield Item(path=path, offset=start, length=stop - start, revision=file.revision)
+
+    def _rest(self, data: ForwardReader, shard: PackedShard, url: str, offsets: list[int]) -> Iterator[Item] | None:
+        """Return the samples, if they are in what follows the last offset; None if it only repeats them."""
+        raise SourceError(f"{url} has offsets that are not those of {data.size} bytes; it is damaged")
 
 
 class MDSImporter(PackedImporter):
@@ -136,10 +170,12 @@ class LitDataImporter(PackedImporter):
     """Reads a directory of LitData in place.
 
     A sample is what LitData gives, but that encoded images are bytes. Pickles, encrypted chunks and chunks for another
-    loader than `PyTreeLoader` are refused.
+    loader than `PyTreeLoader` are refused. Chunks of rows in Arrow's format, and chunks with compressed samples, are
+    copied.
     """
 
     name = "litdata"
+    may_copy = True
     names = re.compile(r"chunk-.*\.bin", re.DOTALL)
 
     def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
@@ -147,10 +183,19 @@ class LitDataImporter(PackedImporter):
         loader, encryption = config.get("item_loader") or "PyTreeLoader", config.get("encryption")
         if loader != "PyTreeLoader" or encryption is not None:
             raise ValueError(f"it is for the loader {loader}, with encryption {encryption}, which is not read")
-        compression = config.get("compression")
+        # LitData compresses whole files ("chunk"), samples, or batches of them, whose files show it.
+        level = config.get("compression_level") or "chunk"
+        if level not in ("chunk", "batch", "sample"):
+            raise ValueError(f"it has the compression_level {level!r}")
+        packed = (config.get("compression") or "").partition(":")[0] or None
+        whole = packed if level == "chunk" else None
         shards = [
             PackedShard(
-                chunk["filename"], None if compression else chunk["chunk_bytes"], chunk["chunk_size"], compression
+                chunk["filename"],
+                None if whole else chunk["chunk_bytes"],
+                chunk["chunk_size"],
+                whole,
+                level == "sample",
             )
             for chunk in index["chunks"]
         ]
@@ -164,6 +209,18 @@ class LitDataImporter(PackedImporter):
         if _leaves(spec) != len(formats):
             raise ValueError(f"its data_spec has {_leaves(spec)} values, and data_format {len(formats)}")
         return shards, {"formats": formats, "spec": spec}
+
+    def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
+        shard = self._by_url[file.url]
+        if not has_frames(data):
+            return super().scan(file, data)
+        return (Item(data=sample) for sample in items_of_frames(data, shard.samples, file.url))
+
+    def _rest(self, data: ForwardReader, shard: PackedShard, url: str, offsets: list[int]) -> Iterator[Item] | None:
+        rows = rows_of_tail(data, offsets[-1], shard.samples, url)
+        if offsets[0] != offsets[-1]:
+            return None
+        return (Item(data=row) for row in rows)
 
 
 def _spec(node: Any) -> Any:
@@ -213,7 +270,7 @@ def _check_present(given: str, shard: PackedShard, file: SourceFile | None) -> N
         raise SourceError(f"{file.url} has {file.size} bytes, and the index says {shard.size}; it was cut or replaced")
 
 
-def _offsets(data: ForwardReader, shard: PackedShard, url: str, size: int) -> list[int]:
+def _offsets(data: ForwardReader, shard: PackedShard, url: str) -> list[int]:
     """Return where each sample begins, and where the last one ends. Raises SourceError."""
     head = data.at(0, 4 * (shard.samples + 2))
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<u4").astype(np.int64)
@@ -221,29 +278,6 @@ def _offsets(data: ForwardReader, shard: PackedShard, url: str, size: int) -> li
         found = int(numbers[0]) if len(numbers) else 0
         raise SourceError(f"{url} has {found} samples, and the index says {shard.samples}; it was cut or replaced")
     offsets = numbers[1:]
-    if offsets[0] < len(head) or offsets[-1] != size or (np.diff(offsets) < 0).any():
-        raise SourceError(f"{url} has offsets that are not those of {size} bytes; it is damaged")
+    if offsets[0] < len(head) or offsets[-1] > data.size or (np.diff(offsets) < 0).any():
+        raise SourceError(f"{url} has offsets that are not those of {data.size} bytes; it is damaged")
     return [int(offset) for offset in offsets]
-
-
-def _decompressed(data: bytes, compression: str, url: str) -> bytes:
-    if compression == "snappy":
-        import snappy
-
-        try:
-            return bytes(snappy.decompress(data))
-        except Exception as error:  # of classes that differ between versions
-            raise SourceError(f"{url} cannot be decompressed: {error}") from error
-    if compression not in _COMPRESSIONS:
-        raise SourceError(f"{url} has the compression {compression!r}, which is not read")
-    try:
-        import pyarrow
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "compressed shards need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
-        ) from error
-    try:
-        stream = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), _COMPRESSIONS[compression])
-        return bytes(stream.read())
-    except (OSError, pyarrow.ArrowException) as error:
-        raise SourceError(f"{url} cannot be decompressed: {error}") from error

@@ -217,6 +217,15 @@ def _directory(text: str, options: Mapping[str, Any]) -> SourceFiles | None:
     return SourceFiles(files.url, found, folders, files.options, is_directory=True)
 
 
+def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
+    """Yield path and object of each one in a folder of a directory; none if there is no such folder."""
+    listing = Files(files.given, files.options)
+    for child in listing.children(folder):
+        if not child.is_directory:
+            path = f"{folder}/{child.name}"
+            yield path, _source_file(listing.url, child, path)
+
+
 def _local_path(text: str) -> str:
     return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
 

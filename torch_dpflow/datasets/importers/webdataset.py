@@ -42,8 +42,9 @@ class WebDatasetImporter(ShardImporter):
 
     The sample's bytes are its main member. Other members of up to 256 bytes of UTF-8 text are annotations under their
     ending, as text. Of all others `__parts__` has offset and length in the shard. `__key__` is the sample's key,
-    `__main__` the ending of its main member. As in webdataset, endings are lower case, and members without one, hidden
-    members and those whose name begins with `__…__` belong to no sample; a warning counts those without an ending.
+    `__main__` the ending of its main member. As in webdataset, endings are lower case, and members without one and
+    those whose name begins with `__…__` belong to no sample. Nor do hidden members, such as the `._0001.jpg` of macOS,
+    of which webdataset makes samples in directories. A warning counts hidden members and those without an ending.
 
     Args:
         source: a path, URL, pattern such as `train-{000..146}.tar`, directory, or a list of these.
@@ -90,12 +91,17 @@ class WebDatasetImporter(ShardImporter):
             yield self._item(file, path, key, members)
         if without:
             DATASETS.warning(
-                "%s: %d members, such as %s, have no ending and belong to no sample", file.url, len(without), without[0]
+                "%s: %d members, such as %s, are hidden or have no ending, and belong to no sample",
+                file.url,
+                len(without),
+                without[0],
             )
 
     def _item(self, file: SourceFile, path: str, key: str, members: list[_Member]) -> Item:
         places: dict[str, _Member] = {}
         for member in members:
+            if member.ending == KEY:
+                raise SourceError(f"{file.url}: sample {key} has a member {KEY!r}, as its key is called; rename it")
             if member.ending in places:
                 raise SourceError(f"{file.url}: sample {key} has two members {member.ending!r}; remove one")
             places[member.ending] = member
@@ -128,14 +134,14 @@ class WebDatasetImporter(ShardImporter):
 
 
 def _groups(data: ForwardReader, name: str, without: list[str]) -> Iterator[tuple[str, list[_Member]]]:
-    """Yield each key with its members. Names of members without an ending are appended to `without`."""
+    """Yield each key with its members. Names of hidden members and of those without an ending go to `without`."""
     key: str | None = None
     group: list[_Member] = []
     for member in tar_members(data, name):
-        if _HIDDEN.match(member.name) or member.name.rpartition("/")[2].startswith("."):
+        if _HIDDEN.match(member.name):
             continue
         match = _NAME.fullmatch(member.name)
-        if match is None:
+        if match is None or member.name.rpartition("/")[2].startswith("."):
             without.append(member.name)
             continue
         if match[1] != key:
