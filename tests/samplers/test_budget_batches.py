@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -125,3 +125,13 @@ def test_loaders_read_it_and_resume_it(kind: str) -> None:
     resumed.load_state_dict(state)
     assert begun + [batch.tolist() for batch in resumed] == expected[0]
     assert [batch.tolist() for batch in resumed] == expected[1]
+
+
+def test_a_state_that_more_ranks_began_than_its_batches_is_read() -> None:
+    """Batches that fill no step come last, however many ranks would make one."""
+    made = [BudgetBatchSampler([1] * 6, 1, num_replicas=ranks, rank=0) for ranks in (40, 50, 1)]
+    orders = [list(islice(sampler, 1)) for sampler in made[:2]]
+    assert orders[0] == orders[1]
+    state = {**made[0].state_dict(), "began_with": 10**30}
+    with pytest.raises(StateError, match="began_with"):
+        made[2].load_state_dict(state)

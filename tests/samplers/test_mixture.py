@@ -194,3 +194,39 @@ def test_a_loader_of_other_ranks_continues_an_epoch(kind: str) -> None:
         other.load_state_dict(state)
         read += [key for batch in other for key in batch.tolist()]
     assert sorted(read) == sorted(key for batch in make(1, 0, 3) for key in batch.tolist())
+
+
+def test_weights_of_a_phase_that_ranks_out_of_step_have_reached_are_fixed() -> None:
+    def make(ranks: int, rank: int, later: list[float], start: int = 60) -> MixtureSampler:
+        phases = [Phase(0, [0.5, 0.5]), Phase(start, later)]
+        return MixtureSampler([50, 50], phases, samples=100, num_replicas=ranks, rank=rank)
+
+    states, read = [], []
+    for rank, steps in enumerate((20, 20, 20, 13)):  # places 52 to 78 are read but for those of rank 3
+        sampler = make(4, rank, [0.5, 0.5])
+        read += list(islice(sampler, steps))
+        states.append(sampler.state_dict())
+    alone = make(1, 0, [0.5, 0.5])
+    alone.load_state_dict(states)
+    state = alone.state_dict()
+    assert state["drawn"] == 80
+    for given in (states, state):
+        with pytest.raises(StateError, match="of a run with other weights"):
+            make(1, 0, [0.9, 0.1]).load_state_dict(given)
+    changed = make(1, 0, [0.9, 0.1], start=80)
+    with pytest.raises(StateError, match="of a run with other weights"):
+        changed.load_state_dict(state)
+    assert sorted(read + list(alone)) == list(range(100))
+
+
+def test_what_was_drawn_is_the_whole_epoch_if_only_places_of_slower_ranks_are_left() -> None:
+    states = []
+    for rank, steps in enumerate((25, 25, 25, 13)):
+        sampler = MixtureSampler([50, 50], [1, 1], num_replicas=4, rank=rank)
+        list(islice(sampler, steps))
+        states.append(sampler.state_dict())
+    alone = MixtureSampler([50, 50], [1, 1], num_replicas=1, rank=0)
+    alone.load_state_dict(states)
+    assert alone.state_dict()["drawn"] == 100
+    next(iter(alone))
+    assert alone.state_dict()["drawn"] == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow import DynaGCSSampler
+from torch_dpflow import DPFlowDataLoader, DynaGCSSampler
 from torch_dpflow._core import dealing
 from torch_dpflow.errors import StateError
-from torch_dpflow.samplers import sampling_group
+from torch_dpflow.samplers import BudgetBatchSampler, MixtureSampler, sampling_group
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 
@@ -70,9 +71,10 @@ def test_places_read_by_changing_numbers_of_ranks_are_those_of_the_epoch(
     length: int, sizes: list[int], last: int, drop_last: bool, drawn: st.DataObject
 ) -> None:
     """Ranks in step, or out of it by some samples; all that they do is arithmetic."""
-    states, before = [dealing.RankPosition.beginning(length).as_dict(0, 1)], list[Any]()
+    state: Any = dealing.RankPosition.beginning(length).as_dict(0, 1)
+    before = list[Any]()
     for replicas in sizes:
-        at = dealing.RankPosition.restored(states, length, replicas, drop_last=drop_last)
+        at = dealing.RankPosition.restored(state, length, replicas, drop_last=drop_last)
         # An epoch that has ended is over at any size, so each size leaves something.
         limit = max(0, dealing.count(at.places) // replicas - 1 - (at.position - at.dealt_at))
         step, lag = drawn.draw(st.integers(0, limit)), drawn.draw(st.integers(0, 2))
@@ -80,13 +82,13 @@ def test_places_read_by_changing_numbers_of_ranks_are_those_of_the_epoch(
         for rank, position in enumerate(reached):
             part = dealing.dealt(at.places, rank, replicas, drop_last=drop_last)
             before.append(part[at.position - at.dealt_at : position - at.dealt_at])
-        states = [
+        state = [
             dealing.RankPosition(position, at.dealt_at, at.places).as_dict(rank, replicas)
             for rank, position in enumerate(reached)
         ]
         if len(set(reached)) == 1:
-            states = [drawn.draw(st.sampled_from(states))]
-    at = dealing.RankPosition.restored(states, length, last, drop_last=drop_last)
+            state = drawn.draw(st.sampled_from(state))
+    at = dealing.RankPosition.restored(state, length, last, drop_last=drop_last)
     assert len(at.places) <= 1 + sum(sizes), "its size depends on ranks that were out of step, and not on the epoch"
     parts = [dealing.dealt(at.places, rank, last, drop_last=drop_last) for rank in range(last)]
     parts = [part[at.position - at.dealt_at :] for part in parts]
@@ -203,13 +205,13 @@ def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:
     states = [sampler.state_dict() for sampler in ranks]
     other = DynaGCSSampler(data(100))
     before = other.state_dict()
-    for wrong in (states[:2], [states[0], states[0], states[2]], [*states, states[0]]):
+    for wrong in (states[:1], states[:2], [states[0], states[0], states[2]], [*states, states[0]]):
         with pytest.raises(StateError, match="give one state of each rank"):
             other.load_state_dict(wrong)
     with pytest.raises(StateError, match="of epochs"):
         other.load_state_dict([states[0], states[1], {**states[2], "epoch": 4}])
     with pytest.raises(StateError, match="did not begin or resume the epoch together"):
-        other.load_state_dict([states[0], states[1], {**states[2], "places": [[9, 100, 1]]}])
+        other.load_state_dict([states[0], states[1], {**states[2], "dealt_at": 3, "places": [[9, 100, 1]]}])
     assert other.state_dict() == before
 
 
@@ -254,3 +256,148 @@ def test_what_is_dealt_is_what_distributed_sampler_deals() -> None:
                 own = DynaGCSSampler(data(23), num_replicas=replicas, rank=rank, drop_last=drop_last, shuffle=False)
                 dealt = dealing.dealt(dealing.all_places(23), rank, replicas, drop_last=drop_last)
                 assert order[dealt].tolist() == list(own)
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "dynagcs": lambda **options: DynaGCSSampler(data(20), **options),
+    "mixture": lambda **options: MixtureSampler([20], [1], **options),
+    "budget": lambda **options: BudgetBatchSampler([1] * 20, 1, **options),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind: str, replicas: int, **options: Any) -> list[Any]:
+    return [KINDS[kind](num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+
+
+def in_loader(sampler: Any) -> DPFlowDataLoader[Any]:
+    """A loader whose batches are of one item, or the batches of the sampler."""
+    if isinstance(sampler, BudgetBatchSampler):
+        return DPFlowDataLoader(range(20), batch_sampler=sampler)
+    return DPFlowDataLoader(range(20), batch_size=1, sampler=sampler)
+
+
+def left(sampler: Any) -> int:
+    return int(sampler.batches_left if isinstance(sampler, BudgetBatchSampler) else sampler.samples_left)
+
+
+@every_kind
+def test_nothing_is_left_where_ranks_outnumber_it_and_the_tail_is_dropped(kind: str) -> None:
+    loader = in_loader(made(kind, 2, drop_last=True)[0])
+    list(zip(range(9), loader))
+    for sampler in made(kind, 4, drop_last=True):
+        other = in_loader(sampler)
+        other.load_state_dict(loader.state_dict())
+        assert list(other) == []
+        sampler.set_epoch(1)
+        assert len(list(other)) == 5
+
+
+@every_kind
+def test_a_loader_saved_after_the_last_batch_of_a_resized_epoch_reads_nothing(kind: str) -> None:
+    loader = in_loader(made(kind, 2)[0])
+    list(zip(range(4), loader))
+    smaller = in_loader(made(kind, 3)[0])
+    smaller.load_state_dict(loader.state_dict())
+    batches = iter(smaller)
+    for _ in range(4):
+        next(batches)
+    for replicas in (3, 2, 1):
+        sampler = made(kind, replicas)[0]
+        other = in_loader(sampler)
+        other.load_state_dict(smaller.state_dict())
+        assert list(other) == []
+        sampler.set_epoch(1)
+        assert len(list(other)) == len(sampler)
+
+
+@every_kind
+def test_places_that_fill_up_alone_are_nothing_left(kind: str) -> None:
+    ranks = made(kind, 3)
+    read(ranks, [6, 6, 6])
+    state, ranks = ranks[0].state_dict(), made(kind, 4)
+    for sampler in ranks:
+        sampler.load_state_dict(state)
+    read(ranks[:2], [1, 1])
+    states = [sampler.state_dict() for sampler in ranks]
+    for sampler in made(kind, 4):
+        sampler.load_state_dict(states)
+        assert left(sampler) == 0
+
+
+@every_kind
+def test_set_epoch_leaves_the_position_of_a_running_iteration(kind: str) -> None:
+    sampler = made(kind, 2)[0]
+    iterator = iter(sampler)
+    sampler.set_epoch(0)
+    for _ in range(3):
+        next(iterator)
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        state = sampler.state_dict()
+        assert (state["epoch"], state["position"], left(sampler)) == (0, 3 + epoch, 7 - epoch)
+        next(iterator)
+        assert sampler.state_dict()["position"] == 4 + epoch
+    assert len(list(iterator)) == 5
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (1, 0)
+    second = KINDS[kind](num_replicas=2, rank=0)
+    second.set_epoch(1)
+    assert list(sampler) == list(second)
+
+
+@every_kind
+def test_an_epoch_set_between_the_iterator_and_its_first_item_is_the_next_one(kind: str) -> None:
+    """As with DistributedSampler, whose iterators have the epoch that was set before them."""
+    sampler, plain = made(kind, 2)[0], made(kind, 2)[0]
+    iterator = iter(sampler)
+    sampler.set_epoch(3)
+    assert sampler.state_dict()["epoch"] == 3
+    assert next(iterator) == next(iter(plain))
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (0, 1)
+    plain.set_epoch(3)
+    assert list(sampler) == list(plain)
+
+
+@every_kind
+def test_without_ranks_set_epoch_decides_the_next_iteration_only(kind: str) -> None:
+    sampler = KINDS[kind](num_replicas=None, rank=None)
+    iterator = iter(sampler)
+    for _ in range(3):
+        next(iterator)
+    sampler.set_epoch(0)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (0, 3)
+    rest, first = list(iterator), list(sampler)
+    assert first[3:] == rest, "epoch 0 again, as was set"
+    assert list(sampler) != first
+
+
+@every_kind
+def test_a_list_that_lacks_a_rank_is_refused(kind: str) -> None:
+    ranks = made(kind, 3)
+    for steps in ([2, 3, 4], [2, 2, 2]):
+        read(ranks, steps)
+        states = [sampler.state_dict() for sampler in ranks]
+        other = KINDS[kind](num_replicas=1, rank=0)
+        for wrong in (states[:1], states[2:], states[:2], states[1:]):
+            with pytest.raises(StateError, match="give one state of each rank"):
+                other.load_state_dict(wrong)
+    other.load_state_dict(states[2])
+    assert other.state_dict()["position"] == 2
+
+
+@every_kind
+def test_damaged_positions_are_refused(kind: str) -> None:
+    sampler = made(kind, 2)[0]
+    read([sampler], [3])
+    state = sampler.state_dict()
+    wrong: list[dict[str, Any]] = [
+        {**state, "places": [[4, 20, 1]]},
+        {**state, "dealt_at": 10**30, "position": 10**30},
+        {**state, "num_replicas": 10**30},
+        *({**state, name: 10**30} for name in ("drawn", "began_with") if name in state),
+        *({key: value for key, value in state.items() if key != lost} for lost in state if lost != "num_replicas"),
+    ]
+    for one in wrong:
+        with pytest.raises(StateError):
+            sampler.load_state_dict(one)
+    assert sampler.state_dict() == state

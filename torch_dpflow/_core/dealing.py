@@ -13,9 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.checks import MAX_INT64, check_int
 from torch_dpflow.errors import StateError, UsageError
 
+#: More ranks than any run has; a state may name no more.
+MAX_RANKS = 2**20
 #: Places of an order, in the sequence in which they are dealt.
 Places: TypeAlias = tuple[range, ...]
 
@@ -139,25 +141,32 @@ class RankPosition:
         }
 
     @classmethod
-    def restored(cls, states: Sequence[dict[str, Any]], length: int, replicas: int, *, drop_last: bool) -> RankPosition:
+    def restored(
+        cls,
+        state: dict[str, Any] | Sequence[dict[str, Any]],
+        length: int,
+        replicas: int,
+        *,
+        drop_last: bool,
+    ) -> RankPosition:
         """Return the position of `replicas` ranks after what `as_dict` has described.
 
         What is left is dealt anew if the number of ranks is another one, or if ranks were out of step.
 
         Args:
-            states: of all ranks of one run, in any order; or that of one rank, if all have read as many samples.
+            state: that of one rank, if all have read as many samples; else a list of those of all ranks of one run,
+                in any order.
             length: samples of the epoch.
 
         Raises:
             StateError: a state is damaged, or they are not those of all ranks of one run.
         """
-        found = [cls._of(state, length, drop_last=drop_last) for state in states]
+        states = [state] if isinstance(state, dict) else state
+        found = [cls._of(one, length, drop_last=drop_last) for one in states]
         first, before = found[0], int(states[0]["num_replicas"])
-        if len(states) > 1:
+        if not isinstance(state, dict):
             _check_ranks(states)
-            found = [
-                one for _, one in sorted(zip([state["rank"] for state in states], found), key=lambda pair: pair[0])
-            ]
+            found = [one for _, one in sorted(zip([one["rank"] for one in states], found), key=lambda pair: pair[0])]
             if any((one.dealt_at, one.places) != (first.dealt_at, first.places) for one in found):
                 raise StateError(
                     "the states are of ranks that did not begin or resume the epoch together; give the states that "
@@ -173,13 +182,17 @@ class RankPosition:
     def _of(cls, state: dict[str, Any], length: int, *, drop_last: bool) -> RankPosition:
         places = from_lists(state.get("places"), length)
         try:
-            replicas = check_int("num_replicas", state.get("num_replicas"), minimum=1)
+            replicas = check_int("num_replicas", state.get("num_replicas"), minimum=1, maximum=MAX_RANKS)
             check_int("rank", state.get("rank"), minimum=0, maximum=replicas - 1)
-            dealt_at = check_int("dealt_at", state.get("dealt_at"), minimum=0)
+            dealt_at = check_int("dealt_at", state.get("dealt_at"), minimum=0, maximum=MAX_INT64)
             end = cls(0, dealt_at, places).end(replicas, drop_last=drop_last)
             position = check_int("position", state.get("position"), minimum=dealt_at, maximum=end)
         except UsageError as error:
             raise StateError(f"the state is damaged: {error}") from error
+        if not dealt_at and places != tuple(part for part in all_places(length) if part):
+            raise StateError(
+                f"the state is damaged: places={state['places']!r:.80} are not the whole epoch, and dealt_at=0"
+            )
         return cls(position, dealt_at, places)
 
 
@@ -188,5 +201,5 @@ def _check_ranks(states: Sequence[dict[str, Any]]) -> None:
     if sizes != [len(states)] or ranks != list(range(len(states))):
         raise StateError(
             f"{len(states)} states of ranks {ranks} of {sizes}: give one state of each rank of one run; or, "
-            "if all ranks have read as many samples, the state of one rank"
+            "if all ranks have read as many samples, the state of one rank, not in a list"
         )

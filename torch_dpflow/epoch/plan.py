@@ -98,7 +98,8 @@ class Plan:
         #: The position after the last batch, once the sampler has ended.
         self.ended_at = ended_at
         self._sampler = sampler if sampler is not batches else None
-        self._iterator = batches if has_state(batches) else None
+        is_placed_by_sampler = working(batches, "is_placed_by_sampler", False) is True
+        self._iterator = batches if has_state(batches) and not is_placed_by_sampler else None
         self._by_count = takes(sampler, "consumed")
         #: The position that the next drawn batch will have.
         self.drawn = position
@@ -345,10 +346,10 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
     if order is not None:
         end = _end(state, index_sampler, order.left)
         return Plan(regrouped(index_sampler, order.rest()), sampler=order, position=state.position, end=end)
-    left = working(part, "samples_left")
+    left = working(part, "samples_left", working(part, "batches_left"))  # a sampler of batches counts those
     if type(left) is int and not left and state.position:  # its next iteration would be another epoch
         return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
-    inner = inner_sampler(index_sampler, sampler)
+    inner = part if part is index_sampler else inner_sampler(index_sampler, sampler)
     if left == 0:  # at rest after the epoch before: the next iteration reads a whole one
         left = length_or_none(inner)
     if type(left) is not int and type(index_sampler) is BatchSampler and (whole := length_or_none(inner)) is not None:

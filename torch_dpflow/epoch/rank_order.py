@@ -70,7 +70,7 @@ class RankOrder:
         for one in states:
             self._check(one)
         length, replicas = len(self._sampler.dataset), self._sampler.num_replicas
-        self._at = RankPosition.restored(states, length, replicas, drop_last=self._sampler.drop_last)
+        self._at = RankPosition.restored(state, length, replicas, drop_last=self._sampler.drop_last)
         self._epoch = self._sampler.epoch
 
     def rest(self) -> list[int]:

@@ -74,6 +74,11 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
             drop_last=drop_last,
         )
 
+    @property
+    def batches_left(self) -> int:
+        """Number of batches that this rank has not yielded yet of the epoch that `state_dict` describes."""
+        return self._left()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were yielded, as plain data; no side effect."""
         return self._state()
@@ -97,6 +102,7 @@ class BudgetBatchSampler(EpochSampler[list[int]]):
 
         The batches that fill no step come last: neighbours anywhere among the lengths, so that none is preferred.
         """
+        ranks = min(ranks, len(batches) + 1)  # more of them fill no step either
         short = len(batches) % ranks
         at = mixed_seed(self.seed, epoch, 1) % (len(batches) - short + 1)
         steps = np.delete(batches, slice(at, at + short)).reshape(-1, ranks)

@@ -16,6 +16,7 @@ from torch_dpflow._core.dealing import RankPosition
 from torch_dpflow._core.ranks import own_rank
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.samplers.indices import MAX_SEED, IndexArray
+from torch_dpflow.samplers.sampler_iterator import SamplerIterator
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class EpochSampler(Sampler[T]):
         self.epoch = 0
         #: The epoch that `set_epoch` has set for the next iteration; None if it was not called since the latest one.
         self.named_epoch: int | None = None
-        #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
+        #: The iteration that was read last; None: the next one begins an epoch or resumes one.
         self._latest: _Iteration | None = None
         #: A loaded position, until the next iteration, and the number of ranks that began its epoch.
         self._resume: tuple[RankPosition, int] | None = None
@@ -81,20 +82,22 @@ class EpochSampler(Sampler[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch, or continue the one whose state was loaded."""
-        if self.is_distributed:
-            return self._read(self._begin())
-        return self._from_first_item()
+        # DistributedSampler's epoch is fixed here, RandomSampler's at the first item.
+        upcoming = self._upcoming() if self.is_distributed else None
+        return SamplerIterator(self._from_first_item(upcoming), is_over=self._is_resumed_at_end())
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration read this epoch. A loaded position stays if it is of the same epoch.
+
+        An iteration that is running goes on, and `state_dict` describes it until the next one is read.
 
         Raises:
             OptionError: `epoch` is negative or too large.
         """
         epoch = self._checked_epoch(epoch)
-        if epoch != self.epoch or (self._resume and self._resume[0].position >= self._end(self._resume[0])):
+        if epoch != self.epoch or self._is_resumed_at_end():
             self._resume = None
-        self.epoch, self._latest, self.named_epoch = epoch, None, epoch
+        self.epoch = self.named_epoch = epoch
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position: the next iteration yields the rest of its epoch, or a whole one if nothing is left.
@@ -115,8 +118,10 @@ class EpochSampler(Sampler[T]):
         epochs = {one["epoch"] for one in states}
         if len(epochs) > 1:
             raise StateError(f"the states are of epochs {sorted(epochs)}; give those of one step of all ranks")
-        at = RankPosition.restored(states, self.size, self.num_replicas, drop_last=self.drop_last)
-        began_with = restored_number("began_with", states[0].get("began_with"), minimum=1)
+        at = RankPosition.restored(state, self.size, self.num_replicas, drop_last=self.drop_last)
+        for one in states:
+            self._check_restored(one)
+        began_with = int(states[0]["began_with"])
         untouched = at.places == dealing.all_places(self.size)
         self._resume = at, self.num_replicas if untouched and not at.position else began_with
         self.epoch, self._latest, self.named_epoch = epochs.pop(), None, None
@@ -140,9 +145,9 @@ class EpochSampler(Sampler[T]):
 
     def _state(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position as plain data, after `consumed` items of the epoch; None: all that were yielded."""
-        latest = self._latest
+        latest, epoch = self._described(consumed), self.epoch
         if latest is not None:
-            at, began_with = latest.start, latest.began_with
+            epoch, at, began_with = latest.epoch, latest.start, latest.began_with
             if consumed is None:
                 consumed = latest.position
             at = replace(at, position=check_int("consumed", consumed, minimum=at.dealt_at, maximum=latest.position))
@@ -151,12 +156,28 @@ class EpochSampler(Sampler[T]):
             if consumed is not None and consumed != at.position:
                 raise OptionError(f"consumed={consumed}, but the sampler is at {at.position} and has yielded nothing")
         place = at.as_dict(self.rank, self.num_replicas)
-        return {**self._identity(), "epoch": self.epoch, "began_with": began_with, **place}
+        return {**self._identity(), "epoch": epoch, "began_with": began_with, **place}
 
     def _left(self) -> int:
-        """Return the number of items that the next iteration yields."""
-        _, start, _ = self._upcoming()
-        return self._end(start) - start.position
+        """Return the number of items that this rank has not yielded yet of the epoch that `state_dict` describes."""
+        latest = self._described(None)
+        if latest is not None:
+            return self._end(latest.start) - latest.position
+        at, _ = self._resume or (RankPosition.beginning(self.size), 0)
+        return self._end(at) - at.position
+
+    def _described(self, consumed: int | None) -> _Iteration | None:
+        """Return the iteration that a state describes; None for the next one."""
+        latest = self._latest
+        if latest is None or self.named_epoch is None:
+            return latest
+        # The end of a rank's epoch and its beginning resume equally, but the iteration may still be delivering.
+        is_same = self.is_distributed and latest.epoch == self.epoch
+        return None if latest.is_exhausted and consumed is None and not is_same else latest
+
+    def _is_resumed_at_end(self) -> bool:
+        """Return whether nothing was left of the epoch whose state was loaded."""
+        return self._resume is not None and self._resume[0].position >= self._end(self._resume[0])
 
     def _end(self, start: RankPosition) -> int:
         return start.end(self.num_replicas, drop_last=self.drop_last)
@@ -164,23 +185,22 @@ class EpochSampler(Sampler[T]):
     def _upcoming(self) -> tuple[int, RankPosition, int]:
         """Epoch and position with which the next iteration begins, and the number of ranks that began the epoch."""
         whole = RankPosition.beginning(self.size), self.num_replicas
-        if self._latest is not None and not self._latest.begun:
-            return self.epoch, self._latest.start, self._latest.began_with
-        if self._latest is None:
-            start, began_with = self._resume or whole
-            if self._resume is None or start.position < self._end(start):
-                return self.epoch, start, began_with
+        if self._latest is None or self.named_epoch is not None:
+            if not self._is_resumed_at_end():
+                return self.epoch, *(self._resume or whole)
         return (self.epoch if self.is_distributed else self.epoch + 1), *whole
 
-    def _begin(self) -> _Iteration:
-        self.epoch, start, began_with = self._upcoming()
-        self._latest, self._resume = _Iteration(self.epoch, start, began_with), None
-        self.named_epoch = None
-        return self._latest
-
-    def _from_first_item(self) -> Iterator[T]:
-        """Begin the epoch at the first item, as RandomSampler does: torchdata makes iterators and reads none."""
-        yield from self._read(self._begin())
+    def _from_first_item(self, upcoming: tuple[int, RankPosition, int] | None) -> Iterator[T]:
+        """Begin an iteration at the first item: torchdata makes iterators and reads none."""
+        epoch, start, began_with = upcoming or self._upcoming()
+        iteration = self._latest = _Iteration(epoch, start, began_with)
+        self._resume = None
+        if not self.is_distributed:
+            self.epoch = epoch
+        if epoch == self.epoch:
+            self.named_epoch = None
+        yield from self._read(iteration)
+        iteration.is_exhausted = True
 
     def _read(self, iteration: _Iteration) -> Iterator[T]:
         start, end = iteration.start, self._end(iteration.start)
@@ -205,12 +225,21 @@ class EpochSampler(Sampler[T]):
         if not isinstance(state, dict) or not {"version", "position", "began_with"} <= state.keys():
             raise StateError(f"this is no state of a {type(self).__name__}; pass what its state_dict() returned")
         for name, own in self._identity().items():
-            if state.get(name) != own:
+            if name not in state or state[name] != own:
                 raise StateError(
                     f"the state was taken with {name}={state.get(name)!r:.80}, this sampler has {own!r:.80}; "
                     "make the sampler as the one that it was taken from"
                 )
         restored_number("epoch", state.get("epoch"), maximum=self._max_epoch)
+
+    def _check_restored(self, state: dict[str, Any]) -> None:
+        """Check what the position in a state determines. Raises StateError."""
+        began_with = restored_number("began_with", state["began_with"], minimum=1, maximum=dealing.MAX_RANKS)
+        if not state["dealt_at"] and began_with != state["num_replicas"]:
+            raise StateError(
+                f"the state is damaged: began_with={began_with}, but num_replicas={state['num_replicas']} have begun "
+                "its epoch"
+            )
 
     @property
     def _max_epoch(self) -> int:
@@ -228,8 +257,5 @@ class _Iteration:
         self.start = start
         self.began_with = began_with
         self.position = start.position
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has yielded anything."""
-        return self.position > self.start.position
+        #: Whether its iterator has reported the end of the epoch.
+        self.is_exhausted = False

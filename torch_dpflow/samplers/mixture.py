@@ -89,7 +89,7 @@ class MixtureSampler(EpochSampler[int]):
 
     @property
     def samples_left(self) -> int:
-        """Number of samples that the next iteration yields on this rank."""
+        """Number of samples that this rank has not yielded yet of the epoch that `state_dict` describes."""
         return self._left()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
@@ -139,10 +139,12 @@ class MixtureSampler(EpochSampler[int]):
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "sources": self.lengths}
 
-    def _check_fits(self, state: Any) -> None:
+    def _check_restored(self, state: dict[str, Any]) -> None:
         """Refuse also a state whose run had other weights so far; weights of later phases may have changed."""
-        super()._check_fits(state)
+        super()._check_restored(state)
         drawn = restored_number("drawn", state.get("drawn"))
+        if drawn != (read := self._drawn(state)):
+            raise StateError(f"the state is damaged: drawn={drawn}, but its position is after {read} samples")
         if state.get("past") != self._digest_before(drawn):
             raise StateError(
                 f"the state was taken after {drawn} samples of a run with other weights; this sampler's phases up to "
@@ -151,11 +153,15 @@ class MixtureSampler(EpochSampler[int]):
             )
 
     def _drawn(self, state: dict[str, Any]) -> int:
-        """Return how many samples of the run all ranks have read, if they are in step."""
+        """Return after how many samples of the run nothing was read, if ranks are as far as this one.
+
+        Some of the samples before may be left, those at which ranks were behind when their number changed.
+        """
         places = dealing.from_lists(state["places"], self.size)
-        read = [state["position"] - state["dealt_at"]] * self.num_replicas
+        read = [state["position"] - state["dealt_at"]] * int(state["num_replicas"])
         left = dealing.left_of(places, read, drop_last=self.drop_last)
-        return int(self.epoch * self.size + (left[-1].start if left else self.size))
+        has_tail = left and left[-1].step == 1 and left[-1].stop == self.size
+        return int(state["epoch"] * self.size + (left[-1].start if has_tail else self.size))
 
     def _digest_before(self, drawn: int) -> str:
         """Return a digest of the weights of the run's first samples."""

@@ -102,6 +102,8 @@ class Pass(ABC):
     def __init__(self, epoch: int, position: int) -> None:
         self.epoch = epoch
         self.position = position
+        #: Whether its iterator has reported the end of the epoch.
+        self.is_exhausted = False
         self._began_at = position
 
     @property
@@ -138,6 +140,7 @@ class PrivatePass(Pass):
             for index in self._part[start : start + _CHUNK].tolist():
                 self.position += 1
                 yield index
+        self.is_exhausted = True
 
     def shared_state(self, consumed: int) -> None:
         """Return None: the order can be drawn again."""
@@ -192,6 +195,7 @@ class SharedPass(Pass):
                 raise UsageError(self._ended)
             batch = self._batches.draw()
             if not len(batch):
+                self.is_exhausted = True
                 return
             part = rank_slice(batch, self._rank, self._replicas)
             self._drawn.append(batch)

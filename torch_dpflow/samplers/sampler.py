@@ -23,6 +23,7 @@ from torch_dpflow.samplers.indices import (
     permutation,
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
+from torch_dpflow.samplers.sampler_iterator import SamplerIterator
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
 STATE_VERSION = 2
@@ -108,7 +109,7 @@ class DynaGCSSampler(Sampler[int]):
         self.epoch = 0
         #: The epoch that `set_epoch` has set for the next iteration; None if it was not called since the latest one.
         self.named_epoch: int | None = None
-        #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
+        #: The iteration that was read last; None: the next one begins an epoch or resumes one.
         self._latest: Pass | None = None
         #: Position and shared state that were loaded, until the next iteration.
         self._resume: tuple[RankPosition, dict[str, Any] | None] | None = None
@@ -132,20 +133,25 @@ class DynaGCSSampler(Sampler[int]):
         """
         if self.group is not None and self.job is None:
             raise UsageError(_LEFT)
-        if self.group is not None or self.is_distributed:
-            return iter(self._next_pass())
-        return self._from_first_draw()
+        is_over = self._is_resumed_at_end()
+        if self.group is not None:
+            return SamplerIterator(iter(self._next_pass(self._upcoming())), is_over=is_over)
+        # DistributedSampler's epoch is fixed here, RandomSampler's at the first draw.
+        upcoming = self._upcoming() if self.is_distributed else None
+        return SamplerIterator(self._from_first_draw(upcoming), is_over=is_over)
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration read this epoch. A loaded position stays if it is of the same epoch.
+
+        An iteration that is running goes on, and `state_dict` describes it until the next one is read.
 
         Raises:
             OptionError: `epoch` is negative or too large.
         """
         epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
-        if epoch != self.epoch or not self.samples_left:
+        if epoch != self.epoch or self._is_resumed_at_end():
             self._resume = None
-        self.epoch, self._latest, self.named_epoch = epoch, None, epoch
+        self.epoch = self.named_epoch = epoch
 
     def leave(self) -> None:
         """Leave the group. May be called twice."""
@@ -157,7 +163,7 @@ class DynaGCSSampler(Sampler[int]):
     @property
     def samples_left(self) -> int:
         """Number of samples that this rank has not yielded yet of the epoch that `state_dict` describes."""
-        at, _ = self._position(None)
+        _, at, _ = self._position(None)
         return at.end(self.num_replicas, drop_last=self.drop_last) - at.position
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
@@ -170,8 +176,8 @@ class DynaGCSSampler(Sampler[int]):
         Raises:
             OptionError: `consumed` is below 0, or more than were yielded.
         """
-        at, shared = self._position(consumed)
-        return self._identity() | {"epoch": self.epoch, "shared": shared} | at.as_dict(self.rank, self.num_replicas)
+        epoch, at, shared = self._position(consumed)
+        return self._identity() | {"epoch": epoch, "shared": shared} | at.as_dict(self.rank, self.num_replicas)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position: the next iteration yields the rest of its epoch.
@@ -197,7 +203,7 @@ class DynaGCSSampler(Sampler[int]):
             raise StateError(
                 f"the states are of epochs {sorted({epoch, *others})}; give those of one step of all ranks"
             )
-        position = RankPosition.restored(states, self.size, self.num_replicas, drop_last=self.drop_last)
+        position = RankPosition.restored(state, self.size, self.num_replicas, drop_last=self.drop_last)
         self._resume = position, self._checked_share(states, position)
         self.epoch, self._latest, self.named_epoch = epoch, None, None
 
@@ -211,33 +217,42 @@ class DynaGCSSampler(Sampler[int]):
         if get_worker_info() is not None or (self.group is not None and self.job is None):
             return None
         if self.group is not None:
-            return self._upcoming_in_group() if self._latest is None else self._latest.lookahead()
-        ahead = (self._latest or self._begin(*self._upcoming())).lookahead()
+            return self._upcoming_in_group() if self._latest is None or self.named_epoch is not None else self._latest.lookahead()
+        latest = self._latest if self.named_epoch is None else None
+        ahead = (latest or self._begin(*self._upcoming())).lookahead()
         return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
 
-    def _next_pass(self) -> Pass:
-        self.epoch, self._start, shared = self._upcoming()
-        self._latest, self._resume = self._begin(self.epoch, self._start, shared), None
-        self.named_epoch = None
+    def _next_pass(self, upcoming: tuple[int, RankPosition, dict[str, Any] | None]) -> Pass:
+        epoch, self._start, shared = upcoming
+        self._latest, self._resume = self._begin(epoch, self._start, shared), None
+        if not self.is_distributed:
+            self.epoch = epoch
+        if epoch == self.epoch:
+            self.named_epoch = None
         return self._latest
 
-    def _from_first_draw(self) -> Iterator[int]:
-        """Begin the epoch at the first draw, as RandomSampler does: torchdata makes iterators and reads none."""
-        yield from self._next_pass()
+    def _from_first_draw(self, upcoming: tuple[int, RankPosition, dict[str, Any] | None] | None) -> Iterator[int]:
+        """Begin a pass at the first draw: torchdata makes iterators and reads none."""
+        yield from self._next_pass(upcoming or self._upcoming())
 
     def _upcoming(self) -> tuple[int, RankPosition, dict[str, Any] | None]:
         """Epoch, position and shared state with which the next iteration begins."""
-        if self._latest is not None and not self._latest.begun:
+        if self._latest is not None and not self._latest.begun and self._latest.epoch == self.epoch:
             return self.epoch, self._start, self._latest.shared_state(self._latest.position)
         start, shared = self._resume or (RankPosition.beginning(self.size), None)
-        finished = self._latest is not None or (
-            self._resume is not None and start.position >= start.end(self.num_replicas, drop_last=self.drop_last)
-        )
+        finished = (self._latest is not None and self.named_epoch is None) or self._is_resumed_at_end()
         if not finished:
             return self.epoch, start, shared
         # RandomSampler has another order in each iteration, DistributedSampler only after set_epoch().
         following = self.epoch if self.is_distributed else self.epoch + 1
         return following, RankPosition.beginning(self.size), None
+
+    def _is_resumed_at_end(self) -> bool:
+        """Return whether nothing was left of the epoch whose state was loaded."""
+        if self._resume is None:
+            return False
+        start, _ = self._resume
+        return start.position >= start.end(self.num_replicas, drop_last=self.drop_last)
 
     def _upcoming_in_group(self) -> Lookahead:
         epoch, start, _ = self._upcoming()
@@ -276,28 +291,40 @@ class DynaGCSSampler(Sampler[int]):
         if self._running is not None:
             self._running.end(why)
 
-    def _position(self, consumed: int | None) -> tuple[RankPosition, dict[str, Any] | None]:
+    def _described(self, consumed: int | None) -> Pass | None:
+        """Return the iteration that a state describes; None for the next one."""
         latest = self._latest
+        if latest is None or self.named_epoch is None:
+            return latest
+        is_same = latest.epoch == self.epoch
+        if not latest.begun:
+            return latest if is_same else None
+        # The end of a rank's epoch and its beginning resume equally, but the iteration may still be delivering.
+        is_over = latest.is_exhausted and consumed is None and not (is_same and self.is_distributed)
+        return None if is_over else latest
+
+    def _position(self, consumed: int | None) -> tuple[int, RankPosition, dict[str, Any] | None]:
+        latest = self._described(consumed)
         if latest is None:
             start, shared = self._resume or (RankPosition.beginning(self.size), None)
             if consumed is not None and consumed != start.position:
                 raise OptionError(
                     f"consumed={consumed}, but the sampler is at {start.position} and has yielded nothing"
                 )
-            return start, shared
+            return self.epoch, start, shared
         if consumed is None:
             consumed = latest.position
         consumed = check_int("consumed", consumed, minimum=self._start.dealt_at, maximum=latest.position)
-        return replace(self._start, position=consumed), latest.shared_state(consumed)
+        return latest.epoch, replace(self._start, position=consumed), latest.shared_state(consumed)
 
     def _checked_epoch(self, state: Any) -> int:
         """Return the epoch of one rank's state, which fits this sampler."""
         if not isinstance(state, dict) or not {"version", "position", "shared"} <= state.keys():
             raise StateError("this is no state of a DynaGCSSampler; pass what its state_dict() returned")
         for name, own in self._identity().items():
-            if state.get(name) != own:
+            if name not in state or state[name] != own:
                 raise StateError(
-                    f"the state was taken with {name}={state.get(name)!r}, this sampler has {own!r}; "
+                    f"the state was taken with {name}={state.get(name)!r:.80}, this sampler has {own!r}; "
                     "make the sampler as the one that it was taken from"
                 )
         try:
