@@ -210,9 +210,9 @@ def test_weights_of_a_phase_that_ranks_out_of_step_have_reached_are_fixed() -> N
     alone.load_state_dict(states)
     state = alone.state_dict()
     assert state["drawn"] == 80
-    for given in (states, state):
+    for other in (states, state):
         with pytest.raises(StateError, match="of a run with other weights"):
-            make(1, 0, [0.9, 0.1]).load_state_dict(given)
+            make(1, 0, [0.9, 0.1]).load_state_dict(other)
     changed = make(1, 0, [0.9, 0.1], start=80)
     with pytest.raises(StateError, match="of a run with other weights"):
         changed.load_state_dict(state)

@@ -98,8 +98,7 @@ class Plan:
         #: The position after the last batch, once the sampler has ended.
         self.ended_at = ended_at
         self._sampler = sampler if sampler is not batches else None
-        is_placed_by_sampler = working(batches, "is_placed_by_sampler", False) is True
-        self._iterator = batches if has_state(batches) and not is_placed_by_sampler else None
+        self._iterator = batches if has_state(batches) and not working(batches, "is_placed_by_sampler") else None
         self._by_count = takes(sampler, "consumed")
         #: The position that the next drawn batch will have.
         self.drawn = position
@@ -425,10 +424,10 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
     length = usual if end is None else end
     if length is None or not is_drawn_at_start(index_sampler):
         return 0
-    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler:
+    is_random = type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler
+    if is_random and not index_sampler.drop_last:
         # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
         is_short = length != usual or len(index_sampler.sampler) % index_sampler.batch_size
-        is_short = is_short and not index_sampler.drop_last
         return length - 1 if is_short and index_sampler.sampler.generator is not None else length
     return length
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.dealing import MAX_RANKS
 from torch_dpflow.errors import OptionTypeError, StateError
 from torch_dpflow.samplers.indices import CompactArray, compact
 from torch_dpflow.samplers.sampler import DynaGCSSampler
@@ -81,16 +82,18 @@ class BlockShuffleSampler(DynaGCSSampler):
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position as `DynaGCSSampler.state_dict` does."""
-        return super().state_dict(consumed) | {"begun_by": self._begun_by(self.epoch)}
+        state = super().state_dict(consumed)
+        return state | {"begun_by": self._begun_by(state["epoch"])}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Restore a position as `DynaGCSSampler.load_state_dict` does. Raises StateError."""
+        states = [state] if isinstance(state, dict) else state
+        for one in states if isinstance(states, list | tuple) else ():
+            ranks = one.get("begun_by") if isinstance(one, dict) else None
+            if type(ranks) is not int or not 0 < ranks <= MAX_RANKS:
+                raise StateError(f"this is no state of a BlockShuffleSampler, or it is damaged: begun_by={ranks!r:.80}")
         super().load_state_dict(state)
-        first = state if isinstance(state, dict) else state[0]
-        ranks = first.get("begun_by")
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise StateError(f"the state is damaged: begun_by={ranks!r}")
-        self._resumed = self.epoch, ranks
+        self._resumed = self.epoch, states[0]["begun_by"]
 
     def _begun_by(self, epoch: int) -> int:
         """Return the number of ranks that began an epoch."""

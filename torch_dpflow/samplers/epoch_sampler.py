@@ -185,9 +185,8 @@ class EpochSampler(Sampler[T]):
     def _upcoming(self) -> tuple[int, RankPosition, int]:
         """Epoch and position with which the next iteration begins, and the number of ranks that began the epoch."""
         whole = RankPosition.beginning(self.size), self.num_replicas
-        if self._latest is None or self.named_epoch is not None:
-            if not self._is_resumed_at_end():
-                return self.epoch, *(self._resume or whole)
+        if (self._latest is None or self.named_epoch is not None) and not self._is_resumed_at_end():
+            return self.epoch, *(self._resume or whole)
         return (self.epoch if self.is_distributed else self.epoch + 1), *whole
 
     def _from_first_item(self, upcoming: tuple[int, RankPosition, int] | None) -> Iterator[T]:

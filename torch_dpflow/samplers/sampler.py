@@ -216,9 +216,9 @@ class DynaGCSSampler(Sampler[int]):
         """
         if get_worker_info() is not None or (self.group is not None and self.job is None):
             return None
-        if self.group is not None:
-            return self._upcoming_in_group() if self._latest is None or self.named_epoch is not None else self._latest.lookahead()
         latest = self._latest if self.named_epoch is None else None
+        if self.group is not None:
+            return self._upcoming_in_group() if latest is None else latest.lookahead()
         ahead = (latest or self._begin(*self._upcoming())).lookahead()
         return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
 
