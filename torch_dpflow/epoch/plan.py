@@ -424,11 +424,10 @@ def settled_length(index_sampler: Any, end: int | None = None) -> int:
     length = usual if end is None else end
     if length is None or not is_drawn_at_start(index_sampler):
         return 0
-    is_random = type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler
-    if is_random and not index_sampler.drop_last:
+    if type(index_sampler) is BatchSampler and type(sampler := index_sampler.sampler) is RandomSampler:
         # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
-        is_short = length != usual or len(index_sampler.sampler) % index_sampler.batch_size
-        return length - 1 if is_short and index_sampler.sampler.generator is not None else length
+        is_short = length != usual or len(sampler) % index_sampler.batch_size
+        return length - 1 if is_short and not index_sampler.drop_last and sampler.generator is not None else length
     return length
 
 
