@@ -30,7 +30,7 @@ from torch_dpflow.epoch.own_state import (
     takes,
 )
 from torch_dpflow.epoch.rank_order import RankOrder, inner_sampler, regrouped
-from torch_dpflow.epoch.rng import restore_generator, restore_rng
+from torch_dpflow.epoch.rng import restore_generator, restore_generators, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.errors import StateError
 
@@ -286,7 +286,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
         restore_rng(state.plan_rng)
     if generator is not None and state.plan_generator is not None:
         restore_generator(generator, state.plan_generator)
-    restore_sampler_generators(state.plan_sampler_generators, sampler_generators(index_sampler, sampler, generator))
+    restore_generators(state.plan_sampler_generators, sampler_generators(index_sampler, sampler, generator))
     if state.sampler is not None:
         open_order(_without_order(state.opening), index_sampler, generator)
         return _resume_sampler(state, index_sampler, sampler)
@@ -391,17 +391,6 @@ def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Genera
         if inner is not None and not any(inner is other for other in samplers):
             samplers.append(inner)
     return found
-
-
-def restore_sampler_generators(states: Sequence[str], generators: Sequence[torch.Generator]) -> None:
-    """Restore the samplers' generators. Raises StateError if there are more or fewer of them."""
-    if len(states) != len(generators):
-        raise StateError(
-            f"the state was taken with {len(states)} generators in the loader's samplers, and there are "
-            f"{len(generators)}; build the sampler as it was built then"
-        )
-    for generator, state in zip(generators, states):
-        restore_generator(generator, state)
 
 
 def is_drawn_at_start(index_sampler: Any) -> bool:

@@ -19,7 +19,6 @@ from torch_dpflow.epoch.plan import (
     new_plan,
     open_order,
     repeat_draws,
-    restore_sampler_generators,
     return_sampler,
     sampler_generators,
     settled_length,
@@ -31,7 +30,13 @@ from torch_dpflow.epoch.progress import (
     GeneratorStates,
     LoaderShape,
 )
-from torch_dpflow.epoch.rng import fingerprints, preserved_rng_except, restore_generator, unchanged_generators
+from torch_dpflow.epoch.rng import (
+    fingerprints,
+    preserved_rng_except,
+    restore_generator,
+    restore_generators,
+    unchanged_generators,
+)
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.lookahead import announce_order, takes_orders
 
@@ -104,7 +109,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
     if state.generator is not None and loader.generator is not None:
         restore_generator(loader.generator, state.generator)
     held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
-    restore_sampler_generators(state.sampler_generators, held)
+    restore_generators(state.sampler_generators, held)
     if state.sampler is not None:
         return_sampler(state, loader._index_sampler, loader.sampler)
     if state.dataset is not None:
