@@ -343,3 +343,37 @@ def test_random_augmentation_does_not_depend_on_the_workers_of_a_resized_epoch(O
         [[part.tolist() for part in batch] for batch in loaded(made(6, workers), state)] for workers in (1, 2)
     )
     assert one == other
+
+
+class Drawn(Indices):
+    """Yields random numbers."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 40, ()))
+
+
+@pytest.mark.parametrize("kind", RANKED)
+@pytest.mark.parametrize("count", [0, 2])
+def test_ranks_draw_different_random_numbers_after_a_resize(OurLoader: Any, kind: str, count: int) -> None:
+    def made(replicas: int, rank: int) -> Any:
+        sampler = RANKED[kind](Indices(SIZE), num_replicas=replicas, rank=rank)
+        return OurLoader(Drawn(SIZE), batch_size=5, sampler=sampler, num_workers=1)
+
+    states, rests = [], []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        loader = made(2, rank)
+        iterator = iter(loader)
+        for _ in range(count):
+            next(iterator)
+        states.append(loader.state_dict())
+        rests.append(flat(iterator))
+    for given_one in (states[0], states):
+        read = [flat(loaded(made(3, rank), given_one)) for rank in range(3)]
+        numbers = [number for rest in read for number in rest]
+        assert len(set(numbers)) == len(numbers)
+    for rank in range(2):
+        assert flat(loaded(made(2, rank), states[rank])) == rests[rank]
+        assert flat(loaded(made(2, rank), states[::-1])) == rests[rank]
+        again = loaded(made(3, rank), states[0]).state_dict()
+        assert flat(loaded(made(3, rank), again)) == flat(loaded(made(3, rank), states[0]))

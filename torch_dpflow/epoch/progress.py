@@ -91,6 +91,7 @@ class LoaderShape:
             "sampler's length": length_or_none(self._sampler) if is_batched and replicas is None else None,
             "batch sampler": type(self._index_sampler).__name__,
             "num_replicas": replicas,
+            RANK: None if replicas is None else self.rank(),
             **self._parts_read(),
         }
 
@@ -103,6 +104,8 @@ class LoaderShape:
         return self._indices
 
 
+#: The rank that has saved a state: another one draws other random numbers.
+RANK = "rank"
 #: What a loader may have another value of than the state that it resumes.
 SIZES = ("batch_size", "num_replicas")
 

@@ -7,8 +7,10 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from torch_dpflow._core.dealing import RankPosition
-from torch_dpflow.epoch.progress import SIZES, LoaderShape
+from torch_dpflow.epoch.progress import RANK, SIZES, LoaderShape
 from torch_dpflow.epoch.shards import is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
 from torch_dpflow.errors import StateError
@@ -94,8 +96,7 @@ def _joined(states: Sequence[LoaderState], rank: int) -> LoaderState:
 
 
 def _rank_of(state: LoaderState) -> Any:
-    own = None if state.sampler is None else state.sampler["sampler"]
-    return own.get("rank") if isinstance(own, dict) else None
+    return state.made_of.get(RANK)
 
 
 def _with_unread(kept: list[Any]) -> list[Any]:
@@ -110,6 +111,14 @@ def _with_unread(kept: list[Any]) -> list[Any]:
     named = [one.get("rank") for one in kept if isinstance(one, dict)]
     missing = iter([rank for rank in range(len(kept)) if rank not in named])
     return [{**unread, "rank": next(missing, None)} if one is None else one for one in kept]
+
+
+def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
+    """Return the state with a seed of this rank's own for the workers, if it holds the seed of another rank."""
+    if state.base_seed is None or state.shared is not None or state.made_of.get(RANK) in (None, rank):
+        return state
+    drawn = np.random.SeedSequence([state.base_seed % (1 << 64), rank]).generate_state(1, np.uint64)[0]
+    return replace(state, base_seed=int(drawn) >> 1, made_of=state.made_of | {RANK: rank})
 
 
 def as_own(state: LoaderState, shape: LoaderShape) -> LoaderState:
@@ -133,7 +142,7 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
     compared: dict[str, list[Any]] = {
         "epoch": [state.epoch for state in states],
         "epoch's length": [state.length for state in states],
-        "loaders": [state.made_of for state in states],
+        "loaders": [state.made_of | {RANK: None} for state in states],
     }
     for name, values in compared.items():
         if any(value != values[0] for value in values):
@@ -167,7 +176,7 @@ def check_fits(loader: Any, state: LoaderState) -> None:
             "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
         )
     for name, was in state.made_of.items():
-        must_equal = name == "dataset's length" if state.fresh else name not in SIZES or kind == "iterable"
+        must_equal = name == "dataset's length" if state.fresh else name not in (*SIZES, RANK) or kind == "iterable"
         if must_equal and None not in (was, mine.get(name)) and was != mine[name] and (resized or not state.fresh):
             raise StateError(
                 f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "

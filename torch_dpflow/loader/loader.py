@@ -26,7 +26,7 @@ from torch_dpflow.loader.arguments import (
     name_of,
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loaded_state import as_own, check_fits, read_states
+from torch_dpflow.loader.loaded_state import as_own, check_fits, read_states, with_seed_of
 from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -220,9 +220,10 @@ class DPFlowDataLoader(DataLoader[T]):
                 or what is left cannot be divided anew; or the workers are threads. Nothing is changed then.
         """
         self._check_workers()
-        state = read_states(state_dict, LoaderShape(self).rank(), self.num_workers)
+        rank = LoaderShape(self).rank()
+        state = read_states(state_dict, rank, self.num_workers)
         check_fits(self, state)
-        self._runtime.pending = state
+        self._runtime.pending = with_seed_of(state, rank)
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
 
     def stats(self) -> LoaderStats:
