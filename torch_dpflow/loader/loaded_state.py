@@ -132,7 +132,7 @@ def as_own(state: LoaderState, shape: LoaderShape) -> LoaderState:
     if not isinstance(replicas, int) or not all(isinstance(one, dict) and "places" in one for one in states):
         return state
     first = next((one for one in states if one["rank"] == shape.rank()), states[0])
-    at = RankPosition.restored(states, first["length"], replicas, drop_last=first["drop_last"])
+    at = RankPosition.restored(own, first["length"], replicas, drop_last=first["drop_last"])
     settled = {**first, **at.as_dict(shape.rank(), replicas)}
     return replace(state, sampler={"sampler": settled, "iterator": None}, made_of=shape.parts(), length=shape.length())
 
