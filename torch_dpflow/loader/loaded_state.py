@@ -126,7 +126,7 @@ def as_own(state: LoaderState, shape: LoaderShape) -> LoaderState:
 
     Raises StateError: the states that it was loaded from are not those of all ranks.
     """
-    own = None if state.fresh or state.sampler is None else state.sampler["sampler"]
+    own: Any = None if state.fresh or state.sampler is None else state.sampler["sampler"]
     states: list[Any] = own if isinstance(own, list) else [own]
     replicas = shape.parts().get("num_replicas")
     if not isinstance(replicas, int) or not all(isinstance(one, dict) and "places" in one for one in states):
