@@ -101,6 +101,28 @@ def test_another_number_of_ranks_from_all_their_states(sizes: list[int], before:
     assert Counter(read) == Counter(range(sum(sizes)))
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_rank_s_own_state_is_enough_for_another_number_of_workers(before: int, after: int) -> None:
+    read: list[int] = []
+    for rank in range(2):
+        first = loader_of(Shards(SIZES, num_replicas=2, rank=rank), before)
+        read += numbers(islice(iter(first), 2))
+        second = loader_of(Shards(SIZES, num_replicas=2, rank=rank), after)
+        second.load_state_dict(first.state_dict())
+        read += numbers(second)
+    assert Counter(read) == EVERYTHING
+
+
+def test_more_ranks_of_as_many_workers_continue_the_state_of_one() -> None:
+    first = loader_of(Shards(SIZES, num_replicas=1, rank=0), 2)
+    read = numbers(islice(iter(first), 4))
+    for rank in range(3):
+        loader = loader_of(Shards(SIZES, num_replicas=3, rank=rank), 2)
+        loader.load_state_dict(first.state_dict())
+        read += numbers(loader)
+    assert Counter(read) == EVERYTHING
+
+
 def test_other_ranks_need_all_states() -> None:
     states, _ = _states(SIZES, 2, 0, 1)
     loader = loader_of(Shards(SIZES, num_replicas=1, rank=0), 0)

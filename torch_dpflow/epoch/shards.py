@@ -20,9 +20,9 @@ _KEYS = {"num_shards", "num_replicas", "ranks", "shards"}
 class ShardedIterableDataset(IterableDataset[Any]):
     """Base of iterable datasets that read shards, each to its end before the next one.
 
-    Worker `w` of `W` in rank `r` of `R` reads the shards `r * W + w`, `r * W + w + R * W`, and so on. A loader's state
-    has the position in each shard, so that the rest of an epoch can be read by another number of workers or ranks:
-    each shard goes on where it was. The batches are others then, as each worker fills its own.
+    Rank `r` of `R` reads the shards `r`, `r + R`, and so on. Its workers divide these in the same way. A loader's state
+    has the position in each shard, so that the rest of an epoch can be read by another number of workers or ranks: each
+    shard goes on where it was. The batches are others then, as each worker fills its own.
 
     Give at least as many shards as there are workers in all ranks; further workers read nothing. Ranks read different
     numbers of samples unless their shards are even.
@@ -58,7 +58,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
     def _samples(self) -> Iterator[Any]:
         worker = get_worker_info()
         count, own = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        for number in range(self.rank * count + own, self.num_shards, self.num_replicas * count):
+        for number in range(self.rank, self.num_shards, self.num_replicas)[own::count]:
             start = self._read.get(number, 0)
             if start == _ENDED:
                 continue

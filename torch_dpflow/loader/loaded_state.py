@@ -11,25 +11,27 @@ import numpy as np
 
 from torch_dpflow._core.dealing import RankPosition
 from torch_dpflow.epoch.progress import RANK, SIZES, LoaderShape
-from torch_dpflow.epoch.shards import is_of_shards, merged_shards
+from torch_dpflow.epoch.shards import ShardedIterableDataset, is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
 from torch_dpflow.errors import StateError
 from torch_dpflow.loader.flow_states import join_flow_states
 
 
-def read_states(given: Any, rank: int, workers: int) -> LoaderState:
-    """Return the state of one rank, or the joined states of all ranks, as that of this rank with so many workers.
+def read_states(given: Any, rank: int, workers: int, dataset: Any) -> LoaderState:
+    """Return the state of one rank, or the joined states of all ranks, as that of this rank with these workers.
 
     Raises StateError: a state is damaged, or they are not of one position, or not of all ranks.
     """
     if not isinstance(given, list | tuple):
         state = LoaderState.from_dict(given)
-        return state if len(state.streams) == max(1, workers) else _with_shards_moved(state, state.streams, workers)
+        if len(state.streams) == max(1, workers) and not _is_of_other_ranks(state, dataset):
+            return state
+        return _with_shards_moved(state, state.streams, workers)
     states = [LoaderState.from_dict(one) for one in given]
     if not states:
         raise StateError("no state is given; give the state of one rank, or a list of the states of all ranks")
     if len(states) == 1:
-        return read_states(given[0], rank, workers)
+        return read_states(given[0], rank, workers, dataset)
     if any(state.shared is not None for state in states):
         return join_flow_states(states, rank)
     if all(state.kind == "iterable" for state in states):
@@ -38,6 +40,14 @@ def read_states(given: Any, rank: int, workers: int) -> LoaderState:
         streams = [stream for state in begun for stream in state.streams]
         return _with_shards_moved(begun[rank % len(begun)], streams, workers, ranks=len(states))
     return _joined(states, rank)
+
+
+def _is_of_other_ranks(state: LoaderState, dataset: Any) -> bool:
+    """Return whether another number of ranks has divided the shards, so that each worker needs all positions."""
+    if not isinstance(dataset, ShardedIterableDataset):
+        return False
+    kept = [stream.dataset["dataset"] for stream in state.streams if stream.dataset is not None]
+    return any(is_of_shards(one) and one["num_replicas"] != dataset.num_replicas for one in kept)
 
 
 def _with_shards_moved(state: LoaderState, streams: Sequence[StreamState], workers: int, ranks: int = 1) -> LoaderState:

@@ -221,7 +221,7 @@ class DPFlowDataLoader(DataLoader[T]):
         """
         self._check_workers()
         rank = LoaderShape(self).rank()
-        state = read_states(state_dict, rank, self.num_workers)
+        state = read_states(state_dict, rank, self.num_workers, self.dataset)
         check_fits(self, state)
         self._runtime.pending = with_seed_of(state, rank)
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
