@@ -61,7 +61,7 @@ def ours(seed: int, samples: int) -> Sequence[int]:
 
 
 def huggingface(seed: int, samples: int) -> Sequence[int]:
-    """Those of interleave_datasets with probabilities."""
+    """Return the sources that interleave_datasets draws with probabilities."""
     from datasets import Dataset, interleave_datasets
 
     sources = [Dataset.from_dict({"source": [number] * SOURCE_SAMPLES}) for number in range(len(WEIGHTS))]
@@ -70,7 +70,7 @@ def huggingface(seed: int, samples: int) -> Sequence[int]:
 
 
 def mosaic(directory: Path, method: str) -> Draw:
-    """Those of StreamingDataset with one stream a source; its batches have 100 samples."""
+    """Return a function that draws as StreamingDataset with one stream a source, in batches of 100 samples."""
 
     def draw(seed: int, samples: int) -> Sequence[int]:
         from streaming import MDSWriter, Stream, StreamingDataset
@@ -129,7 +129,7 @@ Batches = Callable[[NDArray[np.float64], int], list[list[NDArray[np.float64]]]]
 
 
 def our_batches(spread: float) -> Batches:
-    """Those of our batch sampler."""
+    """Return a function that makes the batches of our sampler for each rank."""
 
     def batches(lengths: NDArray[np.float64], seed: int) -> list[list[NDArray[np.float64]]]:
         return [
@@ -146,7 +146,7 @@ def our_batches(spread: float) -> Batches:
 
 
 def lhotse_batches(lengths: NDArray[np.float64], seed: int) -> list[list[NDArray[np.float64]]]:
-    """Those of lhotse's DynamicBucketingSampler."""
+    """Return the batches of lhotse's DynamicBucketingSampler."""
     from lhotse import CutSet
     from lhotse.dataset import DynamicBucketingSampler
     from lhotse.testing.dummies import dummy_cut
