@@ -124,8 +124,8 @@ class EpochSamplerContract:
         read: list[Any] = []
         whole = self.epoch(1)
         for size in sizes[1:]:
-            # A step is left for these ranks and for the others: with nothing left, they would begin a whole epoch.
-            spare = max(0, whole.total() - len(read) - max(size, len(samplers)))
+            # A step is left for each of the sizes: with nothing left, ranks would begin a whole epoch.
+            spare = max(0, whole.total() - len(read) - max(sizes))
             read += _read(samplers, data.draw(st.integers(0, spare // len(samplers))))
             state = samplers[0].state_dict()
             samplers = [self.make(num_replicas=size, rank=rank, drop_last=drop_last) for rank in range(size)]
