@@ -1,10 +1,9 @@
-"""How a flow's services scale: throughput against linear, what a sample costs them, what workers and jobs take.
+"""How a flow's services scale: throughput against linear, and what workers and jobs take of memory.
 
-    python -m benchmarks.scale [--json] [--part throughput,overhead,memory] [--rounds 3] [--quick]
+    python -m benchmarks.scale [--json] [--part throughput,memory] [--rounds 3] [--quick]
 
-The samples of `throughput` sleep 50 ms and take next to no processor time, so that two cores can run 64 workers.
-`overhead` reads rows of 1 kB that cost nothing, as fast as they come. What the parts measure, and how, is told in
-benchmarks/README.md.
+The samples of `throughput` sleep 50 ms and take next to no processor time, so that two cores can run 64 workers. What
+the parts measure, and how, is described in benchmarks/README.md; what a sample costs is `benchmarks.flow_cost`.
 """
 
 import argparse
@@ -26,8 +25,6 @@ SLEEP_MS = 50.0
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 #: How long a throughput is measured, seconds; until it is, jobs read as long.
 MEASURED_S = 5.0
-#: Rows that each job reads in `overhead`.
-ROWS = 40_000
 #: Lengths of data sets between which nobody's memory is to grow.
 LENGTHS = (10_000, 1_000_000)
 #: Fewest and most workers, and most jobs, between which memory is compared; rows that each job reads.
@@ -61,9 +58,20 @@ MEMORY = (
 class Job:
     """A job in a process of its own, which reads what it is told to."""
 
-    def __init__(self, address: str, *, workers: int, length: int, sleep_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        workers: int,
+        length: int,
+        sleep_ms: float = 0.0,
+        nbytes: int = 0,
+        batch_size: int = BATCH,
+        shards: int = 1,
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.scale_job", f"--address={address}"]
         command += [f"--workers={workers}", f"--length={length}", f"--sleep-ms={sleep_ms}"]
+        command += [f"--nbytes={nbytes}", f"--batch-size={batch_size}", f"--shards={shards}"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def begin(self, samples: int) -> None:
@@ -112,19 +120,6 @@ def throughput(workers: int, seconds: float) -> Figures:
         job.read(samples)
         figures = costs_of(address, lambda: [job.read(samples)])
     return {**figures, "of_linear": figures["samples_per_s"] / linear}
-
-
-def overhead(jobs: int, rows: int) -> Figures:
-    """Rows that cost nothing, read by several jobs together; costs for each that is delivered."""
-    with running(FEW, LENGTHS[-1]) as (address, first):
-        others = [Job(address, workers=FEW, length=LENGTHS[-1]) for _ in range(jobs - 1)]
-        try:
-            both = [first, *others]
-            all_read(both, rows // 4)
-            return costs_of(address, lambda: all_read(both, rows))
-        finally:
-            for job in others:
-                job.__exit__(None, None, None)
 
 
 def all_read(jobs: list[Job], samples: int) -> list[dict[str, Any]]:
@@ -201,17 +196,13 @@ def measure(part: str, arguments: argparse.Namespace) -> Comparison:
             f"{count} workers": partial(throughput, count, 1.0 if quick else MEASURED_S) for count in arguments.workers
         }
         return alternate("scale", f"samples of {SLEEP_MS:g} ms", sides, rounds=rounds)
-    if part == "overhead":
-        rows = ROWS // 20 if quick else ROWS
-        sides = {f"{jobs} jobs": partial(overhead, jobs, rows) for jobs in (1, 4)}
-        return alternate("scale", "rows of 1 kB", sides, rounds=rounds, parameters={"rows": rows})
     rows = READ // 20 if quick else READ
     sides = {f"{length:,} samples": partial(memory, length, rows) for length in LENGTHS}
     parameters = {"rows": rows, "jobs": JOBS, "workers": [FEW, MANY]}
     return alternate("scale", "memory", sides, rounds=rounds, parameters=parameters)
 
 
-PARTS = {"throughput": THROUGHPUT, "overhead": THROUGHPUT, "memory": MEMORY}
+PARTS = {"throughput": THROUGHPUT, "memory": MEMORY}
 
 
 def numbers(text: str) -> list[int]:

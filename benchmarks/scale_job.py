@@ -4,6 +4,7 @@ Each line of its input is a number of samples; each line of its output is a JSON
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -37,10 +38,33 @@ class SleepingRows(Dataset[torch.Tensor]):
         return torch.full((256,), index, dtype=torch.float32)
 
 
+class ReadyRows(Dataset[torch.Tensor]):
+    """The same row for every number: samples that cost nothing to load."""
+
+    def __init__(self, length: int, nbytes: int) -> None:
+        self._length = length
+        self._row = torch.arange(nbytes, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._row
+
+
 def endless(loader: "DPFlowDataLoader[torch.Tensor]") -> Iterator[torch.Tensor]:
     """Epoch after epoch."""
     while True:
         yield from loader
+
+
+def read(batches: Iterator[torch.Tensor], count: int) -> tuple[torch.Tensor, int]:
+    """Read `count` samples or more, in whole batches; return the last batch and the number of samples."""
+    samples = 0
+    while samples < count:
+        batch = next(batches)
+        samples += len(batch)
+    return batch, samples
 
 
 def own_bytes() -> int:
@@ -58,30 +82,34 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--length", type=int, default=1_000_000)
     parser.add_argument("--sleep-ms", type=float, default=0.0)
+    parser.add_argument("--nbytes", type=int, default=0, help="of a sample that is ready; 0: samples sleep")
+    parser.add_argument("--batch-size", type=int, default=BATCH)
+    parser.add_argument("--shards", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they sleep
     bare = own_bytes()
+    dataset: Dataset[torch.Tensor] = SleepingRows(arguments.length, arguments.sleep_ms / 1e3)
+    if arguments.nbytes:
+        dataset = ReadyRows(arguments.length, arguments.nbytes)
     loader = DPFlowDataLoader(
-        SleepingRows(arguments.length, arguments.sleep_ms / 1e3),
-        batch_size=BATCH,
+        dataset,
+        batch_size=arguments.batch_size,
         shuffle=True,
         num_workers=arguments.workers,
         flow="benchmark/scale",
         address=arguments.address,
-        job=JobOptions(idle_s=30.0),
+        job=JobOptions(idle_s=30.0, shards=arguments.shards),
     )
     batches = endless(loader)
     for line in sys.stdin:
-        samples, begun, used = 0, time.perf_counter(), time.process_time()
-        while samples < int(line):
-            samples += len(next(batches))
-        say(
-            samples=samples,
-            seconds=time.perf_counter() - begun,
-            cpu_s=time.process_time() - used,
-            bytes=own_bytes() - bare,
-        )
+        begun, used = time.perf_counter(), time.process_time()
+        batch, samples = read(batches, int(line))
+        seconds, used = time.perf_counter() - begun, time.process_time() - used
+        empty = time.process_time()
+        read(itertools.repeat(batch), int(line))
+        cpu_s = used - (time.process_time() - empty)
+        say(samples=samples, seconds=seconds, cpu_s=cpu_s, bytes=own_bytes() - bare)
     os._exit(0)
 
 
