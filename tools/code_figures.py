@@ -15,7 +15,7 @@ from statistics import quantiles
 #: Words that the code once used for what the field has a standard noun for.
 WORDS = re.compile(
     r"(?:^|[.:] |\"\"\")Those\b|\b(whoever|nobody|somebody|knocks?|strangers?|keepers?|parcels?|doors?|lanes?|"
-    r"adapters?|is told|are told|has told|patience|beats?|owing)\b|MOST_|LEAST_",
+    r"adapters?|is told|are told|has told|patience|beats?|owing)\b|MOST_(?!common)|LEAST_",
     re.IGNORECASE,
 )
 LONG_SENTENCE = 30

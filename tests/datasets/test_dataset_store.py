@@ -297,7 +297,7 @@ def test_the_error_names_the_removal_of_a_directory_that_is_removed_each_time(
         make(path, exist_ok=exist_ok)
         os.rmdir(path)  # as another process would
 
-    monkeypatch.setattr("torch_dpflow.datasets.files.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("torch_dpflow.datasets.storage.local.time.monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(os, "makedirs", make_and_lose)
     with pytest.raises(StorageError, match=r"/a/b: another process removed this directory for 30 s"):
         Files(tmp_path).write("a/b/file", b"whole")

@@ -212,7 +212,7 @@ class RankedPolicy(Policy):
     def _sort_out(
         self, keys: Keys, sizes: Sizes | None
     ) -> tuple[npt.NDArray[np.int64], Sizes | None, npt.NDArray[np.int64]]:
-        """Split keys offered together: those to add, each once, with their sizes; those to drop at once."""
+        """Return the keys to add, each once, their sizes, and the keys to drop at once."""
         if len(keys) > 1:
             keys, sizes = _once(keys, sizes)
         gone: list[int] = []

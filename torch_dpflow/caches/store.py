@@ -277,8 +277,8 @@ class SampleStore:
         #: running loads
         self._running = RunningLoads()
         self._loads = self._errors = 0
-        #: accesses that the policy counted as misses: those that joined a load, and those repeated because
-        #: the load that they had joined was interrupted
+        #: accesses that the policy counted as misses although they joined a load, or were repeated because the load
+        #: that they had joined was interrupted
         self._joined = self._abandoned = 0
 
     def _hint(self, lookahead: Lookahead | None) -> None:

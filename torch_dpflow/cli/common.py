@@ -96,7 +96,7 @@ def store_option(*, required: bool) -> Callable[[Command], Command]:
 
 
 def store_options(command: Command) -> Command:
-    """Add the options of a command on a store: those that open it, and --json."""
+    """Add the options that open a store, and --json."""
     return json_option(store_option(required=True)(storage_option(command)))
 
 

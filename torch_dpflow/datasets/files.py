@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple, TypeVar
@@ -22,6 +20,7 @@ from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of, state_of
+from torch_dpflow.datasets.storage.local import UNFINISHED, link_into_place, write_beside
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
 from torch_dpflow.errors import (
@@ -47,11 +46,6 @@ _NO_NAMES = frozenset({"", ".", ".."})
 _OF_KEYS = frozenset({"s3", "s3a", "oss"})
 #: How many deadlines of a read a listing may take, as it is a request for every 1,000 entries.
 _LISTING_DEADLINES = 10
-_UNFINISHED = ".unfinished"
-#: Seconds for which a writer makes a directory again that other processes remove while it is empty.
-_REMOVED_TIMEOUT_S = 30.0
-#: How often a directory that exists may refuse a new entry as missing. One made again meanwhile does so once or twice.
-_MAX_REFUSALS = 100
 
 
 class DirectoryEntry(NamedTuple):
@@ -98,7 +92,7 @@ class Files:
         address, login = split_login(os.fspath(url) if isinstance(url, os.PathLike) else str(url))
         check_url(address)
         check_path("url", address)
-        #: fsspec's options: those given, and the user and password of the URL
+        #: the given options of fsspec, and the user and password of the URL
         self.options = {**(options or {}), **login}
         if not isinstance(read_options, ReadOptions | None):
             raise OptionTypeError(f"read_options={read_options!r}: give ReadOptions(...) or None")
@@ -187,7 +181,7 @@ class Files:
         full = self._full(path)
         with self._storage_errors(path), self._missing_place(path):
             if self._is_local:
-                os.replace(_written_beside(full, data), full)
+                os.replace(write_beside(full, data), full)
             else:
                 self._put(path, data)
 
@@ -203,7 +197,7 @@ class Files:
         full = self._full(path)
         with self._storage_errors(path), self._missing_place(path):
             if self._is_local:
-                _link_into_place(_written_beside(full, data), full)
+                link_into_place(write_beside(full, data), full)
             else:
                 self._put_exclusively(path, data)
 
@@ -296,7 +290,7 @@ class Files:
         full = self._full(path)
         if self._is_local and os.path.isdir(full):
             for name in os.listdir(full):
-                if name.startswith(".") and name.endswith(_UNFINISHED):
+                if name.startswith(".") and name.endswith(UNFINISHED):
                     os.unlink(os.path.join(full, name))
 
     def remove_empty(self, path: str) -> None:
@@ -394,64 +388,3 @@ def _has_no_path(entry: Mapping[str, Any], folder: str) -> bool:
     if name == folder.rstrip("/"):  # otherwise an empty object that represents the directory
         return bool(entry["type"] == "directory" or entry.get("size"))
     return name.rpartition("/")[2] in _NO_NAMES
-
-
-def _written_beside(path: str, data: bytes) -> str:
-    folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{_UNFINISHED}")
-    try:
-        with _opened_new(beside) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(beside)
-        raise
-    return beside
-
-
-def _opened_new(path: str) -> IO[bytes]:
-    """Create a file and its directory, and open the file for writing.
-
-    Another process may remove the directory while it is empty (`remove_empty`); it is then made again. Retries are
-    limited by time, not by count, because their number depends on the speed of the disk.
-
-    Raises:
-        StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.
-        NotADirectoryError: a file is in the place of a directory.
-        FileNotFoundError: a directory that exists refuses new entries, as those of /proc do.
-    """
-    folder = os.path.dirname(path)
-    deadline, refusals = time.monotonic() + _REMOVED_TIMEOUT_S, 0
-    while True:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            return open(path, "xb")
-        except FileExistsError as error:
-            if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
-                raise NotADirectoryError(f"{error.filename} is a file, where a directory should be") from error
-        except FileNotFoundError as error:
-            refusals = refusals + 1 if os.path.isdir(os.path.dirname(error.filename)) else 0
-            if refusals >= _MAX_REFUSALS:
-                raise
-        if time.monotonic() >= deadline:
-            raise StorageError(
-                f"{folder}: another process removed this directory for {_REMOVED_TIMEOUT_S:g} s each time it was made; "
-                "stop that process, then write again"
-            )
-
-
-def _link_into_place(beside: str, path: str) -> None:
-    """Rename without ever replacing a file: a link fails where a rename would overwrite."""
-    try:
-        os.link(beside, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a mount without hard links
-        if os.path.exists(path):
-            raise FileExistsError(f"{path} exists already") from None
-        os.replace(beside, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(beside)

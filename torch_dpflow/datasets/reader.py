@@ -18,7 +18,7 @@ class DatasetReader(SampleReader, Dataset[Sample]):
 
     Args:
         stored: a variant from `DatasetStore.open`.
-        storage_options: fsspec's options for the data; None: those of the store.
+        storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries, concurrency.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
         check: whether to compare each sample with its checksum, if the dataset has one. None: only samples that come

@@ -71,7 +71,7 @@ def verify(
         data: check every sample's object too: its presence, its size and, if there is a checksum, its bytes, which
             are read.
         own: check only objects in the dataset's directory, none that URLs name.
-        options: fsspec's options for the data; None: those of the store.
+        options: fsspec's options for the data; None: the store's options.
         progress: called with the number of checked samples, after every shard.
         compared: counts the samples without problems.
 

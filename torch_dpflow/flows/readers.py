@@ -30,7 +30,7 @@ class LocalDataLoadFlowReader:
             first with `cache="never"`; None: no cache.
         seed: random stages draw by (seed, epoch, sample) alone, in any process; for the epochs see
             `MappedDataset.set_epoch`. None: they draw from the process's generators, as a loader seeds them.
-        storage_options: fsspec's options for the data; None: those of the store.
+        storage_options: fsspec's options for the data; None: the store's options.
         read_options: timeouts, retries and concurrency of reads.
         check: compare samples with their checksums, if the dataset has them; None: only samples from storage, as a
             pool has compared its own; False: no samples.

@@ -1,4 +1,4 @@
-"""States given to a loader: those of all ranks joined to one, and checked to fit the loader."""
+"""States given to a loader: check that they fit it, and join the states of all ranks to one."""
 
 from __future__ import annotations
 

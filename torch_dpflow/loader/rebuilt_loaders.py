@@ -55,7 +55,7 @@ def _amend(ours: type[Any], module: ModuleType) -> None:
     if name in _REBUILDING and isinstance(names.get("DataLoader"), type):
         _replace_class(ours, names, _REBUILDING[name])
     if name == "accelerate.data_loader" and "DataLoaderAdapter" in names:
-        _amend_adapter(ours, names)
+        _amend_wrapper(ours, names)
     wrapper = names.get(_WRAPPING.get(name, ""))
     if isinstance(wrapper, type):
         _lend_methods(ours, wrapper)
@@ -85,9 +85,9 @@ def _replace_class(ours: type[Any], names: dict[str, Any], variable: str) -> Non
     names["DataLoader"] = rebuilding
 
 
-def _amend_adapter(ours: type[Any], names: dict[str, Any]) -> None:
-    adapter = names["DataLoaderAdapter"]
-    begin = adapter.__init__
+def _amend_wrapper(ours: type[Any], names: dict[str, Any]) -> None:
+    wrapper = names["DataLoaderAdapter"]
+    begin = wrapper.__init__
 
     @functools.wraps(begin)
     def begin_with_ours(
@@ -98,7 +98,7 @@ def _amend_adapter(ours: type[Any], names: dict[str, Any]) -> None:
         begin(self, dataset, use_stateful_dataloader and source is None, *args, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
 
-    adapter.__init__ = begin_with_ours
+    wrapper.__init__ = begin_with_ours
 
 
 def _source(names: dict[str, Any], variable: str, ours: type[Any]) -> Any:

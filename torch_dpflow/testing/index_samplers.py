@@ -223,7 +223,7 @@ class BudgetContract(EpochSamplerContract):
     """Batch samplers that fill batches by a budget: each batch costs its number of samples times its longest one."""
 
     def make_batches(self, lengths: Sequence[float], budget: float, **options: Any) -> IndexSampler:
-        """Return a batch sampler of samples of these lengths; options: those of `make`."""
+        """Return a batch sampler of samples of these lengths; options: as of `make`."""
         raise NotImplementedError(f"{type(self).__name__} must say how a batch sampler is made")
 
     def make(self, *, num_replicas: int, rank: int, seed: int = 0, drop_last: bool = False) -> IndexSampler:

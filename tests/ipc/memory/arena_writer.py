@@ -14,7 +14,16 @@ import numpy as np
 
 from tests.new_process import held_by_child
 from torch_dpflow.ipc.memory.arena import Arena, Block
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import BlockRef
+
+#: Bytes of a block.
+SIZE = 300_000
+
+
+def pair() -> tuple[Arena, ArenaReader]:
+    """Return both ends of an arena in this process."""
+    return Arena(budget_bytes=1 << 28), ArenaReader(os.getpid())
 
 
 class Writer:

@@ -2,9 +2,9 @@
 
 A state has three sets of samples, one bit for each sample of the flow:
 
-- `done`: those that were delivered to this rank.
-- `together`: those that all ranks had when each had as many as this one, by the router's answer.
-- `earlier`: those that had been read when the rest was dealt to the present ranks.
+- `done`: samples that were delivered to this rank.
+- `together`: samples that all ranks had when each had as many as this one, by the router's answer.
+- `earlier`: samples that had been read when the rest was dealt to the present ranks.
 
 A run with as many ranks resumes each rank from its own `done`. With another number of ranks, or from the states of
 ranks that were out of step, the samples that were read become `earlier`, and the rest is dealt anew. The samples that

@@ -118,8 +118,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         check_fields(self, check_int, "shards", minimum=1, maximum=MAX_SHARDS)
         check_fields(self, check_int, "cache_samples", minimum=0, maximum=MAX_SIZE)
-        least_bytes = MIN_MEMORY * self.shards
-        check_fields(self, check_int, "memory_bytes", minimum=least_bytes, maximum=MAX_BYTES, optional=True)
+        min_bytes = MIN_MEMORY * self.shards
+        check_fields(self, check_int, "memory_bytes", minimum=min_bytes, maximum=MAX_BYTES, optional=True)
         check_fields(self, check_int, "ready", "requested", "budget_bytes", minimum=1)
         if self.requested <= self.ready:
             raise OptionError(

@@ -30,7 +30,7 @@ class KnownEpoch:
     Args:
         ahead: of the job's sampling group, or of the job's own sampler.
         drawn: the samples that were drawn since the epoch was begun with this router, in order.
-        done: those that the job had before, ascending.
+        done: samples that the job had before, ascending.
     """
 
     ahead: Lookahead

@@ -86,7 +86,7 @@ class Coordinator:
         limits: of all flows together.
         changed: called when the desired processes may have changed.
         worker_platform: where workers run; None: the nodes start them.
-        nodes: those of other hosts; None: there can be none.
+        nodes: table of the nodes on other hosts; None: no other host can join.
         price_per_hour: of a worker, for reports.
         host_bytes: memory of the cluster's host if no other host can join it.
     """
@@ -351,8 +351,7 @@ class Coordinator:
         self._scaling.begin(flow.spec, self._clock())
         self._changed()
         self._apply(instructions)
-        address = self._routers.get(flow.spec.instance)
-        if address is not None:
+        if (address := self._routers.get(flow.spec.instance)) is not None:
             return Result(address)
         self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + ACCESS_S))
         return LATER

@@ -418,5 +418,5 @@ def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
 
 
 def _concurrency(settings: ShardSettings) -> int:
-    """Return how many loads may be in progress: those that the workers hold, and as many that are queued."""
+    """Return how many loads may be in progress: as many as the workers hold, and as many again in the queue."""
     return 2 * WINDOW * max(1, settings.workers)

@@ -33,7 +33,7 @@ from torch_dpflow.remote.fleet.worker_record import SAMPLE_WORKERS
 from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import Shard
 
-#: Tasks that a worker holds: those whose results are sent in one message, and some to run meanwhile. This is half of
+#: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
 #: what torch's loader queues for a worker, with batches of 16.
 WINDOW = 16
 #: Samples fail once so many workers more than the shard has have ended before they were ready.

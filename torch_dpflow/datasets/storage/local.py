@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+import time
+from contextlib import suppress
+from typing import IO
 
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageError, TruncatedObjectError
+
+#: How the names of files end that are being written.
+UNFINISHED = ".unfinished"
+#: Seconds for which a writer makes a directory again that other processes remove while it is empty.
+_REMOVED_TIMEOUT_S = 30.0
+#: How often a directory that exists may refuse a new entry as missing. One made again meanwhile does so once or twice.
+_MAX_REFUSALS = 100
 
 
 class LocalStorage:
@@ -85,3 +96,65 @@ def local_path(url: str) -> str:
     """Return the path of a `file://` URL or a plain path, taken literally as in fsspec, without %-escapes."""
     scheme, colon, rest = url.partition(":")
     return rest.removeprefix("//") if colon and scheme in ("file", "local") else url
+
+
+def write_beside(path: str, data: bytes) -> str:
+    """Write a new file in the directory of `path`, and return its path once its bytes are on the disk."""
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{UNFINISHED}")
+    try:
+        with _opened_new(beside) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
+        raise
+    return beside
+
+
+def _opened_new(path: str) -> IO[bytes]:
+    """Create a file and its directory, and open the file for writing.
+
+    Another process may remove the directory while it is empty (`remove_empty`); it is then made again. Retries are
+    limited by time, not by count, because their number depends on the speed of the disk.
+
+    Raises:
+        StorageError: the directory was removed again and again for `_REMOVED_TIMEOUT_S`.
+        NotADirectoryError: a file is in the place of a directory.
+        FileNotFoundError: a directory that exists refuses new entries, as those of /proc do.
+    """
+    folder = os.path.dirname(path)
+    deadline, refusals = time.monotonic() + _REMOVED_TIMEOUT_S, 0
+    while True:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            return open(path, "xb")
+        except FileExistsError as error:
+            if os.path.lexists(error.filename) and not os.path.isdir(error.filename):
+                raise NotADirectoryError(f"{error.filename} is a file, where a directory should be") from error
+        except FileNotFoundError as error:
+            refusals = refusals + 1 if os.path.isdir(os.path.dirname(error.filename)) else 0
+            if refusals >= _MAX_REFUSALS:
+                raise
+        if time.monotonic() >= deadline:
+            raise StorageError(
+                f"{folder}: another process removed this directory for {_REMOVED_TIMEOUT_S:g} s each time it was made; "
+                "stop that process, then write again"
+            )
+
+
+def link_into_place(beside: str, path: str) -> None:
+    """Rename without ever replacing a file: a link fails where a rename would overwrite."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a mount without hard links
+        if os.path.exists(path):
+            raise FileExistsError(f"{path} exists already") from None
+        os.replace(beside, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(beside)

@@ -1,4 +1,4 @@
-"""Adapter from a launcher to a platform: blocking calls run in threads, and their results are events."""
+"""Platform that wraps a launcher: blocking calls run in threads, and their results are events."""
 
 from __future__ import annotations
 
