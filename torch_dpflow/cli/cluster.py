@@ -66,7 +66,7 @@ def status(address: str, as_json: bool) -> None:
         print_jobs(figures)
         print_missing(flows, figures)
         print_sharing(figures)
-        print_nodes(nodes)
+        print_nodes(nodes, processes)
         print_processes(processes)
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow.cli.common import stdout_console
+from torch_dpflow.cli.common import cell, stdout_console
 from torch_dpflow.cluster.control.flow_registry import FlowState
 from torch_dpflow.cluster.messages.coordinator import FlowView
 from torch_dpflow.cluster.messages.node import NodeView, ProcessView
@@ -146,8 +146,8 @@ def print_sharing(figures: ClusterFigures) -> None:
             )
 
 
-def print_nodes(nodes: Sequence[NodeView]) -> None:
-    """Print one row for each joined node; nothing without any."""
+def print_nodes(nodes: Sequence[NodeView], processes: Sequence[ProcessView]) -> None:
+    """Print one row for each joined node, and how many a platform is to run; nothing without any."""
     if nodes:
         table = _table("nodes", "node", "address", "state", "last heartbeat", "processors", "shards", "workers")
         for node in nodes:
@@ -155,6 +155,10 @@ def print_nodes(nodes: Sequence[NodeView]) -> None:
             state = "ready" if node.standing == "here" else node.standing
             table.add_row(node.name, escape(node.address), state, f"{node.silent_s:.1f} s ago", *counts)
         stdout_console().print(table)
+    for fleet in (view.status for view in processes if view.role == "node-fleet" and view.status):
+        why = f": {fleet['shortage']}" if fleet["shortage"] else ""
+        text = f"{fleet['nodes']} of {counted(fleet['wanted'], 'node')} run on platform {fleet['platform']}{why}"
+        stdout_console(highlight=False).print(cell(text))
 
 
 def print_processes(processes: Sequence[ProcessView]) -> None:

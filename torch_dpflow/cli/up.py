@@ -74,6 +74,12 @@ _up_options = with_options(
         help="Platform that runs the workers of flows: ray, kubernetes, fc, lambda. Without it, this host.",
     ),
     click.option(
+        "--nodes",
+        metavar="N|MIN:MAX",
+        help="With --platform ray, how many nodes it runs, each with shards of flows and their workers; MIN:MAX: as "
+        "many as workers need. Without it, the platform runs single workers.",
+    ),
+    click.option(
         "--worker-listen",
         help="With --platform, address to which workers connect: tcp://HOST:PORT or tcp://HOST:FIRST-LAST.",
     ),
@@ -259,7 +265,8 @@ def node(
     On the first signal it waits up to a minute until jobs have left its shards; on the second it ends at once. It also
     ends if the cluster does not answer for a minute.
     """
-    from torch_dpflow.cluster.services.joining_node import JoiningNode, NodeOptions
+    from torch_dpflow.cluster.services.joining_node import JoiningNode
+    from torch_dpflow.cluster.services.joining_options import NodeOptions
     from torch_dpflow.cluster.services.node import stopped_by_signals
     from torch_dpflow.workers.local_platform import end_fork_server
 

@@ -31,7 +31,8 @@ from torch_dpflow.cluster.security.connection_file import (
     read_connection_file,
     write_connection_file,
 )
-from torch_dpflow.cluster.services.joining_node import Joining, JoiningNode, NodeOptions, own_address
+from torch_dpflow.cluster.services.joining_node import Joining, JoiningNode
+from torch_dpflow.cluster.services.joining_options import NodeOptions, own_address
 from torch_dpflow.errors import ErrorKind, OptionError, RemoteCallError, UsageError
 from torch_dpflow.remote.shipping.compatibility import versions_here
 

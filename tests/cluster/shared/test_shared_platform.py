@@ -315,6 +315,16 @@ def test_members_end_with_their_flow(cluster: CommandedCluster, join: Join, flow
             "--worker-listen 'tcp://192.0.2.1:7000-7005': Cannot assign requested address; give an address of this",
         ),
         ({"platform": "processes", "preload": ["json"]}, "--preload 'json' with --platform"),
+        ({"nodes": "2"}, "--nodes '2' without --platform: give a platform that runs nodes: ray; or leave it out"),
+        ({"platform": "processes", "nodes": "2"}, "which runs single workers; give a platform that runs nodes: ray"),
+        *(
+            ({"platform": "ray", "nodes": given}, f"--nodes '{given}': give N or MIN:MAX with 1 <= MIN <= MAX <= 256")
+            for given in ("0", "3:2", "257", "1:", "two", "-1", "")
+        ),
+        (
+            {"platform": "ray", "nodes": "2", "worker_listen": "tcp://127.0.0.1:7000"},
+            "--worker-listen 'tcp://127.0.0.1:7000' with --nodes: workers connect to shards of their own node",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:

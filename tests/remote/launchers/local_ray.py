@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,6 +32,7 @@ def ray_of(start: Callable[[Any, str], str]) -> Iterator[Any]:
     ):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_TOKEN", "t" * 40)  # else one is written to the home directory
+        patch.setenv("RAY_worker_niceness", "0")  # else 15: what Ray runs waits for all other tests
         patch.delenv("RAY_ADDRESS", raising=False)
         import ray
 
@@ -47,6 +49,31 @@ def start_node(cpus: float) -> Callable[[Any, str], str]:
         return str(context.address_info["address"])
 
     return start
+
+
+@contextmanager
+def ray_nodes(*cpus: float) -> Iterator[Any]:
+    """Ray's `Cluster` of several nodes on this host, with so many processors each; `RAY_ADDRESS` is the first one's."""
+    from ray.cluster_utils import Cluster
+
+    clusters: list[Any] = []
+
+    def start(ray: Any, directory: str) -> str:
+        Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
+        head = {"num_cpus": cpus[0], "include_dashboard": False, "object_store_memory": STORE}
+        clusters.append(Cluster(initialize_head=True, head_node_args=head))
+        for share in cpus[1:]:
+            add_node(clusters[0], share)
+        ray.init(clusters[0].address)
+        return str(clusters[0].address)
+
+    with ray_of(start):
+        yield clusters[0]
+    clusters[0].shutdown()
+
+
+def add_node(cluster: Any, cpus: float) -> Any:
+    return cluster.add_node(num_cpus=cpus, object_store_memory=STORE)
 
 
 def workers() -> dict[int, int]:

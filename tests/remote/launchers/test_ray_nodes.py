@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.loader_cases import Augmented, assert_same
-from tests.remote.launchers.local_ray import STORE, names_in, needs_ray, ray_of, workers
+from tests.remote.launchers.local_ray import add_node, names_in, needs_ray, ray_nodes, workers
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.remote import Ray
@@ -26,24 +24,8 @@ pytestmark = [pytest.mark.slow, needs_ray]
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Any]:
     """A head with room for half of a loader's workers."""
-    from ray.cluster_utils import Cluster
-
-    clusters = []
-
-    def start(ray: Any, directory: str) -> str:
-        Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
-        head = {
-            "num_cpus": 2,
-            "include_dashboard": False,
-            "object_store_memory": STORE,
-        }
-        clusters.append(Cluster(initialize_head=True, head_node_args=head))
-        ray.init(clusters[0].address)
-        return str(clusters[0].address)
-
-    with ray_of(start):
-        yield clusters[0]
-    clusters[0].shutdown()
+    with ray_nodes(2) as cluster:
+        yield cluster
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +46,7 @@ def kill_raylet(cluster: Any, node: Any) -> None:
 
 @pytest.mark.parametrize("lose", [remove, kill_raylet])
 def test_an_epoch_goes_on_when_a_node_goes(cluster: Any, lose: Callable[[Any, Any], None]) -> None:
-    node = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    node = add_node(cluster, 2)
     cluster.wait_for_nodes()
 
     def shuffled(**arguments: Any) -> DPFlowDataLoader[Any]:
@@ -89,7 +71,7 @@ def test_an_epoch_goes_on_when_a_node_goes(cluster: Any, lose: Callable[[Any, An
 def test_the_example_trains_with_ray_train(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from examples import train_on_ray
 
-    node = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    node = add_node(cluster, 2)
     cluster.wait_for_nodes()
     monkeypatch.setattr(sys, "argv", ["train_on_ray", "--trainers", "2", "--loaders", "1"])
     monkeypatch.setenv("PYTHONPATH", os.getcwd())

@@ -105,6 +105,11 @@ class NodeTable:
             return None
         return self._nodes.pop(name).record
 
+    def remove_ended(self, prefix: str, running: Collection[str]) -> list[NodeRecord]:
+        """Remove the nodes of a platform, whose names begin with `prefix`, that it does not run any more."""
+        ended = [name for name in self._nodes if name.startswith(prefix) and name not in running]
+        return [self._nodes.pop(name).record for name in ended]
+
     def tick(self, now: float) -> list[NodeRecord]:
         """Expire leases; return the nodes that are removed."""
         lost = [node.record for node in self._nodes.values() if now - node.heard >= self._lease_s]

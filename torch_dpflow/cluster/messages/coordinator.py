@@ -239,6 +239,21 @@ class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     hold_s: float = 120.0
 
 
+class NodeLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bounds of the number of nodes that a platform runs, if it follows the demand of jobs."""
+
+    least: int
+    most: int
+    #: How many workers one node is for.
+    workers_each: int
+    #: How long nodes that are not needed stay, seconds.
+    hold_s: float = 120.0
+
+    def clamp(self, nodes: int) -> int:
+        """Return the nearest allowed number."""
+        return max(self.least, min(nodes, self.most))
+
+
 class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Arguments of a coordinator's process."""
 
@@ -256,6 +271,8 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
     autoscale: AutoscaleLimits | None = None
     #: As in `WorkerSeconds`.
     price_per_hour: float = 0.0
+    #: Of nodes that a platform runs; None: it runs none.
+    nodes: NodeLimits | None = None
 
     @property
     def limits(self) -> ClusterLimits:

@@ -148,9 +148,36 @@ class NodeAssignment(Body):
     is_known: bool
     #: Whether the cluster ends.
     ends: bool = False
+    #: Whether the node is to leave, as fewer are needed.
+    leaves: bool = False
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)] = []
     #: Addresses of processes of the cluster's own host, by id.
     elsewhere: dict[Name, Text] = {}
+
+
+class NodeFleet(Body):
+    """To a coordinator, from its provisioner, periodically: nodes that a platform runs. Answered with `FleetTarget`."""
+
+    #: As in `ClusterPlace`.
+    token: Text
+    #: Of the names of all nodes that the platform has run for this cluster. A joined one that is not in `nodes` has
+    #: ended.
+    prefix: NodeName
+    #: Nodes that were requested and have not ended.
+    nodes: Annotated[list[NodeName], msgspec.Meta(max_length=MAX_NODES)]
+    #: Those of them that are to leave once jobs have left their shards.
+    leaving: Annotated[list[NodeName], msgspec.Meta(max_length=MAX_NODES)]
+
+
+class FleetTarget(Body):
+    """The answer to `NodeFleet`."""
+
+    #: How many nodes the platform is to run.
+    wanted: Count
+    #: Those of its nodes that are in the cluster.
+    joined: list[NodeName]
+    #: Whether the cluster ends.
+    ends: bool = False
 
 
 class NodeRecord(Body):

@@ -129,7 +129,7 @@ class Coordinator:
         for name, (body, remembered) in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
         if nodes is not None:
-            nodes.use(self._assigned_to, lambda: self._observed, changed)
+            nodes.use(self._assigned_to, lambda: self._observed, changed, self._undivided_parts)
 
     # -- what runs -------------------------------------------------------------------------------------------
 

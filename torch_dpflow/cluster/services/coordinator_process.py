@@ -89,7 +89,7 @@ def run(service: ServiceSpec) -> None:
     # jobs that need it upload it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
     reconciler = Reconciler(service, server)
-    nodes.append(JoinedNodes(server, state, service.place, incarnation=service.incarnation))
+    nodes.append(JoinedNodes(server, state, service.place, incarnation=service.incarnation, limits=arguments.nodes))
     coordinator = Coordinator(
         server,
         state,

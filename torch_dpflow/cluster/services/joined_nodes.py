@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow._version import __version__
+from torch_dpflow.cluster.control.node_scaling import NodeScaling
 from torch_dpflow.cluster.control.placement import NodeTable
+from torch_dpflow.cluster.messages.coordinator import NodeLimits, Part
 from torch_dpflow.cluster.messages.node import (
+    FleetTarget,
     Launch,
     NodeAssignment,
+    NodeFleet,
     NodeJoin,
     NodeJoined,
     NodeRecord,
@@ -37,6 +41,7 @@ _MAX_JOINS = 1 << 12
 NODE_METHODS: dict[str, tuple[Any, bool]] = {
     "join_node": (NodeJoin, True),
     "report_node": (NodeReport, False),
+    "node_fleet": (NodeFleet, False),
     "nodes": (None, False),
 }
 
@@ -49,16 +54,29 @@ class JoinedNodes:
         store: keeps them for the next coordinator.
         place: of the cluster. Nodes are refused if it has no keys, or a platform for workers.
         incarnation: of the coordinator.
+        limits: of the nodes that a platform runs; None: it runs none.
     """
 
-    def __init__(self, server: RpcServer, store: WriteBehindStore, place: ClusterPlace, *, incarnation: int) -> None:
+    def __init__(
+        self,
+        server: RpcServer,
+        store: WriteBehindStore,
+        place: ClusterPlace,
+        *,
+        incarnation: int,
+        limits: NodeLimits | None = None,
+    ) -> None:
         self._store, self._place = store, place
+        self._scaling = None if limits is None else NodeScaling(limits)
+        #: Nodes that are to leave, as fewer are needed.
+        self._leaving: Collection[str] = ()
         self._clock = SuspendAwareClock()
         self._table = NodeTable(place.cluster, generations=incarnation * _MAX_JOINS, lease_s=NODE_LEASE_S)
         #: Set by `use`.
         self._assigned: Callable[[str], list[Launch] | None]
         self._observed: Callable[[], Sequence[ProcessView]]
         self._changed: Callable[[], None]
+        self._parts: Callable[[], Mapping[str, Part | None]]
         #: Whether the cluster ends, and the nodes to which that was reported.
         self._ends, self._notified = False, set[str]()
         self._restore()
@@ -70,14 +88,16 @@ class JoinedNodes:
         assigned: Callable[[str], list[Launch] | None],
         observed: Callable[[], Sequence[ProcessView]],
         changed: Callable[[], None],
+        parts: Callable[[], Mapping[str, Part | None]],
     ) -> None:
         """Connect it with a coordinator. To be called once, before the server serves.
 
         assigned: returns the processes that a node should run; None while they are not known.
         observed: returns the running processes of the cluster's own node.
         changed: called when nodes join, leave or expire.
+        parts: returns the part of each flow that runs.
         """
-        self._assigned, self._observed, self._changed = assigned, observed, changed
+        self._assigned, self._observed, self._changed, self._parts = assigned, observed, changed, parts
 
     @property
     def hosts(self) -> list[str]:
@@ -91,10 +111,12 @@ class JoinedNodes:
 
     def poll(self) -> None:
         """Expire leases. To be called at least once a second."""
-        lost = self._table.tick(self._clock())
+        self._note_lost(self._table.tick(self._clock()), f"has expired: no report for {NODE_LEASE_S:g} s")
+
+    def _note_lost(self, lost: Sequence[NodeRecord], why: str) -> None:
         for record in lost:
-            text = "node %s at %s has expired: no report for %g s; other shards receive its keys"
-            SERVICE.warning(text, record.name, record.address, NODE_LEASE_S)
+            text = "node %s at %s %s; other shards receive its keys"
+            SERVICE.warning(text, record.name, record.address, why)
             self._store.delete(_key(record.name))
         if lost:
             self._changed()
@@ -158,8 +180,7 @@ class JoinedNodes:
 
     def _on_report_node(self, call: IncomingCall) -> Result:
         report: NodeReport = call.body
-        is_ours = hmac.compare_digest(report.token.encode(), self._place.token.encode())
-        if not is_ours:
+        if not self._is_ours(report.token):
             return Result(NodeAssignment(False))
         if self._ends:
             self._notified.add(report.name)
@@ -177,7 +198,27 @@ class JoinedNodes:
         launches = self._assigned(name)
         if launches is None:
             raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
-        return Result(NodeAssignment(True, launches=launches, elsewhere=self._addresses()))
+        return Result(
+            NodeAssignment(True, leaves=name in self._leaving, launches=launches, elsewhere=self._addresses())
+        )
+
+    def _on_node_fleet(self, call: IncomingCall) -> Result:
+        fleet: NodeFleet = call.body
+        if self._scaling is None or not self._is_ours(fleet.token):
+            raise UsageError("only the provisioner of a cluster with nodes on a platform may report them")
+        if self._assigned("") is None:
+            raise OverloadedError("the coordinator has just started and does not know yet what runs; retry")
+        if self._ends:
+            return Result(FleetTarget(0, [], ends=True))
+        self._leaving = frozenset(fleet.leaving)
+        self._note_lost(self._table.remove_ended(fleet.prefix, fleet.nodes), "has ended on its platform")
+        now = self._clock()
+        joined = [node.name for node in self._table.views(now) if node.name in fleet.nodes]
+        workers = sum(part.workers for part in self._parts().values() if part is not None)
+        return Result(FleetTarget(self._scaling.wanted(workers, len(joined), now), joined))
+
+    def _is_ours(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self._place.token.encode())
 
     def _addresses(self) -> dict[str, str]:
         """Return addresses of processes that processes of joined nodes connect to, by id."""

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow._core.checks import is_loopback
 from torch_dpflow._core.descriptors import raise_limit
 from torch_dpflow._core.threads import PeriodicCall
 from torch_dpflow._version import __version__
 from torch_dpflow.cluster.messages.node import (
-    NODE_NAME,
     Desire,
     Launch,
     NodeAssignment,
@@ -31,27 +24,25 @@ from torch_dpflow.cluster.messages.node import (
     Running,
 )
 from torch_dpflow.cluster.messages.shard import ShardSettings
-from torch_dpflow.cluster.monitoring.page_access import listen_at
 from torch_dpflow.cluster.security.connection_file import (
     Cluster,
     ConnectionFile,
     keys_hint,
     node_proof,
-    read_connection_file,
 )
+from torch_dpflow.cluster.services.joining_options import NodeOptions, keys_of, own_address
 from torch_dpflow.cluster.services.node import (
     WISHED_DESCRIPTORS,
     Node,
-    check_installed,
     fork_platform,
     keep_fork_server_in,
     private_directory,
 )
 from torch_dpflow.cluster.services.service import ClusterPlace
-from torch_dpflow.errors import DPFlowError, ErrorKind, OptionError, RemoteCallError, UsageError
+from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.transport import TransportOptions
-from torch_dpflow.log import SERVICE, LogOptions, write_lines
+from torch_dpflow.log import SERVICE, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
 from torch_dpflow.workers.local_platform import end_fork_server
 
@@ -64,7 +55,6 @@ JOINED_ROLES = ("shard", "worker")
 _POLL_S = 0.02
 #: Most processes that a node starts under one generation.
 _MAX_STARTS = 1 << 20
-_NAME = re.compile(NODE_NAME, re.ASCII)
 
 
 class Joining:
@@ -74,10 +64,10 @@ class Joining:
         cluster: how its coordinator is reached.
         keys: of the cluster, with the server key.
         name: of this node.
-        address: of this host, for display.
+        address, processors: of this host, for display.
     """
 
-    def __init__(self, cluster: Cluster, keys: ConnectionFile, name: str, address: str) -> None:
+    def __init__(self, cluster: Cluster, keys: ConnectionFile, name: str, address: str, processors: int = 1) -> None:
         self._cluster, self.name = cluster, name
         self._body = NodeJoin(
             name,
@@ -86,7 +76,7 @@ class Joining:
             versions_here(),
             node_proof(keys, name),
             address,
-            len(os.sched_getaffinity(0)),
+            processors,
         )
 
     def join(self, timeout_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
@@ -199,6 +189,8 @@ class CoordinatorLink:
         elif not assigned.is_known:
             self._join_again()
         else:
+            if assigned.leaves:
+                self.leave()
             self._apply(assigned)
             self._stop_when_drained(assigned, running)
 
@@ -277,44 +269,6 @@ class CoordinatorLink:
         self._node.stop()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """The options of a node that joins a cluster.
-
-    Args:
-        join: path of the cluster's connection file with the server key: the file that `dpflow up` has written, or that
-            of its keys with the cluster's address.
-        name: unique among the cluster's nodes; None: the name of this host.
-        listen: the IP address of this host by which jobs reach it; None: the one by which it reaches the cluster.
-        preload: as for `ClusterOptions`.
-        log: how its processes log.
-
-    Raises:
-        OptionError: a file, name, address or module is not usable.
-    """
-
-    join: str
-    name: str | None = None
-    listen: str | None = None
-    preload: Sequence[str] = ()
-    log: LogOptions = field(default_factory=LogOptions)
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.node_name):
-            given = "--name" if self.name is not None else "the name of this host is"
-            raise OptionError(
-                f"{given} {self.node_name!r:.80}: give --name of at most 63 letters, digits, dots, hyphens and "
-                "underscores, beginning with a letter or digit"
-            )
-        for module in self.preload:
-            check_installed(module)
-
-    @property
-    def node_name(self) -> str:
-        """The name of the node."""
-        return socket.gethostname() if self.name is None else self.name
-
-
 class JoiningNode:
     """A node of the cluster of another host; `serve` runs it. At most one in a process.
 
@@ -324,12 +278,12 @@ class JoiningNode:
     """
 
     def __init__(self, options: NodeOptions) -> None:
-        keys = _keys_of(options.join)
+        keys = keys_of(options.join)
         self.cluster = Cluster(address=keys.address, transport=TransportOptions(keys=keys.client_keys()))
         self.name, self.address = options.node_name, own_address(keys.address, options.listen)
         self._log = options.log
         raise_limit(WISHED_DESCRIPTORS)
-        joining = Joining(self.cluster, keys, self.name, self.address)
+        joining = Joining(self.cluster, keys, self.name, self.address, options.node_processors)
         platform = fork_platform(options.preload)
         self._directory = private_directory()
         keep_fork_server_in(self._directory.path)
@@ -375,71 +329,3 @@ class JoiningNode:
         if self._link.leaves:
             self._node.stop()
         self._link.leave()
-
-
-def own_address(cluster: str, listen: str | None) -> str:
-    """Return the address of this host at which the services of a joined node listen.
-
-    cluster: the coordinator's address.
-    Raises OptionError unless it is one of this host that the cluster and jobs on other hosts can reach.
-    """
-    parts = urlsplit(cluster)
-    address = listen
-    try:
-        if address is None:
-            found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
-            family, kind, protocol, _, there = found[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(there)  # sends nothing: the kernel chooses the route
-                address = str(probe.getsockname()[0])
-        host = ipaddress.ip_address(address)
-    except ValueError:
-        raise OptionError(f"--listen {listen!r}: give an IP address of this host") from None
-    except OSError as error:
-        raise OptionError(
-            f"{cluster} cannot be reached: {error.strerror or error}; give --listen the IP address of this host by "
-            "which jobs reach it, and a connection file whose address this host knows"
-        ) from error
-    _check_own(host, cluster)
-    return str(host)
-
-
-def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str) -> None:
-    if host.is_unspecified:
-        raise OptionError(f"--listen {str(host)!r}: give the address of this host by which jobs reach it")
-    if host.is_loopback and not is_loopback(cluster):
-        raise OptionError(f"--listen {str(host)!r}: the cluster at {cluster} and its jobs cannot reach it")
-    try:
-        listen_at(str(host), 0).close()
-    except OSError as error:
-        raise OptionError(f"--listen {str(host)!r}: {error.strerror or error}; give an address of this host") from error
-
-
-def _keys_of(path: str) -> ConnectionFile:
-    keys, error = read_connection_file(path), ""
-    start, give = (
-        "start it by `dpflow up --listen tcp://ADDRESS:PORT`",
-        "give the file that `dpflow up` has written",
-    )
-    try:
-        parts = urlsplit(keys.address)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, 1
-    if keys.sends_code:
-        where = "run on a platform and connect to its own host"
-        error = f"the workers of that cluster {where}, so it has no nodes; {start} without --platform"
-    elif not keys.address.startswith("tcp://"):
-        error = f"that cluster can be reached on its own host only; {start}"
-    elif not port:
-        error = f"it has keys, but no cluster's address, as `dpflow keygen` writes it; {give}"
-    elif not host:
-        error = f"its address {keys.address!r:.80} is not tcp://ADDRESS:PORT; {give}"
-    else:
-        try:
-            keys.server_keys()
-        except OptionError as missing:
-            error = str(missing)
-    if error:
-        raise OptionError(f"--join {path!r}: {error}")
-    return keys

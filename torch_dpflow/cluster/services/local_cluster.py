@@ -16,8 +16,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_dpflow._core.descriptors import raise_limit
-from torch_dpflow.cluster.messages.coordinator import MAX_WORKERS, AutoscaleLimits, ClusterLimits, CoordinatorArguments
-from torch_dpflow.cluster.messages.node import END_NOTICE_S, Launch
+from torch_dpflow.cluster.messages.coordinator import (
+    MAX_WORKERS,
+    AutoscaleLimits,
+    ClusterLimits,
+    CoordinatorArguments,
+    NodeLimits,
+)
+from torch_dpflow.cluster.messages.node import END_NOTICE_S, MAX_NODES, Launch
 from torch_dpflow.cluster.monitoring.metrics_server import check_metrics_address
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, check_page, listen_at
 from torch_dpflow.cluster.security.announcement import Announcement, check_vacant, lock_file
@@ -36,6 +42,7 @@ from torch_dpflow.cluster.services.node import (
     max_workers,
     private_directory,
 )
+from torch_dpflow.cluster.services.node_fleet import NodeArguments
 from torch_dpflow.cluster.services.service import (
     COORDINATOR,
     PAGE,
@@ -50,7 +57,7 @@ from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.remote.fleet.worker_listener import check_ports
 from torch_dpflow.remote.launchers import registry
 from torch_dpflow.remote.launchers.contract import PlatformSpec
-from torch_dpflow.remote.launchers.registry import check_reachable, resolve
+from torch_dpflow.remote.launchers.registry import as_nodes, check_reachable, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,8 @@ class ClusterOptions:
     Args:
         connection_file: path of the file by which jobs find it; None: the path that "auto" uses.
         state: address of a state store; None: one that is removed with the cluster.
-        listen: tcp://HOST:PORT, with keys; None: sockets on this host that only this user can reach.
+        listen: tcp://HOST:PORT, with keys; None: sockets on this host that only this user can reach. With `nodes`, a
+            free port of the address by which the platform reaches this host.
         keys: with `listen`, a connection file whose keys to use; None: generate new ones.
         limits: of all flows together.
         metrics: HOST:PORT at which to serve metrics for Prometheus; None: no metrics.
@@ -76,6 +84,8 @@ class ClusterOptions:
         platform: name of a platform that runs the workers, such as "ray"; None: processes of this host.
         autoscale: MIN:MAX, between which the workers of all flows together follow the demand of jobs. None: as in the
             settings, or else as many as flows request. MAX must be the number of workers in `limits`, if given.
+        nodes: with `platform`, how many nodes of the cluster it runs, each with shards and their workers: N, or MIN:MAX
+            for as many as the workers of all flows take. None: it runs single workers.
         worker_listen: with `platform`, the address at which shards listen for workers: tcp://HOST:PORT, port 0 for a
             free one, or tcp://HOST:FIRST-LAST with one port for each shard. None: the default of the platform.
 
@@ -98,6 +108,7 @@ class ClusterOptions:
     log: LogOptions = field(default_factory=LogOptions)
     preload: Sequence[str] = ()
     platform: str | None = None
+    nodes: str | None = None
     worker_listen: str | None = None
     autoscale: str | None = None
 
@@ -122,6 +133,9 @@ class ClusterOptions:
         self._check_platform()
 
     def _check_platform(self) -> None:
+        if self.nodes is not None:
+            self._check_nodes(self.nodes)
+            return
         if self.worker_listen is not None:
             if self.platform is None:
                 raise OptionError(
@@ -139,6 +153,38 @@ class ClusterOptions:
             platform.check_workers(self.limits.workers or MAX_WORKERS)
             platform.check_installed()
             check_reachable(self.platform, self.worker_listen or "")
+
+    def _check_nodes(self, text: str) -> None:
+        _parse_nodes(text)
+        able = f"a platform that runs nodes: {', '.join(registry.with_nodes())}"
+        if self.platform is None:
+            raise OptionError(
+                f"--nodes {text!r} without --platform: give {able}; or leave it out, and run `dpflow node --join` on "
+                "each host"
+            )
+        if self.worker_listen is not None:
+            raise OptionError(
+                f"--worker-listen {self.worker_listen!r} with --nodes: workers connect to shards of their own node; "
+                "leave it out"
+            )
+        platform = as_nodes(resolve(self.platform))
+        if platform is None:
+            raise OptionError(
+                f"--nodes {text!r} with --platform {self.platform!r}, which runs single workers; give {able}"
+            )
+        platform.check_installed()
+        address = check_reachable(self.platform, self.listen or "", nodes=True)
+        if self.listen is None:
+            object.__setattr__(self, "listen", _free_address(address))
+
+    @property
+    def node_limits(self) -> NodeLimits | None:
+        """Limits of the nodes that the platform runs; None: it runs none."""
+        if self.nodes is None or self.platform is None:
+            return None
+        platform = as_nodes(resolve(self.platform))
+        assert platform is not None
+        return NodeLimits(*_parse_nodes(self.nodes), platform.workers_each, registry.autoscale().hold_s)
 
     def page_place(self, *, vacant: bool = True) -> PagePlace | None:
         """Return the place of the live page; None without one. Raises as `check_page`."""
@@ -233,8 +279,8 @@ class LocalCluster:
         folder = self._directory.path
         keys = generate_keys("") if options.keys is None else read_key_file(options.keys)
         keys.server_keys()
-        platform, worker_place = options.worker_platform, None
-        if platform is not None:
+        platform, worker_place, nodes = options.worker_platform, None, options.node_limits
+        if platform is not None and nodes is None:
             worker_place = WorkerPlatform(
                 name=platform.name, listen_at=options.worker_listen or "", max_workers=self.workers
             )
@@ -259,9 +305,12 @@ class LocalCluster:
             options.metrics or "",
             self._autoscale,
             getattr(platform, "price_per_hour", 0.0),
+            nodes,
         )
         own = [Launch(COORDINATOR, COORDINATOR, msgspec.msgpack.encode(arguments))]
-        if platform is not None:
+        if nodes is not None:
+            own.append(Launch(PROVISIONER, "node-fleet", msgspec.msgpack.encode(NodeArguments([*options.preload]))))
+        elif platform is not None:
             own.append(Launch(PROVISIONER, PROVISIONER))
         page = options.page_place(vacant=False)
         if page is not None:
@@ -318,6 +367,14 @@ def _parse_autoscale(text: str) -> tuple[int, int]:
     return least, most
 
 
+def _parse_nodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,4})(?::([0-9]{1,4}))?", text, re.ASCII)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if not 1 <= least <= most <= MAX_NODES:
+        raise OptionError(f"--nodes {text!r:.80}: give N or MIN:MAX with 1 <= MIN <= MAX <= {MAX_NODES}, as 4 or 1:4")
+    return least, most
+
+
 def _hold_state(url: str, owner: str) -> int | None:
     """Claim a state store exclusively. Return a descriptor that locks its file; None if it is not a file.
 
@@ -350,6 +407,18 @@ def _host_of(listen: str) -> str:
     if host.is_unspecified:
         raise OptionError(f"--listen {listen!r}: give the address of this host by which jobs reach it")
     return parts.netloc.rpartition(":")[0]
+
+
+def _free_address(host: str) -> str:
+    """Return tcp://HOST:PORT with a free port of an address of this host. Raises OptionError if it has none."""
+    try:
+        with listen_at(host, 0) as listener:
+            port = listener.getsockname()[1]
+    except OSError as error:
+        raise OptionError(
+            f"{host}, the address of this host on the platform: {error.strerror or error}; give --listen another one"
+        ) from error
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _check_listen(listen: str) -> None:

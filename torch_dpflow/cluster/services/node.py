@@ -262,7 +262,7 @@ class Node:
             settings=spawn.launch.settings,
             address=spawn.address,
             place=self._place,
-            platform=self._worker_platform if spawn.launch.role == PROVISIONER else None,
+            platform=self._worker_platform if spawn.launch.id == PROVISIONER else None,
         )
         spec = ProcessSpec(
             name=service.id,

@@ -29,13 +29,14 @@ from torch_dpflow.log import SERVICE, LogOptions, write_lines
 from torch_dpflow.remote.launchers.contract import PlatformSpec
 
 T = TypeVar("T")
-#: Ids of the processes that a node runs by itself. Optional: the provisioner (a platform runs the workers), the live
-#: page, the server of the pool.
+#: Ids of the processes that a node runs by itself. Optional: the provisioner (a platform runs the workers, or nodes),
+#: the live page, the server of the pool.
 COORDINATOR, PROVISIONER, PAGE, POOL = "coordinator", "provisioner", "page", "pool"
 #: The function of each role.
 ROLES = {
     "coordinator": "torch_dpflow.cluster.services.coordinator_process:run",
     "provisioner": "torch_dpflow.cluster.services.provisioner:run",
+    "node-fleet": "torch_dpflow.cluster.services.node_fleet:run",
     "page": "torch_dpflow.cluster.services.page:run",
     "pool": "torch_dpflow.pool.server.data_server:run_service",
     "router": "torch_dpflow.cluster.services.router:run",

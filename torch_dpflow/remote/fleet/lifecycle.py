@@ -42,7 +42,7 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Answerless, Ended, Outcome, Refused, Warned
 from torch_dpflow.workers.platform import Limits
 
-#: How long a worker may take to finish its tasks, unless it ends before, and to leave by itself, seconds.
+#: How long a worker may take to finish its tasks, if not given, and to leave by itself, seconds.
 DRAIN_S, LEAVE_S = 30.0, 5.0
 #: How long the platform may take to end a worker by force, at least; else twice its grace; seconds.
 STOP_S = 10.0
@@ -63,6 +63,7 @@ class Fleet:
         prefix: of the workers' names: see `remote.launchers.contract.prefix_of`.
         limits: of the platform.
         draw: returns numbers from 0 to below 1, for jitter.
+        drain_s: how long a worker may take to finish its tasks, unless it ends before, seconds.
         alone: whether no other workers do the work. If so, the fleet fails if it has no worker and starts are refused
             for long.
     """
@@ -73,9 +74,11 @@ class Fleet:
         limits: Limits,
         *,
         draw: Callable[[], float],
+        drain_s: float = DRAIN_S,
         alone: bool = True,
     ) -> None:
         self._prefix = prefix
+        self._drain_s = drain_s
         self._alone = alone
         self._grace_s = limits.grace_s
         self._draw = draw
@@ -384,7 +387,7 @@ class Fleet:
     def _drain(self, worker: FleetWorker, now: float) -> None:
         waited = worker.state is WorkerState.ON_DECK  # and so has no tasks
         ends = worker.ends if worker.ends > now else math.inf
-        worker.state, worker.due = WorkerState.DRAINING, min(now + DRAIN_S, ends)
+        worker.state, worker.due = WorkerState.DRAINING, min(now + self._drain_s, ends)
         self._out.append(DrainWorker(worker.name))
         if waited:
             self._leave(worker, now)

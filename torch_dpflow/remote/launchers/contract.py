@@ -212,6 +212,29 @@ class PlatformSpec(PlatformSource, Protocol):
         """
 
 
+class NodePlatform(PlatformSpec, Protocol):
+    """Settings of a platform that can also run nodes of a cluster: each runs shards of flows with their workers."""
+
+    @property
+    def workers_each(self) -> int:
+        """How many workers one node is for: its processors."""
+
+    def check_nodes(self) -> str:
+        """Return the address of this host by which nodes can reach it.
+
+        Raises:
+            MissingExtraError: its library is not installed.
+            OptionError: the platform can never run a node of these settings.
+            PlatformError: it cannot be reached, or rejects a call.
+        """
+
+    def open_nodes(self, module: str) -> RemotePlatform:
+        """Connect to the platform, whose nodes run `module.run` with their launch spec. They end with this process.
+
+        Raises as `PlatformSpec.open`.
+        """
+
+
 _NAME = re.compile(r"dpf-([0-9a-f]{8})-([0-9a-f]{10})-(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,17})", re.ASCII)
 
 

@@ -34,6 +34,7 @@ from torch_dpflow.remote.launchers.contract import (
     Finding,
     Launcher,
     Ref,
+    RemotePlatform,
     check_tcp,
     require,
 )
@@ -64,6 +65,8 @@ START_S = 40.0
 @dataclass(frozen=True, kw_only=True)
 class Ray:
     """`platform="ray"`: workers as actors of the Ray cluster that this process is in, or that `RAY_ADDRESS` names.
+
+    With `dpflow up --nodes`, each actor is a node of the cluster with shards and their workers.
 
     An actor leaves the placement group of the task or actor that starts it, as of a trial of Ray Tune, so the cluster
     needs capacity beside it. It ends with the process that has started it.
@@ -132,7 +135,23 @@ class Ray:
         return RayLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        return ThreadedPlatform(RayLauncher(self, detached=outlived), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
+        return self._open(RayLauncher(self, detached=outlived))
+
+    def _open(self, launcher: Launcher) -> AdoptingPlatform:
+        return ThreadedPlatform(launcher, deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
+
+    @property
+    def workers_each(self) -> int:
+        return max(1, int(self.cpus))
+
+    def check_nodes(self) -> str:
+        ray = connect(self.address)
+        if misfit := RayCapacity(ray, self.needs).misfit():
+            raise OptionError(f"no node fits into the Ray cluster: {misfit}")
+        return str(ray.util.get_node_ip_address())
+
+    def open_nodes(self, module: str) -> RemotePlatform:
+        return self._open(RayLauncher(self, module=module))
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"

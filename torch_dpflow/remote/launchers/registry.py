@@ -9,13 +9,13 @@ import sys
 from contextlib import closing
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from torch_dpflow import errors
 from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers import settings
-from torch_dpflow.remote.launchers.contract import PlatformSpec
+from torch_dpflow.remote.launchers.contract import NodePlatform, PlatformSpec
 
 #: By name, the module and its class of settings (`PlatformSpec`), which has a default for every setting. A name is one
 #: word of lower-case letters: variables of the environment, as DPFLOW_PLATFORM_RAY_CPUS, are split at underscores, and
@@ -113,13 +113,15 @@ def _kinds() -> dict[str, type[Any]]:
 CHECK_S = 120.0
 
 
-def check_reachable(platform: str, listen: str) -> None:
+def check_reachable(platform: str, listen: str, *, nodes: bool = False) -> str:
     """Raise what connecting to a platform raises, or OptionError if workers cannot reach `listen`.
 
-    Runs in a process of its own, as the platform's library may start threads or end the process. listen: the address;
-    empty: chosen by the platform.
+    Runs in a process of its own, as the platform's library may start threads or end the process.
+
+    listen: the address; empty: chosen by the platform.
+    nodes: check whether it can run nodes, and return the address of this host by which they reach it; otherwise "".
     """
-    command = [sys.executable, "-m", __name__, platform, listen]
+    command = [sys.executable, "-m", __name__, platform, listen, "nodes" if nodes else ""]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S)
     except subprocess.TimeoutExpired:
@@ -127,7 +129,7 @@ def check_reachable(platform: str, listen: str) -> None:
             f"platform={platform!r} does not answer within {CHECK_S:g} s; is it up, and reachable from here?"
         ) from None
     if done.returncode == 0:
-        return
+        return str(json.loads(done.stdout.splitlines()[-1]))
     try:
         name, text = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
@@ -136,20 +138,34 @@ def check_reachable(platform: str, listen: str) -> None:
     raise kind(text)
 
 
-def _check(platform: str, listen: str) -> int:
+def with_nodes() -> list[str]:
+    """Return the names of the platforms that can run nodes of a cluster."""
+    return [name for name in sorted(_KNOWN) if hasattr(_kind(name), "open_nodes")]
+
+
+def as_nodes(platform: PlatformSpec) -> NodePlatform | None:
+    """Return a platform that can run nodes of a cluster; None if this one cannot."""
+    return cast(NodePlatform, platform) if hasattr(platform, "open_nodes") else None
+
+
+def _check(platform: str, listen: str, nodes: str) -> int:
+    address = ""
     try:
         spec = resolve(platform)
         with closing(spec.launcher()) as launcher:
             launcher.check()
+        if nodes and (platform_of_nodes := as_nodes(spec)) is not None:
+            address = platform_of_nodes.check_nodes()
         if listen:
             spec.check_listen(listen)
-        else:
+        elif not nodes:
             spec.listen_at()
     except DPFlowError as error:
         print(json.dumps((type(error).__name__, str(error))), flush=True)
         return 1
+    print(json.dumps(address), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_check(*sys.argv[1:3]))
+    sys.exit(_check(*sys.argv[1:4]))

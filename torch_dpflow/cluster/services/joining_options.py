@@ -1,0 +1,135 @@
+"""What a joining node is given: its options, the cluster's keys and its own address."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from torch_dpflow._core.checks import is_loopback
+from torch_dpflow.cluster.messages.node import NODE_NAME
+from torch_dpflow.cluster.monitoring.page_access import listen_at
+from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_connection_file
+from torch_dpflow.cluster.services.node import check_installed
+from torch_dpflow.errors import OptionError
+from torch_dpflow.log import LogOptions
+
+_NAME = re.compile(NODE_NAME, re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The options of a node that joins a cluster.
+
+    Args:
+        join: the cluster's connection file with the server key, or its path: the file that `dpflow up` has written, or
+            that of its keys with the cluster's address.
+        name: unique among the cluster's nodes; None: the name of this host.
+        listen: the IP address of this host by which jobs reach it; None: the one by which it reaches the cluster.
+        preload: as for `ClusterOptions`.
+        processors: that it may use, for display; None: those of this process.
+        log: how its processes log.
+
+    Raises:
+        OptionError: a file, name, address or module is not usable.
+    """
+
+    join: str | ConnectionFile
+    name: str | None = None
+    listen: str | None = None
+    preload: Sequence[str] = ()
+    processors: int | None = None
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.node_name):
+            given = "--name" if self.name is not None else "the name of this host is"
+            raise OptionError(
+                f"{given} {self.node_name!r:.80}: give --name of at most 63 letters, digits, dots, hyphens and "
+                "underscores, beginning with a letter or digit"
+            )
+        for module in self.preload:
+            check_installed(module)
+
+    @property
+    def node_name(self) -> str:
+        """The name of the node."""
+        return socket.gethostname() if self.name is None else self.name
+
+    @property
+    def node_processors(self) -> int:
+        """How many processors the node may use."""
+        return len(os.sched_getaffinity(0)) if self.processors is None else self.processors
+
+
+def own_address(cluster: str, listen: str | None) -> str:
+    """Return the address of this host at which the services of a joined node listen.
+
+    cluster: the coordinator's address.
+    Raises OptionError unless it is one of this host that the cluster and jobs on other hosts can reach.
+    """
+    parts = urlsplit(cluster)
+    address = listen
+    try:
+        if address is None:
+            found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, there = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(there)  # sends nothing: the kernel chooses the route
+                address = str(probe.getsockname()[0])
+        host = ipaddress.ip_address(address)
+    except ValueError:
+        raise OptionError(f"--listen {listen!r}: give an IP address of this host") from None
+    except OSError as error:
+        raise OptionError(
+            f"{cluster} cannot be reached: {error.strerror or error}; give --listen the IP address of this host by "
+            "which jobs reach it, and a connection file whose address this host knows"
+        ) from error
+    _check_own(host, cluster)
+    return str(host)
+
+
+def _check_own(host: ipaddress.IPv4Address | ipaddress.IPv6Address, cluster: str) -> None:
+    if host.is_unspecified:
+        raise OptionError(f"--listen {str(host)!r}: give the address of this host by which jobs reach it")
+    if host.is_loopback and not is_loopback(cluster):
+        raise OptionError(f"--listen {str(host)!r}: the cluster at {cluster} and its jobs cannot reach it")
+    try:
+        listen_at(str(host), 0).close()
+    except OSError as error:
+        raise OptionError(f"--listen {str(host)!r}: {error.strerror or error}; give an address of this host") from error
+
+
+def keys_of(join: str | ConnectionFile) -> ConnectionFile:
+    """Return the keys with which a node can join. Raises OptionError if it cannot join with them."""
+    keys, error = join if isinstance(join, ConnectionFile) else read_connection_file(join), ""
+    start, give = (
+        "start it by `dpflow up --listen tcp://ADDRESS:PORT`",
+        "give the file that `dpflow up` has written",
+    )
+    try:
+        parts = urlsplit(keys.address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, 1
+    if keys.sends_code:
+        where = "run on a platform and connect to its own host"
+        error = f"the workers of that cluster {where}, so it has no nodes; {start} without --platform"
+    elif not keys.address.startswith("tcp://"):
+        error = f"that cluster can be reached on its own host only; {start}"
+    elif not port:
+        error = f"it has keys, but no cluster's address, as `dpflow keygen` writes it; {give}"
+    elif not host:
+        error = f"its address {keys.address!r:.80} is not tcp://ADDRESS:PORT; {give}"
+    else:
+        try:
+            keys.server_keys()
+        except OptionError as missing:
+            error = str(missing)
+    if error:
+        raise OptionError(f"--join {keys.address if join is keys else join!r}: {error}")
+    return keys
