@@ -12,7 +12,7 @@ from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.errors import ChecksumError, OptionError, SourceError
 
 _PARQUET, _ARROW = (".parquet", ".pq", ".parq"), (".arrow", ".feather", ".ipc")
 #: HuggingFace's list of the files of a dataset, and its mark of a directory of several.
@@ -34,6 +34,12 @@ class TableFile:
     def path(self) -> str | None:
         """Return the path of a local file."""
         return self.url.removeprefix("file://") if self.url.startswith("file://") else None
+
+    def check_unchanged(self) -> None:
+        """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
+        path = self.path()
+        if path is not None and local_state(path) != (self.size, self.revision):
+            raise ChecksumError(f"{path} was written again after it was opened; open the dataset again")
 
 
 def are_tables(names: Sequence[str]) -> bool:

@@ -8,8 +8,9 @@ import operator
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,15 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.object_reader import disk_cache, is_settled
 from torch_dpflow.datasets.storage.urls import without_login
-from torch_dpflow.datasets.table_files import TableFile, find_tables, local_state
-from torch_dpflow.errors import ChecksumError, MissingExtraError, OptionError, OptionTypeError, SourceError
+from torch_dpflow.datasets.table_files import TableFile, find_tables
+from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, SourceError
 
 #: Bytes that are searched between the pages of a Parquet file and its footer, where indexes and filters lie.
 _MAX_BETWEEN = 16 << 20
 #: Ends a stream: no further message.
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+#: Rows of a block up to which they are taken one by one, as a call for all of them costs 60 µs.
+_FEW_ROWS = 16
 #: Files whose footers are read at a time.
 _FOOTERS_AT_ONCE = 16
 
@@ -89,6 +92,7 @@ class TableDataset(Dataset[Any]):
         #: By block: its file, and its number in it.
         self._places = [(number, block) for number, of_file in enumerate(counts) for block in range(len(of_file))]
         self._stops = np.cumsum(self.blocks)
+        self._starts = self._stops - self.blocks
 
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0
@@ -103,15 +107,18 @@ class TableDataset(Dataset[Any]):
             IndexError: there is no such row.
             SourceError, StorageError: its file cannot be read, or was changed.
         """
-        numbers = np.array([self._wrapped(operator.index(index)) for index in indices], np.int64)
+        count = len(self)
+        numbers = np.array([_wrapped(operator.index(index), count) for index in indices], np.int64)
         blocks = np.searchsorted(self._stops, numbers, side="right")
-        samples: list[Any] = [None] * len(numbers)
-        opened = self._opened.get()
-        for block in dict.fromkeys(blocks.tolist()):
-            positions = np.flatnonzero(blocks == block)
-            first = int(self._stops[block] - self.blocks[block])
-            rows = opened.rows(block, numbers[positions] - first)
-            for position, sample in zip(positions, rows, strict=True):
+        rows = numbers - self._starts[blocks]
+        positions: dict[int, list[int]] = {}
+        wanted: dict[int, list[int]] = {}
+        for position, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
+            positions.setdefault(block, []).append(position)
+            wanted.setdefault(block, []).append(row)
+        samples: list[Any] = [None] * len(indices)
+        for of_block, found in zip(positions.values(), self._opened.get().rows(wanted), strict=True):
+            for position, sample in zip(of_block, found, strict=True):
                 samples[position] = sample if self._decode is None else self._decode(sample)
         return samples
 
@@ -120,12 +127,6 @@ class TableDataset(Dataset[Any]):
         opened = self._opened.drop()
         if opened is not None:
             opened.close()
-
-    def _wrapped(self, number: int) -> int:
-        count = len(self)
-        if not -count <= number < count:
-            raise IndexError(f"row {number} is out of range; there are {count}")
-        return number % count
 
     def _count_blocks(self) -> list[list[int]]:
         opened = self._opened.get()
@@ -168,7 +169,7 @@ class _OpenedTable:
         self._lock = threading.Lock()
         self._files: dict[int, Any] = {}
         #: Decoded blocks, the one used last at the end, and their bytes.
-        self._blocks: OrderedDict[int, Any] = OrderedDict()
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._bytes = 0
 
     def counts(self, number: int) -> tuple[list[int], dict[str, str]]:
@@ -176,31 +177,32 @@ class _OpenedTable:
         file = self._file(number)
         return file.counts, {field.name: str(field.type) for field in file.schema}
 
-    def rows(self, block: int, numbers: Any) -> list[dict[str, Any]]:
-        """Return rows of a block, by their numbers in it."""
-        file = self._table._files[self._table._places[block][0]]
-        with _errors_of(file):
-            decoded = self._block(block)
-            # A mapped file may have changed below the block that is held.
-            check_unchanged(file)
-            try:
-                return decoded.take(numbers).to_pylist()  # type: ignore[no-any-return]
-            except _pyarrow().ArrowNotImplementedError:  # views and run-end encoded columns cannot be taken from
-                return [row for number in numbers for row in decoded.slice(int(number), 1).to_pylist()]
+    def rows(self, wanted: Mapping[int, list[int]]) -> Iterator[list[dict[str, Any]]]:
+        """Yield rows of each block, by their numbers in it."""
+        unchanged = set()
+        for block, numbers in wanted.items():
+            number = self._table._places[block][0]
+            file = self._table._files[number]
+            with _errors_of(file):
+                decoded = self._block(block)
+                if number not in unchanged:  # a mapped file may have changed below the block that is held
+                    file.check_unchanged()
+                    unchanged.add(number)
+                rows = decoded.rows(numbers)
+            yield rows
 
-    def _block(self, block: int) -> Any:
-        """Return a decoded block."""
+    def _block(self, block: int) -> _Block:
         with self._lock:
             if block in self._blocks:
                 self._blocks.move_to_end(block)
                 return self._blocks[block]
-        decoded = self._decoded(block)
+        decoded = _Block(self._decoded(block))
         with self._lock:
             if block not in self._blocks:
                 self._blocks[block] = decoded
-                self._bytes += decoded.nbytes
+                self._bytes += decoded.table.nbytes
             while self._bytes > self._table._memory and len(self._blocks) > 1:
-                self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+                self._bytes -= self._blocks.popitem(last=False)[1].table.nbytes
         return decoded
 
     def close(self) -> None:
@@ -242,6 +244,28 @@ class _OpenedTable:
             return self._files.setdefault(number, opened)  # type: ignore[no-any-return]
 
 
+def _wrapped(number: int, count: int) -> int:
+    if not -count <= number < count:
+        raise IndexError(f"row {number} is out of range; there are {count}")
+    return number % count
+
+
+class _Block:
+    """A decoded block. Its columns are taken apart once, as this costs more than a row."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+        self._names = table.column_names
+        self._columns = [column.chunk(0) if column.num_chunks == 1 else column for column in table.columns]
+
+    def rows(self, numbers: list[int]) -> list[dict[str, Any]]:
+        if len(numbers) > _FEW_ROWS:
+            with suppress(_pyarrow().ArrowNotImplementedError):  # of views and run-end encoded columns
+                return self.table.take(numbers).to_pylist()  # type: ignore[no-any-return]
+        columns = [[column[number].as_py() for number in numbers] for column in self._columns]
+        return [dict(zip(self._names, values)) for values in zip(*columns, strict=True)]
+
+
 class _ParquetFile:
     """A Parquet file whose row groups are blocks."""
 
@@ -261,7 +285,7 @@ class _ParquetFile:
 
     def read(self, block: int, columns: list[str] | None) -> Any:
         with self._lock, _errors_of(self._file):
-            check_unchanged(self._file)
+            self._file.check_unchanged()
             return self._parquet.read_row_group(block, columns=columns, use_threads=False)
 
     def close(self) -> None:
@@ -323,7 +347,7 @@ class _ArrowFile:
 
     def read(self, block: int, columns: list[str] | None) -> Any:
         with _errors_of(self._file):
-            check_unchanged(self._file)
+            self._file.check_unchanged()
             batch = self._arrow.get_batch(block) if self._batches is None else self._batches[block]
             table = _pyarrow().Table.from_batches([batch])
             return table if columns is None else table.select(columns)
@@ -387,27 +411,19 @@ class _errors_of:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        pyarrow = _pyarrow()
         # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
-        if isinstance(error, pyarrow.ArrowException) or type(error) is OSError:
+        if error is not None and (isinstance(error, _pyarrow().ArrowException) or type(error) is OSError):
             raise SourceError(f"{self._url} cannot be read: {error}") from error
 
 
 def _source(file: TableFile, reader: ObjectReader) -> Any:
     path = file.path()
     if path is not None:
-        check_unchanged(file)
+        file.check_unchanged()
         return path
     if file.size is None:
         raise SourceError(f"{without_login(file.url)}: the storage does not report its size; copy it to a local disk")
     return _RangeFile(file, reader)
-
-
-def check_unchanged(file: TableFile) -> None:
-    """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
-    path = file.path()
-    if path is not None and local_state(path) != (file.size, file.revision):
-        raise ChecksumError(f"{path} was written again after it was opened; open the dataset again")
 
 
 def _column_names(columns: Sequence[str]) -> list[str]:
