@@ -181,7 +181,7 @@ class SampleReader:
             opened.close()
 
     def _wrapped(self, indices: Sequence[int]) -> list[int]:
-        count = len(self)
+        count = self.stored.variant.samples
         numbers = [operator.index(index) for index in indices]
         for number in numbers:
             if not -count <= number < count:
@@ -291,6 +291,11 @@ class _OpenedVariant:
 
     def metas(self, places: Sequence[SamplePlace]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
         """Yield the metadata of the sample at each place, with the place's position."""
+        if len(places) == 1:
+            decoded = self.shards.kept(places[0].shard)
+            if decoded is not None:
+                yield 0, decoded.samples[places[0].offset]
+                return
         by_shard: dict[int, list[int]] = {}
         for position, place in enumerate(places):
             by_shard.setdefault(place.shard, []).append(position)

@@ -65,6 +65,14 @@ class ShardCache:
     def __contains__(self, number: int) -> bool:
         return number in self._shards
 
+    def kept(self, number: int) -> DatasetShardMeta | None:
+        """Return a shard that is decoded, without what loading several of them takes."""
+        with self._lock:
+            shard = self._shards.get(number)
+            if shard is not None:
+                self._shards.move_to_end(number)
+            return shard
+
     def portions(self, numbers: Sequence[int]) -> Iterator[Mapping[int, LoadedShard]]:
         """Yield the shards `numbers` in portions that fit the capacity.
 

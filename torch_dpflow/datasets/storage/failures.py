@@ -176,10 +176,11 @@ def fetch_with_retries(
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
     """Read `span` with `with_retries`."""
+    if not storage.is_remote:  # one attempt, without what counts several
+        return storage.fetch(span, min(deadline, clock() + options.deadline_s))
     return with_retries(
         lambda deadline: storage.fetch(span, deadline),
         options,
-        is_remote=storage.is_remote,
         deadline=deadline,
         sleep=sleep,
         clock=clock,
