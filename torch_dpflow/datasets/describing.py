@@ -33,10 +33,10 @@ class Objects:
     Use it in a `with` statement, in the thread that made it.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], read_options: ReadOptions | None = None) -> None:
         self._options = dict(options)
         # Not fsspec, as `cat_file` of ossfs (2025.5) takes `end` as inclusive.
-        self._reader = ObjectReader(options)
+        self._reader = ObjectReader(options, options=read_options)
         self._threads = ThreadPoolExecutor(_TOGETHER, "dpflow-objects")
         self._file_systems: dict[str, Any] = {}
 

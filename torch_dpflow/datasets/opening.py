@@ -15,10 +15,11 @@ from typing import Any
 from torch_dpflow._core.checks import check_path, check_type
 from torch_dpflow.datasets.draft import Draft
 from torch_dpflow.datasets.importers import importer_class
+from torch_dpflow.datasets.importers.shards import ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFiles, find_sources
 from torch_dpflow.datasets.opened import OpenedDataset
 from torch_dpflow.datasets.spec import ID_PATTERN, DatasetRef
-from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
+from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, ReadOptions, sha256_of
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.table_files import are_tables
 from torch_dpflow.datasets.tables import TableDataset
@@ -95,13 +96,16 @@ def open_dataset(
         )
     if settings is not None:
         check_type("settings", settings, Mapping, "a mapping of names")
-    files = find_sources(source, storage_options)
+    files = find_sources(source, storage_options, _read_options(reading))
     name = found_format(files) if format is None else _known_format(format)
     if name == "table":
         return _table(files, decode, checksum, {**(settings or {}), **reading})
     if name == "imagefolder":
         _check_apart(files, index_dir)
     importer = _importer(name, files, settings or {})
+    if isinstance(importer, ShardImporter):
+        # Checksums are computed later, and the cache finds samples by them.
+        importer.fills_cache = checksum is None
     index = _Index(index_dir, name, importer, checksum)
     stored = index.open(progress)
     return OpenedDataset(stored, decode=decode, storage_options=files.options, **reading)
@@ -166,6 +170,13 @@ def _importer(name: str, files: SourceFiles, settings: Mapping[str, Any]) -> Any
         return kind(source, options=files.options, **settings)
     except TypeError as error:
         raise OptionError(f"settings={dict(settings)!r:.200}: {error}; see the importer {name}") from error
+
+
+def _read_options(reading: Mapping[str, Any]) -> ReadOptions | None:
+    options = reading.get("read_options")
+    if options is not None:
+        check_type("read_options", options, ReadOptions, "a ReadOptions, or None")
+    return options
 
 
 def _is_stored(source: Source) -> bool:

@@ -16,6 +16,7 @@ from tests.datasets.storage.web_server import WebServer, serve_ranges
 from tests.later import Later
 from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.importers.sources import find_sources
+from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.file_systems import fsspec_options
 from torch_dpflow.errors import ChecksumError, SourceError
 
@@ -60,6 +61,27 @@ def test_shards_on_s3(tmp_path: Path, options: dict[str, Any], put: Callable[[st
         )
         assert dataset.__getitems__([0, 29, 11]) == [samples[0], samples[29], samples[11]]
         dataset.close()
+
+
+def test_building_the_index_fills_the_disk_cache(
+    tmp_path: Path, options: dict[str, Any], put: Callable[[str, bytes], None], s3_endpoint: str
+) -> None:
+    """The pass reads whole shards, so that the first epoch need not read them again."""
+    folder = f"filled-{next(_names)}"
+    for number in range(2):
+        put(f"{folder}/a-{number}.tar", shard(tmp_path, number * 10))
+    reading = ReadOptions(cache_dir=tmp_path / "cache")
+    how: dict[str, Any] = {"storage_options": options, "index_dir": tmp_path / "index", "read_options": reading}
+    open_dataset(f"s3://{BUCKET}/{folder}", **how).close()
+    client = s3_client(s3_endpoint)
+    for number in range(2):
+        client.delete_object(Bucket=BUCKET, Key=f"{folder}/a-{number}.tar")
+    client.close()
+    (version,) = (tmp_path / "index").rglob("versions/*.json")
+    name = f"{version.parent.parent.parent.name}/{version.parent.parent.name}:{version.stem}:all"
+    reads_nothing = open_dataset(name, store=str(tmp_path / "index"), storage_options=options, read_options=reading)
+    assert reads_nothing.__getitems__(range(20)) == samples_of(0, 10) + samples_of(10, 10)
+    reads_nothing.close()
 
 
 def test_an_object_replaced_by_one_of_the_same_size(

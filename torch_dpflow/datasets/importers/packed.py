@@ -63,15 +63,14 @@ class PackedImporter(ShardImporter):
         if not files.is_directory or index is None:
             raise SourceError(f"{files.given} is no directory with an {_INDEX}; give that of a {self.name} dataset")
         try:
-            self.shards, self._info = self._read_index(_json_of(index, files.options))
+            self.shards, self._info = self._read_index(_json_of(index, files))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise SourceError(f"{index.url} is no index of {self.name}: {type(error).__name__}: {error}") from error
         present = dict(zip(files.names, files.files, strict=True)) | self._below(files)
         for shard in self.shards:
             _check_present(files.given, shard, present.get(shard.name))
         self._by_url = {present[shard.name].url: shard for shard in self.shards}
-        listed = [present[shard.name] for shard in self.shards]
-        super().__init__(SourceFiles(files.given, listed, [], files.options, is_directory=True))
+        super().__init__(files.of([present[shard.name] for shard in self.shards]))
         if self.may_copy or any(shard.compression is not None for shard in self.shards):
             self.items_at = None  # type: ignore[assignment]  # copied samples are found by number, not by place
 
@@ -81,7 +80,7 @@ class PackedImporter(ShardImporter):
         if not files.is_directory or _INDEX not in files.names:
             return False
         if not any(map(cls.names.fullmatch, files.names)) and files.folders:
-            children = Files(files.given, files.options).children(files.folders[0])
+            children = Files(files.given, files.options, files.read_options).children(files.folders[0])
             return any(cls.names.fullmatch(child.name) for child in children)
         return any(map(cls.names.fullmatch, files.names))
 
@@ -252,10 +251,10 @@ def _check_column(name: str, decoder: Any) -> None:
         raise SourceError(f"the column {name} cannot be read: {error}") from error
 
 
-def _json_of(file: SourceFile, options: Mapping[str, Any]) -> Any:
+def _json_of(file: SourceFile, files: SourceFiles) -> Any:
     if file.size > _MAX_INDEX:
         raise SourceError(f"{file.url} has {file.size} bytes; at most {_MAX_INDEX} are read")
-    with ObjectReader(options) as reader:
+    with ObjectReader(files.options, options=files.read_options) as reader:
         (data,) = reader.read_many([ByteRange(file.url, size=file.size, revision=file.revision)])
     check_json(data)
     return json.loads(data)

@@ -24,6 +24,8 @@ _SCANNERS = 8
 _BATCH, _BATCHES = 500, 4
 #: Bytes of a block, and blocks that are read ahead. With 8 scans that is 96 MiB at most.
 _REMOTE_BLOCK, _REMOTE_AHEAD = 4 << 20, 2
+#: Blocks of one object that are held for the samples in them, at most.
+_MAX_HELD = 4
 #: Seconds after which a scan whose samples are not read looks whether it should end.
 _POLL_S = 0.2
 
@@ -45,21 +47,35 @@ class ForwardReader:
         self._ahead = ahead
         self._blocks: dict[int, bytes | Future[bytes]] = {}
         self._last = -1
+        #: Position from which on blocks are held for `held`, as far as `_MAX_HELD` allows.
+        self.held_from: int | None = None
 
     def at(self, start: int, length: int) -> bytes:
         """Return `length` bytes from `start` on; fewer at the end of the object."""
         stop = min(start + length, self.size)
         if stop <= start:
             return b""
-        first, last = start // self._block, (stop - 1) // self._block
+        first = start // self._block
         if first != self._last:
             self._advance(first)
+        return self._cut(start, stop)
+
+    def held(self, start: int, length: int) -> bytes | None:
+        """Return bytes that are in memory; None if a part of them is not."""
+        blocks = range(start // self._block, -(-(start + length) // self._block))
+        return self._cut(start, start + length) if all(number in self._blocks for number in blocks) else None
+
+    def _cut(self, start: int, stop: int) -> bytes:
+        first, last = start // self._block, (stop - 1) // self._block
         data = self._bytes(first) if last == first else b"".join(map(self._bytes, range(first, last + 1)))
         return data[start - first * self._block : stop - first * self._block]
 
     def _advance(self, first: int) -> None:
-        """Drop the blocks before `first`, and read ahead if it is the next one."""
-        for number in [number for number in self._blocks if number < first]:
+        """Drop the blocks before `first` that are not held, and read ahead if it is the next one."""
+        oldest = first
+        if self.held_from is not None:
+            oldest = min(first, max(self.held_from // self._block, first - _MAX_HELD))
+        for number in [number for number in self._blocks if number < oldest]:
             del self._blocks[number]
         if first == self._last + 1:
             for number in range(first, min(first + 1 + self._ahead, -(-self.size // self._block))):
@@ -106,6 +122,8 @@ class ShardImporter:
                 f"{files.given} has no files of {self.name}; give a directory with some, a pattern or a list"
             )
         self.options = self.files.options
+        #: Whether samples that an index pass reads go into the disk cache, where readers find them.
+        self.fills_cache = False
         self.root: str | None = self.files.root
 
     @classmethod
@@ -145,6 +163,10 @@ class ShardImporter:
         """
         raise NotImplementedError
 
+    def ranges(self, item: Item) -> list[tuple[int, int]]:
+        """Return start and length of each part of a sample that is read by itself."""
+        return [] if item.offset is None or item.length is None else [(item.offset, item.length)]
+
     def extend(self, info: Mapping[str, Any]) -> None:
         """Do nothing: samples of this kind do not depend on those before them."""
 
@@ -172,7 +194,7 @@ class ShardImporter:
         """Yield the samples of all objects from number `first` on, scanned in threads, in order."""
         stop = threading.Event()
         with (
-            ObjectReader(self.options) as reader,
+            ObjectReader(self.options, options=self.files.read_options) as reader,
             ThreadPoolExecutor(_SCANNERS * (1 + _REMOTE_AHEAD), "dpflow-blocks") as blocks,
             ThreadPoolExecutor(_SCANNERS, "dpflow-scan") as scanners,
         ):
@@ -211,8 +233,11 @@ class ShardImporter:
             data = ForwardReader(
                 lambda start, end: blocks.submit(fetch, start, end), file.size, _REMOTE_BLOCK, _REMOTE_AHEAD
             )
+        scanned = self.scan(file, data)
+        if self.fills_cache and reader.has_cache and not is_local:
+            scanned = self._kept(scanned, file, data, reader)
         try:
-            with closing(self.scan(file, data)) as items:  # type: ignore[type-var]
+            with closing(scanned) as items:  # type: ignore[type-var]
                 while batch := list(islice(items, _BATCH)):
                     if not _put(batches, batch, stop):
                         return
@@ -220,6 +245,23 @@ class ShardImporter:
             _put(batches, None, stop)
         except BaseException as error:
             _put(batches, error, stop)
+
+    def _kept(
+        self, items: Iterator[Item], file: SourceFile, data: ForwardReader, reader: ObjectReader
+    ) -> Iterator[Item]:
+        """Yield the items, and put those whose bytes the scan has read into the disk cache."""
+        data.held_from = 0
+        for item in items:
+            for start, length in self.ranges(item):
+                content = data.held(start, length)
+                if content:
+                    identity = item.checksum or item.revision
+                    span = ByteRange(
+                        file.url, start, start + length, file.size, revision=item.revision, identity=identity
+                    )
+                    reader.keep(span, content)
+                data.held_from = max(data.held_from, start + length)
+            yield item
 
 
 _Batches = queue.Queue[list[Item] | BaseException | None]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch_dpflow._core.checks import check_path
 from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import DirectoryEntry, Files
-from torch_dpflow.datasets.storage import ObjectReader
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.file_systems import revision_of, state_of
 from torch_dpflow.datasets.storage.urls import join_url, split_login, split_name, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
@@ -51,6 +51,7 @@ class SourceFiles:
         folders: names of directories, if the source is one directory.
         options: fsspec's options for all of them.
         is_directory: whether the source is one directory.
+        read_options: timeouts, retries and disk cache of all reads.
     """
 
     def __init__(
@@ -61,19 +62,26 @@ class SourceFiles:
         options: Mapping[str, Any],
         *,
         is_directory: bool = False,
+        read_options: ReadOptions | None = None,
     ) -> None:
         self.given = given
         self.files = list(files)
         self.folders = list(folders)
         self.options = dict(options)
         self.is_directory = is_directory
+        self.read_options = read_options
 
     def only(self, names: re.Pattern[str]) -> SourceFiles:
         """Return the objects of a directory whose names match; all of them if they were named or matched."""
         if not self.is_directory:
             return self
-        files = [file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)]
-        return SourceFiles(self.given, files, self.folders, self.options, is_directory=True)
+        return self.of([file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)])
+
+    def of(self, files: Sequence[SourceFile]) -> SourceFiles:
+        """Return a source of these objects of the same directory."""
+        return SourceFiles(
+            self.given, files, self.folders, self.options, is_directory=True, read_options=self.read_options
+        )
 
     @property
     def root(self) -> str:
@@ -100,7 +108,7 @@ class SourceFiles:
     def head(self, number: int = 0, length: int = 1024) -> bytes:
         """Return the first bytes of an object, at most `length`."""
         file = self.files[number]
-        with ObjectReader(self.options) as reader:
+        with ObjectReader(self.options, options=self.read_options) as reader:
             return reader.read(file.url, 0, min(length, file.size))
 
     def check_unchanged(self, file: SourceFile) -> None:
@@ -109,13 +117,16 @@ class SourceFiles:
             raise SourceError(f"{file.url} was written while it was read; import it again when it is complete")
 
 
-def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> SourceFiles:
+def find_sources(
+    source: Source, options: Mapping[str, Any] | None = None, read_options: ReadOptions | None = None
+) -> SourceFiles:
     """Find the objects of a source.
 
     Args:
         source: a path or URL of a file or a directory; with patterns: `{000..146}` and `{a,b}` are expanded, `*`, `?`
             and `[…]` match names. Or a list of these. A local path that exists, and a `pathlib.Path`, is no pattern.
         options: fsspec's options for them.
+        read_options: timeouts and retries.
 
     Raises:
         OptionError, OptionTypeError: a pattern is malformed, or the source is no text, path or list.
@@ -144,12 +155,14 @@ def find_sources(source: Source, options: Mapping[str, Any] | None = None) -> So
         raise OptionError(f"the source names {len(texts)} objects; give at most {MAX_FILES}")
     given = texts[0] if len(texts) == 1 else f"{texts[0]} … {texts[-1]}"
     if len(texts) == 1 and plain:
-        folder = _directory(plain[0], login)
+        folder = _directory(plain[0], login, read_options)
         if folder is not None:
             return folder
-    known = _named(plain, login)
-    files = [file for text in texts for file in ([known[text]] if text in known else _matching(text, login))]
-    return SourceFiles(given, files, [], login)
+    known = _named(plain, login, read_options)
+    files = [
+        file for text in texts for file in ([known[text]] if text in known else _matching(text, login, read_options))
+    ]
+    return SourceFiles(given, files, [], login, read_options=read_options)
 
 
 def expand_braces(text: str) -> list[str]:
@@ -202,24 +215,24 @@ def _exists(text: str) -> bool:
     return is_local and os.path.lexists(_local_path(text))
 
 
-def _directory(text: str, options: Mapping[str, Any]) -> SourceFiles | None:
+def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions | None) -> SourceFiles | None:
     """Return what is in a directory; None if `text` names an object, or nothing."""
     is_web = text.startswith(("http://", "https://"))
     is_local = "://" not in text or text.startswith("file://")
     if (is_web and not text.endswith("/")) or (is_local and not os.path.isdir(_local_path(text))):
         return None
-    files = Files(_local_path(text) if is_local else text, options)
+    files = Files(_local_path(text) if is_local else text, options, read_options)
     children = files.children()
     if not children and not is_local:
         return None
     found = [_source_file(files.url, child) for child in children if not child.is_directory]
     folders = [child.name for child in children if child.is_directory]
-    return SourceFiles(files.url, found, folders, files.options, is_directory=True)
+    return SourceFiles(files.url, found, folders, files.options, is_directory=True, read_options=read_options)
 
 
 def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
     """Yield path and object of each one in a folder of a directory; none if there is no such folder."""
-    listing = Files(files.given, files.options)
+    listing = Files(files.given, files.options, files.read_options)
     for child in listing.children(folder):
         if not child.is_directory:
             path = f"{folder}/{child.name}"
@@ -230,7 +243,7 @@ def _local_path(text: str) -> str:
     return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
 
 
-def _named(texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, SourceFile]:
+def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None) -> dict[str, SourceFile]:
     """Return the object of each name. Raises SourceError if one is missing."""
     found: dict[str, SourceFile] = {}
     by_folder: dict[str, list[str]] = {}
@@ -243,18 +256,20 @@ def _named(texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, Source
         elif len(members) < _WORTH_A_LISTING or folder.startswith(("http://", "https://")):
             single += members
         else:
-            files = Files(folder, options)
+            files = Files(folder, options, read_options)
             present = {child.name: child for child in files.children(all_keys=True) if not child.is_directory}
             for text in members:
                 name = split_name(text)[1]
                 if name not in present:
                     raise _missing(text)
                 found[text] = _source_file(files.url, present[name])
-    return found | (_measured(single, options) if single else {})
+    return found | (_measured(single, options, read_options) if single else {})
 
 
-def _measured(texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, SourceFile]:
-    with Objects(options) as objects:
+def _measured(
+    texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None
+) -> dict[str, SourceFile]:
+    with Objects(options, read_options) as objects:
         found = {}
         for text, entry in zip(texts, objects.entries(texts)):
             if isinstance(entry, ObjectMissingError):
@@ -265,7 +280,7 @@ def _measured(texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, Sou
         return found
 
 
-def _matching(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
+def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOptions | None) -> list[SourceFile]:
     """Return the objects whose names match a pattern, sorted. Raises SourceError if there are none."""
     first = _MAGIC.search(pattern)
     assert first is not None
@@ -275,7 +290,7 @@ def _matching(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
         raise OptionError(f"{without_login(pattern)!r} has '**', which is not supported; give '*' for each level")
     if base.endswith(":/"):
         raise OptionError(f"{without_login(pattern)!r} has a pattern in its bucket or host; give its name")
-    root = Files(base or ("/" if pattern.startswith("/") else "."), options)
+    root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
     found = [_source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
         raise SourceError(f"nothing matches {without_login(pattern)}; check the pattern, and the right to list it")

@@ -78,6 +78,9 @@ class WebDatasetImporter(ShardImporter):
         """Return whether the first bytes of an object are those of a tar archive."""
         return is_tar(head)
 
+    def ranges(self, item: Item) -> list[tuple[int, int]]:
+        return [*super().ranges(item), *(tuple(place) for place in item.meta.get(PARTS, {}).values())]
+
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
         keys: set[str] = set()
         without: list[str] = []

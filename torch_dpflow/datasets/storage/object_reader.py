@@ -114,6 +114,16 @@ class ObjectReader:
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
         return results
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether samples are kept on a disk."""
+        return self._opened.get().cache is not None
+
+    def keep(self, span: ByteRange, data: bytes) -> None:
+        """Put the bytes of a range into the disk cache, after they were read as a part of another one."""
+        opened = self._opened.get()
+        opened.keep(opened.cache_key(span), span, data)
+
     def _read(self, span: ByteRange) -> bytes:
         if span.start == span.stop:
             return b""
