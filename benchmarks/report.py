@@ -12,6 +12,7 @@ Nothing is asserted here: a benchmark reports, a reader judges.
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -31,7 +32,7 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "pyzmq", "msgspec", "grpc
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One figure that the sides report, and how to print it."""
+    """One figure that the sides report, and how to print it. A side that does not have it reports NaN."""
 
     #: key in what a side returns
     name: str
@@ -42,7 +43,7 @@ class Metric:
     spec: str = ",.3g"
 
     def text(self, value: float) -> str:
-        return format(value, self.spec)
+        return "" if math.isnan(value) else format(value, self.spec)
 
 
 @dataclass(frozen=True, kw_only=True)
