@@ -230,10 +230,6 @@ def file_of(folder: Path, **changes: Any) -> str:
     [
         ({"server_secret": None}, "holds no server_secret"),
         ({"address": "ipc:///x"}, "can be reached on its own host only; start it by `dpflow up --listen"),
-        (
-            {"sends_code": True},
-            "run on a platform and connect to its own host, so it has no nodes; start it by",
-        ),
         ({"address": "tcp://127.0.0.1:0"}, "no cluster's address"),
         ({"address": "tcp://127.0.0.1:99999"}, "is not tcp://ADDRESS:PORT"),
         ({"address": "tcp://[::1:7600"}, "is not tcp://ADDRESS:PORT"),

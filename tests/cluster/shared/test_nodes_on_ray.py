@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -91,13 +92,17 @@ def is_within(pid: int, ancestors: dict[int, int]) -> bool:
 
 
 def test_samples_go_in_one_hop_from_nodes_and_a_killed_one_is_replaced(
-    up: Callable[[str], CommandedCluster], flow: str
+    up: Callable[[str], CommandedCluster], flow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = up("2")
     before = await_nodes(cluster, 2)
-    with open_job(
-        flow, SlowNumbers(SIZE, 0.02), address=cluster.address, batch_size=4, workers=2, options=OPTIONS
-    ) as job:
+    # A module of the job alone, which is sent to the nodes.
+    (tmp_path / "own_numbers.py").write_text(
+        "from tests.shared_datasets import SlowNumbers\nclass OwnNumbers(SlowNumbers): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = importlib.import_module("own_numbers").OwnNumbers(SIZE, 0.02)
+    with open_job(flow, dataset, address=cluster.address, batch_size=4, workers=2, options=OPTIONS) as job:
         batches = job.traverse(0)
         seen = keys(islice(batches, 2))
         wait(lambda: shards(cluster).keys() == before, what="a shard on each node")

@@ -42,7 +42,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     server_secret: str | None = None
     #: 2 with certificates.
     version: int = 1
-    #: Whether workers run on a platform and need the modules of jobs.
+    #: Whether workers run on a platform, or in nodes on one, and need the modules of jobs.
     sends_code: bool = False
     #: For servers of the pool that are reached over a network.
     certificates: ClusterCertificates | None = None
@@ -228,7 +228,7 @@ class Cluster:
     #: Address of the coordinator.
     address: str
     transport: TransportOptions
-    #: Whether workers run on a platform: they need the modules of jobs, and no keys of a cluster.
+    #: As in `ConnectionFile`.
     sends_code: bool = False
 
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0) -> RpcClient:

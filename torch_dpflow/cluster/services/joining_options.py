@@ -116,10 +116,7 @@ def keys_of(join: str | ConnectionFile) -> ConnectionFile:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, 1
-    if keys.sends_code:
-        where = "run on a platform and connect to its own host"
-        error = f"the workers of that cluster {where}, so it has no nodes; {start} without --platform"
-    elif not keys.address.startswith("tcp://"):
+    if not keys.address.startswith("tcp://"):
         error = f"that cluster can be reached on its own host only; {start}"
     elif not port:
         error = f"it has keys, but no cluster's address, as `dpflow keygen` writes it; {give}"

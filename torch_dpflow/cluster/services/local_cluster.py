@@ -294,7 +294,7 @@ class LocalCluster:
         self.address = options.listen or place.address_for(COORDINATOR)
         self._announcement = Announcement(
             self._path,
-            msgspec.structs.replace(keys, address=self.address, sends_code=place.worker_platform is not None),
+            msgspec.structs.replace(keys, address=self.address, sends_code=platform is not None),
         )
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",

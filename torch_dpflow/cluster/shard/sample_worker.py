@@ -18,7 +18,7 @@ from torch_dpflow._core.torch_private import set_worker_signal_handlers
 from torch_dpflow.cluster.control.supervision import UP
 from torch_dpflow.cluster.messages.shard import FAILED, GREETING, WorkerArguments
 from torch_dpflow.cluster.services.contents import open_content
-from torch_dpflow.cluster.services.service import COORDINATOR, HeartbeatSender, ServiceSpec, locate
+from torch_dpflow.cluster.services.service import COORDINATOR, ClusterPlace, HeartbeatSender, ServiceSpec, locate
 from torch_dpflow.cluster.shard.sample_source import SampleSource
 from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.ipc.memory.arena import Arena, RunningTask
@@ -39,6 +39,8 @@ from torch_dpflow.ipc.rpc.carrier import compress
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.shipping.code_bundle import install_bundle
+from torch_dpflow.remote.shipping.content_pack import code_in
 from torch_dpflow.workers.batches import unpicklable_failure
 from torch_dpflow.workers.process_control import exit_with, use_sched_batch
 
@@ -228,12 +230,23 @@ def run(service: ServiceSpec) -> None:
         identity=f"{arguments.number}/{service.incarnation}/{service.place.token}".encode(),
         options=service.place.client_transport(),
     )
-    content = partial(open_content, service.place, coordinator=COORDINATOR)
     worker = SampleWorker(
-        connection, arguments.number, service.incarnation, content, lambda: heartbeats.report({UP: True})
+        connection,
+        arguments.number,
+        service.incarnation,
+        partial(_open_content, service.place),
+        lambda: heartbeats.report({UP: True}),
     )
     use_sched_batch()  # not before: the socket's and the outbox's threads have to answer quickly
     worker.work()
+
+
+def _open_content(place: ClusterPlace, digest: str, on_progress: Callable[[], None]) -> IO[bytes]:
+    """Open a content, and import from the modules of the job first, if it has sent them."""
+    content = open_content(place, digest, on_progress, coordinator=COORDINATOR)
+    if code := code_in(content):
+        install_bundle(code, f"{place.directory}/code")
+    return content
 
 
 class RemoteSampleWorker(SampleWorker):

@@ -9,6 +9,7 @@ been run again.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import sys
@@ -275,6 +276,24 @@ _MARK = b"dpflow/1"
 def join_content(pickled: bytes, code: bytes) -> bytes:
     """Join a flow's pickle and an archive of modules, which may be empty. Unpickling reads the former only."""
     return b"".join((pickled, code, _END.pack(len(code), _MARK)))
+
+
+def code_in(content: IO[bytes]) -> bytes:
+    """Return the archive of modules in the file of a flow's content; empty if it was made without one.
+
+    The position in the file stays.
+    """
+    position, size = content.tell(), content.seek(0, os.SEEK_END)
+    try:
+        content.seek(max(0, size - _END.size))
+        tail = content.read()
+        length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+        if mark != _MARK or length > size - _END.size:
+            return b""
+        content.seek(size - _END.size - length)
+        return content.read(length)
+    finally:
+        content.seek(position)
 
 
 def split_content(content: memoryview) -> tuple[memoryview, memoryview]:
