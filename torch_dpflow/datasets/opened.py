@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch_dpflow.datasets.importers.webdataset import PARTS
@@ -22,14 +23,18 @@ class OpenedDataset(DatasetReader):
     Args:
         stored: a variant from `DatasetStore.open`.
         decode: see `open_dataset`.
+        is_index: whether `stored` can be built again, as an index is. A damaged one is removed once this is noticed.
         reading: further arguments of `DatasetReader`.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed.
     """
 
-    def __init__(self, stored: StoredDataset, *, decode: Decode | None = None, **reading: Any) -> None:
+    def __init__(
+        self, stored: StoredDataset, *, decode: Decode | None = None, is_index: bool = False, **reading: Any
+    ) -> None:
         super().__init__(stored, **reading)
+        self._is_index = is_index
         self._view = view_of(stored.variant.source.get("importer"), stored.variant.info)
         self._decode = decoder_of(decode)
 
@@ -41,6 +46,8 @@ class OpenedDataset(DatasetReader):
         opened = self._opened.get()
         numbers = self._wrapped(indices)
         described = self._describe(opened, numbers)
+        if self._is_index:
+            described = [self._removed(what) if isinstance(what, DamagedStoreError) else what for what in described]
         wanted = [(number, what) for number, what in zip(numbers, described) if isinstance(what, Described)]
         mains = [(number, what.span) for number, what in wanted]
         parts = [_parts(what) for _, what in wanted]
@@ -56,6 +63,12 @@ class OpenedDataset(DatasetReader):
             [self._sample(what, *one, dict(zip(names, rest))) for (_, what), one, names in zip(wanted, found, parts)]
         )
         return [next(finished) if isinstance(what, Described) else what for what in described]
+
+    def _removed(self, error: DamagedStoreError) -> DamagedStoreError:
+        """Remove the file of the index, so that the next opening builds it again; and return the error that says so."""
+        with suppress(OSError, DPFlowError):  # another process has removed it, or may not
+            self.stored.files.remove(f"versions/{self.stored.dataset.version}.json")
+        return DamagedStoreError(f"{error}. It is a part of an index; open the data again, which builds it anew")
 
     def _sample(
         self, what: Described, content: bytes | DPFlowError, is_checked: bool, parts: dict[str, bytes | DPFlowError]

@@ -31,6 +31,7 @@ from torch_dpflow.errors import (
     DatasetNotFoundError,
     OptionError,
     SourceError,
+    StorageError,
 )
 
 #: Formats whose samples an importer describes in an index.
@@ -108,7 +109,7 @@ def open_dataset(
         importer.fills_cache = checksum is None
     index = _Index(index_dir, name, importer, checksum)
     stored = index.open(progress)
-    return OpenedDataset(stored, decode=decode, storage_options=files.options, **reading)
+    return OpenedDataset(stored, decode=decode, storage_options=files.options, is_index=True, **reading)
 
 
 def found_format(files: SourceFiles) -> str:
@@ -215,7 +216,8 @@ class _Index:
     ) -> None:
         folder = index_directory() if url is None else os.fspath(url)
         check_path("index_dir", folder)
-        self._store = DatasetStore.create(folder)
+        with _hints():
+            self._store = DatasetStore.create(folder)
         self._importer = importer
         self._checksum = checksum
         source = dict(importer.source)
@@ -235,22 +237,18 @@ class _Index:
             return self._found() or self._built(progress)
 
     def _found(self) -> StoredDataset | None:
-        path = f"{self._id}/versions/{self._version}.json"
-        if not self._store.files.exists(path):
-            return None
+        """Return the index; None if there is none, or if a part of it is lost."""
         try:
-            return self._store.open(DatasetRef(self._id, self._version, _VARIANT))
-        except DatasetNotFoundError:
+            stored = self._store.open(DatasetRef(self._id, self._version, _VARIANT))
+        except (DatasetNotFoundError, DamagedStoreError):
             return None
-        except DamagedStoreError:  # an index can be built again
-            self._store.files.remove(path)
-            return None
+        return stored if _is_whole(stored) else None
 
     def _built(self, progress: ProgressCallback | None) -> StoredDataset:
-        draft = Draft(self._store, self._id, self._version)
         with _shown(self._importer, progress) as report:
             try:
-                self._write(draft, report)
+                self._remove_damaged()
+                self._write(report)
             except (DatasetError, OptionError) as error:
                 # Without a lock, as on an object store, another process may have published it.
                 found = self._found()
@@ -259,13 +257,25 @@ class _Index:
                 if isinstance(error, SourceError):
                     raise
                 # What a killed process has left is damaged, or another process has discarded it.
-                draft.discard()
-                self._write(draft, report)
+                self._draft().discard()
+                self._write(report)
         found = self._found()
         assert found is not None
         return found
 
-    def _write(self, draft: Draft, report: ProgressCallback) -> None:
+    def _remove_damaged(self) -> None:
+        """Remove what is left of a damaged index, but no build that can be continued."""
+        path = f"{self._id}/versions/{self._version}.json"
+        if self._store.files.exists(path) and self._found() is None:
+            self._store.files.remove(path)
+        if self._version not in self._store.drafts(self._id):
+            self._draft().discard()
+
+    def _draft(self) -> Draft:
+        return Draft(self._store, self._id, self._version)
+
+    def _write(self, report: ProgressCallback) -> None:
+        draft = self._draft()
         draft.add(_VARIANT, self._importer, checksum=self._checksum, progress=report)
         draft.publish()
 
@@ -278,10 +288,40 @@ class _Index:
         import fcntl
 
         path = os.path.join(self._store.url.removeprefix("file://"), f".{self._id.replace('/', '-')}.lock")
-        with open(path, "ab") as file:
+        with _hints():
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
             with suppress(OSError):  # a mount without locks: several processes build, and one publishes
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(file)
+
+
+def _is_whole(stored: StoredDataset) -> bool:
+    """Return whether all files of an index on a local disk are there, by their sizes. A million samples take 5 ms."""
+    if not stored.files.url.startswith("file://"):
+        return True
+    folder = stored.files.url.removeprefix("file://")
+    try:
+        return all(
+            os.stat(f"{folder}/{stored.dataset.shard_path(_VARIANT, number)}").st_size == entry.bytes
+            for number, entry in enumerate(stored.variant.shards)
+        )
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _hints() -> Iterator[None]:
+    """Add to errors of the directory of indexes how to give another one."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        raise StorageError(
+            f"{error}; indexes are written there: give index_dir=, or set DPFLOW_INDEX_DIR, to a directory that "
+            "you can write to"
+        ) from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ForwardReader
 from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
-from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
+from torch_dpflow.errors import DamagedStoreError, OptionError, OptionTypeError, SourceError, StorageError
 
 PIL = Later("PIL.Image")
 
@@ -178,12 +178,48 @@ def test_of_processes_that_open_at_once_one_builds(tmp_path: Path, scans: Path) 
     assert len(scans.read_text().split()) == 3
 
 
-def test_a_damaged_index_is_built_anew(tmp_path: Path, index_dir: Path) -> None:
+def _flipped(data: bytes) -> bytes:
+    return data[:100] + bytes([data[100] ^ 1]) + data[101:]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("versions/*.json", lambda data: data[:100]),
+        ("meta/**/ms-0.json", lambda data: data[:100]),
+        ("meta/**/ms-0.json", lambda data: None),
+        ("meta/**/ms-0.json", _flipped),
+    ],
+    ids=["version", "cut", "missing", "flipped"],
+)
+def test_a_damaged_index_is_built_anew(tmp_path: Path, index_dir: Path, name: str, change: Any) -> None:
     samples = write_shards(tmp_path / "data", 1, 5)
     open_dataset(tmp_path / "data")
-    (version,) = index_dir.rglob("versions/*.json")
-    version.write_bytes(version.read_bytes()[:100])
-    assert open_dataset(tmp_path / "data")[4] == samples[4]
+    (path,) = index_dir.rglob(name)
+    changed = change(path.read_bytes())
+    path.unlink()
+    if changed is not None:
+        path.write_bytes(changed)
+    if change is _flipped:  # no size shows it
+        with pytest.raises(DamagedStoreError, match="open the data again, which builds it anew"):
+            open_dataset(tmp_path / "data")[4]
+    assert open_dataset(tmp_path / "data").__getitems__(range(5)) == samples
+
+
+def test_a_directory_of_indexes_that_cannot_be_written(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", 1, 5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR"):
+        open_dataset(tmp_path / "data", index_dir=tmp_path / "file")
+    (tmp_path / "index").mkdir()
+    open_dataset(tmp_path / "data", index_dir=tmp_path / "index")
+    (lock,) = (tmp_path / "index").glob(".*.lock")
+    for version in (tmp_path / "index").rglob("versions/*.json"):
+        version.unlink()
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(StorageError, match="give index_dir=, or set DPFLOW_INDEX_DIR"):
+        open_dataset(tmp_path / "data", index_dir=tmp_path / "index")
 
 
 def test_errors_of_a_source_are_not_kept(tmp_path: Path) -> None:
