@@ -174,9 +174,15 @@ def _few_rows(setting: Setting) -> Dataset[Any]:
 BOTH = {"torch": Side(loader="torch"), "dpflow": Side(loader="dpflow")}
 
 
-def _started_by(method: str) -> dict[str, Side]:
-    return {name: Side(loader=name, arguments={"multiprocessing_context": method}) for name in BOTH}
+def _with(**arguments: Any) -> dict[str, Side]:
+    return {name: Side(loader=name, arguments=arguments) for name in BOTH}
 
+
+#: How the workers of workload e start.
+STARTS = {
+    **{method: _with(multiprocessing_context=method) for method in ("fork", "spawn", "forkserver")},
+    "persistent": _with(persistent_workers=True),
+}
 
 WORKLOADS: Mapping[str, Workload] = {
     "a": Workload(
@@ -206,20 +212,12 @@ WORKLOADS: Mapping[str, Workload] = {
         },
         parameters={"light_sample_s": LIGHT_SAMPLE_S, "skew": SKEW, "cost": "CPU"},
     ),
-    "e fork": Workload(
-        title="first batch, fork",
-        dataset=_few_rows,
-        batch_size=32,
-        sides=_started_by("fork"),
-        whole_epoch=False,
-    ),
-    "e spawn": Workload(
-        title="first batch, spawn",
-        dataset=_few_rows,
-        batch_size=32,
-        sides=_started_by("spawn"),
-        whole_epoch=False,
-    ),
+    **{
+        f"e {name}": Workload(
+            title=f"first batch, {name}", dataset=_few_rows, batch_size=32, sides=sides, whole_epoch=False
+        )
+        for name, sides in STARTS.items()
+    },
     "f": Workload(
         title="storage of 30 ms a read",
         dataset=lambda setting: SlowStorage(setting.samples(512)),

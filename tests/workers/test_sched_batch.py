@@ -67,9 +67,10 @@ def test_a_system_that_does_not_tell_is_left_alone(monkeypatch: pytest.MonkeyPat
     assert use_sched_batch() is False
 
 
-def test_a_loaders_workers_take_them() -> None:
+def test_a_loaders_workers_take_them_after_their_first_batch() -> None:
     before = os.sched_getscheduler(0)
     expected = in_a_thread(policy_of_batch_work)
-    (batch,) = DPFlowDataLoader(Scheduling([0] * 4), batch_size=4, num_workers=1)
-    assert set(batch.tolist()) == {expected}
+    first, second = DPFlowDataLoader(Scheduling([0] * 8), batch_size=4, num_workers=1)
+    assert set(first.tolist()) == {before}
+    assert set(second.tolist()) == {expected}
     assert os.sched_getscheduler(0) == before

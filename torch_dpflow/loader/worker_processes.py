@@ -31,6 +31,8 @@ TERMINATE_S = 1.0
 #: Descriptors per worker here: two pipes, one for its process and one for its connection. And those needed once: a
 #: directory's lock, sockets, mappings, and the worker's own where it inherits all of these.
 WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
+#: What workers import at their start, for a fork server, whose processes then start as fast as forks.
+PRELOAD = (batch_worker.__name__, "torch_dpflow.ipc.transport.zeromq", "numpy.random")
 #: The default of `restart_limit`: deaths in a row; and how many more than there are workers while no batch was ever
 #: loaded.
 RESTART_LIMIT, FALSE_STARTS = 8, 2
@@ -74,7 +76,8 @@ def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
 
 def local_workers(loader: Any, spec: LoadSpec, workers: int) -> WorkerProcesses:
     """Return workers of this host, by the loader's multiprocessing context."""
-    return WorkerProcesses(local_platform(loader.multiprocessing_context or torch.multiprocessing), spec, workers)
+    platform = local_platform(loader.multiprocessing_context or torch.multiprocessing, preload=PRELOAD)
+    return WorkerProcesses(platform, spec, workers)
 
 
 class WorkerProcesses:

@@ -224,9 +224,7 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
             opened = load_spec.open()
             connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
-            worker = BatchWorker(opened, spec.worker, spec.incarnation, connection)
-            use_sched_batch()  # not before: the socket's thread, which exists by now, has to answer quickly
-            worker.work()
+            BatchWorker(opened, spec.worker, spec.incarnation, connection).work()
         except BaseException as error:
             report.write(_exit_report(error))
             if not isinstance(error, KeyboardInterrupt):  # the owner gets that too, and decides
@@ -259,12 +257,21 @@ class BatchWorker:
         self._connection = connection
         self._source: BatchSource | None = None
         self._tasks: deque[tuple[int, bytes]] = deque()
+        #: Whether no batch has been loaded yet.
+        self._is_first = True
         self._stopped = False
 
     def work(self) -> None:
         """Load until the shard sends `Stop`. Raises RefusedError if it refuses this worker."""
         probe = self._arena.probe_ref() if self._arena is not None else None
-        handshake = WorkerHandshake(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+        handshake = WorkerHandshake(
+            self._number,
+            self._incarnation,
+            os.getpid(),
+            probe,
+            self._running.ref,
+            is_ready=self._load_spec.starts_alone,
+        )
         self._connection.send([encode(handshake)])
         # After the handshake: the answer arrives while torch is set up.
         self._source = BatchSource(self._load_spec, self._number)
@@ -272,6 +279,10 @@ class BatchWorker:
             self._receive(wait=not self._tasks)
             if self._tasks and not self._stopped:
                 self._load_oldest()
+                if self._is_first:
+                    self._is_first = False
+                    # Not before: a training waits for the first batch, and the socket's thread has to answer quickly.
+                    use_sched_batch()
         self._connection.close()
 
     def _receive(self, *, wait: bool) -> None:
@@ -294,7 +305,8 @@ class BatchWorker:
                 self._begin(frames[0])
                 # After `worker_init_fn`, which may have wrapped the dataset.
                 let_fill(self._load_spec.dataset, self._load_spec.collate_fn)
-                self._connection.send([encode(WorkerReady())])
+                if not self._load_spec.starts_alone:
+                    self._connection.send([encode(WorkerReady())])
             case WorkerRefused(reason=reason):
                 raise RefusedError(f"the shard refuses this worker: {reason}")
             case EpochBegin():

@@ -229,10 +229,13 @@ class Shard:
             raise MessageError(f"{who}, is none of this shard: {reason or 'its connection has another number'}")
         # First: it may replace a worker whose end was not noticed, which the requester then reports as lost.
         shared = self._requester.shares_memory(handshake)
-        if self._peers.get(handshake.worker) != peer:  # else it repeats its handshake
+        is_new = self._peers.get(handshake.worker) != peer  # else it repeats its handshake
+        if is_new:
             self._starting[handshake.worker] = self._clock()
         self._peers[handshake.worker] = peer
         self.listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(handshake.worker)])
+        if is_new and handshake.is_ready:
+            self._on_ready(peer)
 
     def _on_ready(self, peer: bytes) -> None:
         # Not at the handshake: a worker that dies in worker_init_fn has no task yet, so no task is suspected.

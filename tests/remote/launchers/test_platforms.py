@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -10,12 +11,14 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import torch_dpflow
 from tests.new_process import run_interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
@@ -25,7 +28,13 @@ from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.testing.platforms import PlatformContract, wakes
 from torch_dpflow.testing.processes import sleep
-from torch_dpflow.workers.local_platform import GUARD, ForkServerPlatform, LocalPlatform, local_platform
+from torch_dpflow.workers.local_platform import (
+    GUARD,
+    ForkServerPlatform,
+    LocalPlatform,
+    _are_found_anew,
+    local_platform,
+)
 from torch_dpflow.workers.platform import Limits, Platform, ProcessSpec
 
 
@@ -115,6 +124,58 @@ def test_a_spawned_process_begins_with_control_c_blocked() -> None:
     """
     ended = run_interpreter(program)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def write_collector(path: str) -> None:
+    Path(path).write_text(f"{gc.isenabled()} {gc.get_freeze_count() > 0}")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_collects_garbage_and_does_not_look_at_what_a_new_one_imports(method: str, tmp_path: Path) -> None:
+    path = tmp_path / "found"
+    with closing(local_platform(multiprocessing.get_context(method))) as platform:
+        spec = ProcessSpec(name="one", incarnation=0, target=write_collector, arguments=(str(path),))
+        handle = platform.launch(spec)
+        handle.process.join()
+        assert handle.process.name == "dpflow-one"
+    assert path.read_text() == f"True {method != 'fork' or gc.get_freeze_count() > 0}"
+
+
+PRELOADING = """
+import multiprocessing
+from multiprocessing import forkserver
+from pathlib import Path
+
+import torch
+from tests.worker_cases import worker_pids
+from torch_dpflow import DPFlowDataLoader
+
+multiprocessing.set_forkserver_preload(["colorsys"])
+loader = DPFlowDataLoader(torch.arange(4), batch_size=2, num_workers=1, multiprocessing_context="forkserver")
+assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+server = forkserver._forkserver
+print("libtorch" in Path(f"/proc/{server._forkserver_pid}/maps").read_text(), "colorsys" in server._preload_modules)
+"""
+
+
+def test_a_loaders_fork_server_imports_torch_and_what_the_user_has_chosen() -> None:
+    done = run_interpreter(PRELOADING)
+    assert (done.stdout, done.returncode) == ("True True\n", 0), done.stderr
+
+
+def test_a_fork_server_that_would_find_another_package_imports_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: Any = forkserver._forkserver
+    monkeypatch.setattr(state, "_preload_modules", ["colorsys"])
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(torch_dpflow, "__spec__", ModuleSpec("torch_dpflow", None, origin="/elsewhere/__init__.py"))
+    _are_found_anew.cache_clear()
+    local_platform(context, preload=["decimal"]).close()
+    assert state._preload_modules == ["colorsys"]
+    monkeypatch.undo()
+    _are_found_anew.cache_clear()
+    monkeypatch.setattr(state, "_preload_modules", ["colorsys"])
+    local_platform(context, preload=["decimal"]).close()
+    assert state._preload_modules == [GUARD, "colorsys", "decimal"]
 
 
 def run_sleep() -> None:

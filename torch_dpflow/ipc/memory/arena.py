@@ -40,7 +40,7 @@ _CHECKED = 8
 _RETAINED_BYTES = 32 << 20
 #: A free segment that was not lent during this many allocations is freed.
 _IDLE_ALLOCATIONS = 256
-#: A new segment takes at most this share of the available memory.
+#: A new segment takes at most this share of the available memory, unless it is of the smallest size.
 _SHARE_OF_AVAILABLE = 0.5
 #: Most segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
 MAX_SEGMENTS = 256
@@ -79,7 +79,7 @@ class Arena:
         self._pid = os.getpid()
         self._token = secrets.token_bytes(segments.TOKEN_BYTES)
         self._lock = threading.Lock()
-        self._headroom = Headroom()
+        self._headroom: Headroom | None = None
         self._classes: dict[int, deque[Segment]] = {}
         self._by_address: dict[int, Segment] = {}
         #: How many segments have been retired; the reader unmaps them when this has changed.
@@ -178,7 +178,7 @@ class Arena:
             return None
         self._numbers += 1
         try:
-            if size > self._headroom.available() * _SHARE_OF_AVAILABLE:
+            if size > _SMALLEST_SEGMENT and size > self._available() * _SHARE_OF_AVAILABLE:
                 return None
             segment = segments.create_memfd(self._numbers, size - HEADER_BYTES, self._token)
         except (OSError, RuntimeError):  # torch's mapping reports a refused mmap as RuntimeError
@@ -187,6 +187,11 @@ class Arena:
         self._by_address[segment.address] = segment
         self.allocated_bytes += size
         return segment
+
+    def _available(self) -> int:
+        if self._headroom is None:  # which a worker does not need for its handshake
+            self._headroom = Headroom()
+        return self._headroom.available()
 
     def _make_room(self, size: int) -> bool:
         """Retire free segments for a new one of `size`, the least recently lent first."""

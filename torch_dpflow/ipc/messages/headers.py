@@ -234,6 +234,8 @@ class WorkerHandshake(Body, tag=30):
     #: Where the worker writes which task it runs (`RunningTask`); None if it does not.
     running: BlockRef | None = None
     version: Count = PROTOCOL_VERSION
+    #: Whether it runs none of the user's code before its first task, so that it sends no `WorkerReady`.
+    is_ready: bool = False
 
 
 class WorkerWelcome(Body, tag=31):

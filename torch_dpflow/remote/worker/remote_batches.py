@@ -14,7 +14,6 @@ from torch_dpflow.ipc.transport import Connection, Frame
 from torch_dpflow.remote.shipping.content_pack import unpack_load_spec
 from torch_dpflow.workers.batch_worker import BatchWorker, RefusedError
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.workers.process_control import use_sched_batch
 
 __all__ = ["RefusedError", "open_spec", "work"]
 
@@ -47,6 +46,4 @@ def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, 
     """
     set_worker_signal_handlers()
     kind = BatchWorker if is_near else CompressingWorker
-    worker = kind(spec, number, incarnation, connection)
-    use_sched_batch()  # not before: the threads of sockets have to answer quickly
-    worker.work()
+    kind(spec, number, incarnation, connection).work()
