@@ -45,8 +45,8 @@ class LoaderStats:
     flow_decodes: int = 0
     sharing: str = ""
     #: For a shared flow or a loader with a platform, the limit of the jobs' speed: "workers" (too few), "cold start"
-    #: (more are starting), "quota" or another reason of the platform, "storage", "network", "job" (the training
-    #: process), "budget" (as many workers as allowed); empty if unknown.
+    #: (more are starting), "quota" or another reason of the platform, "storage", "network", "shard" (its thread), "job"
+    #: (the training process), "budget" (as many workers as allowed); empty if unknown.
     limited_by: str = ""
 
     def __str__(self) -> str:

@@ -284,7 +284,7 @@ def test_an_address_that_is_none_is_told(address: str, message: str) -> None:
         (["top", "--interval", "soon"], "'soon' is not a valid float"),
         (["top", "--count", "0"], "0 is not in the range x>=1"),
         (["flow", "scale", "x"], "give --shards, --workers or both"),
-        (["flow", "scale", "x", "--shards", "0"], "0 is not in the range 1<=x<=256"),
+        (["flow", "scale", "x", "--shards", "0"], "'0': give a number from 1 to 256, or \"auto\""),
         (["flow", "scale", "x", "--shards", "1", "--workers", "-3"], "-3 is not in the range"),
         (["flow", "show"], "Missing argument 'NAME'"),
         (["keygen"], "Missing argument 'PATH'"),

@@ -66,7 +66,7 @@ def observed(draw: st.DrawFn) -> Observed:
         batches=draw(st.integers(0, MANY)),
         samples=draw(st.integers(0, MANY)),
         bytes=draw(st.integers(0, 2**50)),
-        limited_by=draw(st.sampled_from(["", "workers", "storage", "network", "job", "budget", "gpus"])),
+        limited_by=draw(st.sampled_from(["", "workers", "storage", "network", "shard", "job", "budget", "gpus"])),
         sharing=draw(st.sampled_from(["", "its caches are too small"])),
     )
     return Observed(

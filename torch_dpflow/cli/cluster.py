@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -28,7 +28,7 @@ from torch_dpflow.cli.cluster_views import (
     print_top,
 )
 from torch_dpflow.cli.common import Command, json_option, seconds_of, to_json
-from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
+from torch_dpflow.cluster.messages.coordinator import MAX_SHARDS, FlowView, Scale
 from torch_dpflow.cluster.messages.node import NodeView
 from torch_dpflow.cluster.monitoring.cluster_figures import ClusterFigures, figures_of
 from torch_dpflow.errors import OptionError, UsageError
@@ -199,9 +199,26 @@ def show(name: str, address: str, as_json: bool) -> None:
         print_flow(one, figures_of([one], processes))
 
 
+def _number_of_shards(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_SHARDS):
+        raise click.BadParameter(f'{text!r}: give a number from 1 to {MAX_SHARDS}, or "auto"')
+    return int(text)
+
+
 @flow.command()
 @click.argument("name")
-@click.option("--shards", type=click.IntRange(1, 256), help="New number of shards; by default unchanged.")
+@click.option(
+    "--shards",
+    metavar="N|auto",
+    callback=_number_of_shards,
+    help='New number of shards, or "auto" for as many as the rate needs; by default unchanged.',
+)
 @click.option(
     "--workers",
     type=click.IntRange(1, 4096),
@@ -209,7 +226,7 @@ def show(name: str, address: str, as_json: bool) -> None:
 )
 @address_option
 @json_option
-def scale(name: str, shards: int | None, workers: int | None, address: str, as_json: bool) -> None:
+def scale(name: str, shards: int | Literal["auto"] | None, workers: int | None, address: str, as_json: bool) -> None:
     """Change the numbers of shards and workers of a flow, also while jobs read it.
 
     NAME:v2 is version 2. Without a version, the highest one is changed.

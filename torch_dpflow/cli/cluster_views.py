@@ -115,7 +115,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
             str(spec.version),
             state_words(flow.state),
             *_counts(flow.jobs, spec.size),
-            f"{has[0]} of {spec.shards}",
+            f"{has[0]}, auto" if spec.shards is None else f"{has[0]} of {spec.shards}",
             f"{has[1]} of {spec.workers}",
             f"{_bytes(has[2])} of {_bytes(spec.memory_bytes)}",
             flow.limited_by or "-",
@@ -240,8 +240,9 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
 def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
     """Print the new size of a flow, and its current size."""
     spec, (row,) = flow.spec, figures.flows
+    shards = "as many shards as needed" if spec.shards is None else counted(spec.shards, "shard")
     stdout_console(highlight=False).print(
-        f"{spec.instance} will have {counted(spec.shards, 'shard')} and {counted(spec.workers, 'worker')}"
+        f"{spec.instance} will have {shards} and {counted(spec.workers, 'worker')}"
         + (
             f"; now it has {counted(row.shards, 'shard')} with keys and {counted(row.figures.workers, 'worker')}: "
             f"see `dpflow flow show {spec.name}`"

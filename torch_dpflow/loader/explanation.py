@@ -75,7 +75,7 @@ class Explanation:
     """Limit of a loader: the result of `DPFlowDataLoader.explain`. Prints as three lines."""
 
     #: "workers" (too few), "processors", "storage", "start" (of epochs), "job" (the training itself), "cold start",
-    #: "network", "budget", or a platform's reason, as "quota"; empty if too little was read.
+    #: "network", "shard", "budget", or a platform's reason, as "quota"; empty if too little was read.
     limited_by: str
     #: The measurements, what they mean, and what to change.
     measured: str

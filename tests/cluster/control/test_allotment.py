@@ -79,18 +79,17 @@ def test_parts_are_max_min_fair(wishes: list[int], total: int) -> None:
     workers=st.integers(0, 20),
     memory=st.integers(8, 64).map(lambda count: count * MIN_MEMORY),
     nodes=st.integers(1, 20),
-    may_rest=st.booleans(),
 )
 def test_a_flow_has_a_shard_for_each_node_that_it_has_a_worker_for(
-    shards: int, workers: int, memory: int, nodes: int, may_rest: bool
+    shards: int, workers: int, memory: int, nodes: int
 ) -> None:
-    part = Part(shards, max(workers, 0 if may_rest else shards), memory)
-    found = spread(part, nodes, may_rest=may_rest)
+    part = Part(shards, max(workers, shards) if workers else 0, memory)
+    found = spread(part, nodes)
     assert (found.workers, found.memory_bytes) == (part.workers, part.memory_bytes)
     assert shards <= found.shards <= max(shards, nodes)
     assert found.memory_bytes // found.shards >= MIN_MEMORY
-    if may_rest:
-        assert found.shards == max(shards, min(nodes, memory // MIN_MEMORY)), "whatever workers there are"
-    else:
+    if workers:
         assert found.shards <= found.workers
-    assert spread(part, 1, may_rest=may_rest) == part
+    else:
+        assert found.shards == max(shards, min(nodes, memory // MIN_MEMORY)), "its workers rest"
+    assert spread(part, 1) == part

@@ -93,7 +93,9 @@ def test_a_flow_can_be_scaled_and_keeps_it() -> None:
     assert flows.register(spec(workers=2), 1.0) == []
     assert flows.flows[0].spec == scaled
     assert flows.scale("imagenet/train", 2, 8)[1] == [SaveFlow(spec(workers=8, shards=2))]
-    assert flows.scale("imagenet/train", 1, None)[1] == [SaveFlow(spec(workers=8))]
+    assert flows.scale("imagenet/train", None, 9)[1] == [SaveFlow(spec(workers=9, shards=2))]
+    assert flows.scale("imagenet/train", "auto", None)[1] == [SaveFlow(spec(workers=9))]
+    assert flows.register(spec(shards=4, workers=4), 2.0) == [], "another number of shards is no other flow"
 
 
 def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:

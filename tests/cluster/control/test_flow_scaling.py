@@ -1,15 +1,20 @@
-"""The numbers of workers of a cluster's flows: from what services report to what they are to run."""
+"""The numbers of workers and shards of a cluster's flows: from what services report to what they are to run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pytest
 
 from torch_dpflow.cluster.control.flow_scaling import LINGER_S, FlowScaling
 from torch_dpflow.cluster.control.placement import launches_of, parts_of
 from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, ClusterLimits, FlowSpec, Part
 from torch_dpflow.cluster.messages.node import ProcessView
 
-LIMITS = AutoscaleLimits(0, 16)
+LIMITS = ClusterLimits(workers=16, autoscale=AutoscaleLimits(0, 16))
+#: One host of eight processors.
+HERE = {"": 8}
 
 
 def spec(name: str = "flow", **changes: Any) -> FlowSpec:
@@ -28,17 +33,27 @@ def processes(jobs: dict[str, int], worker_s: float, *, incarnation: int = 1) ->
     ]
 
 
+def observe(
+    scaling: FlowScaling,
+    running: Mapping[str, FlowSpec],
+    views: Sequence[ProcessView],
+    now: float,
+    hosts: Mapping[str, int] = HERE,
+) -> bool:
+    return scaling.observe(running, views, scaling.parts(running, len(hosts), ()), hosts, now)
+
+
 def test_workers_go_after_the_last_job_and_linger_until_their_shard_knows() -> None:
     scaling, flow = FlowScaling(LIMITS), spec(workers=3)
     running = {flow.instance: flow}
     for second in range(4):
-        scaling.observe(running, processes({"a": second}, 0.0), float(second))
+        observe(scaling, running, processes({"a": second}, 0.0), float(second))
     assert scaling.target(flow) == 3
-    changed = [scaling.observe(running, processes({}, 0.0), float(second)) for second in range(4, 9)]
+    changed = [observe(scaling, running, processes({}, 0.0), float(second)) for second in range(4, 9)]
     assert changed == [False, False, False, False, True]
     assert (scaling.target(flow), scaling.lingering(flow, 8.0)) == (0, 3)
     for second in range(9, 12):
-        scaling.observe(running, processes({}, 0.0), float(second))
+        observe(scaling, running, processes({}, 0.0), float(second))
     assert scaling.lingering(flow, 8.0 + LINGER_S + 1) == 0
     scaling.begin(flow, 12.0)
     assert scaling.target(flow) == 3
@@ -55,21 +70,21 @@ def test_a_flow_without_workers_keeps_its_shards() -> None:
 def test_worker_seconds_are_divided_by_what_jobs_read_and_outlive_a_shard() -> None:
     scaling, flow = FlowScaling(LIMITS), spec()
     running = {flow.instance: flow}
-    scaling.observe(running, processes({"a": 0, "b": 0}, 0.0), 0.0)
-    scaling.observe(running, processes({"a": 30, "b": 10}, 8.0), 1.0)
+    observe(scaling, running, processes({"a": 0, "b": 0}, 0.0), 0.0)
+    observe(scaling, running, processes({"a": 30, "b": 10}, 8.0), 1.0)
     taken = scaling.worker_seconds(flow.instance)
     assert (taken.total, taken.by_job) == (8.0, {"a": 6.0, "b": 2.0})
-    scaling.observe(running, processes({"a": 40, "b": 10}, 3.0, incarnation=2), 2.0)
+    observe(scaling, running, processes({"a": 40, "b": 10}, 3.0, incarnation=2), 2.0)
     taken = scaling.worker_seconds(flow.instance)
     assert (taken.total, taken.by_job) == (11.0, {"a": 9.0, "b": 2.0})
 
 
 def test_the_least_number_is_one_for_all_flows() -> None:
-    scaling = FlowScaling(AutoscaleLimits(3, 16))
+    scaling = FlowScaling(ClusterLimits(workers=16, autoscale=AutoscaleLimits(3, 16)))
     running = {one.instance: one for one in (spec("flow"), spec("g"), spec("h"))}
     for second in range(10):
         routers = [view(f"{instance}/router", "router", jobs=0, readings={}) for instance in running]
-        scaling.observe(running, routers, float(second))
+        observe(scaling, running, routers, float(second))
     assert [scaling.target(one) for one in running.values()] == [1, 1, 1]
 
 
@@ -78,13 +93,115 @@ def test_a_coordinator_that_starts_anew_goes_on_with_the_workers_that_run() -> N
     scaling.begin(flow, 0.0)
     found = processes({"a": 100}, 60.0)
     found += [view(f"flow:v1/shard-000/worker-{number}", "worker") for number in range(9)]
-    scaling.observe({flow.instance: flow}, found, 0.0)
+    observe(scaling, {flow.instance: flow}, found, 0.0)
     assert scaling.target(flow) == 9
 
 
 def test_without_limits_flows_are_watched_and_keep_what_they_ask_for() -> None:
-    scaling, flow = FlowScaling(None), spec(workers=5)
+    scaling, flow = FlowScaling(ClusterLimits()), spec(workers=5)
     for second in range(20):
-        scaling.observe({flow.instance: flow}, processes({}, 0.0), float(second))
+        observe(scaling, {flow.instance: flow}, processes({}, 0.0), float(second))
     assert scaling.target(flow) == 5
-    assert not scaling.sets_numbers
+    assert scaling.lingering(flow, 19.0) == 0
+
+
+@pytest.mark.parametrize("flow", [spec(shards=3, workers=4), spec(workers=4)], ids=["fixed", "auto"])
+def test_every_shard_has_a_worker_while_there_are_any(flow: FlowSpec) -> None:
+    """The keys of a shard without one would not be loaded, and its jobs would wait for ever."""
+    scaling, running, hosts = FlowScaling(LIMITS), {flow.instance: flow}, {"a": 4, "b": 4, "c": 4}
+    for second in range(60):
+        job = {"samples": 10 * second, "stall_s": 0.0, "reading_s": float(second)}
+        loads = dict.fromkeys(("requested", "due", "loads_done", "served"), 10 * second)
+        views = [
+            view("flow:v1/router", "router", jobs=1, readings={"a": job}),
+            view("flow:v1/shard-a-000", "shard", worker_s=3.0 * second, busy_s=0.1 * second, working=3, **loads),
+        ]
+        observe(scaling, running, views, float(second), hosts)
+    assert scaling.target(flow) == 1, "the job needs one"
+    assert scaling.parts(running, 3, ()) == {flow.instance: Part(3, 3, 1 << 30)}
+    few = FlowScaling(ClusterLimits(workers=2, autoscale=AutoscaleLimits(0, 2)))
+    assert few.parts(running, 3, ()) == {flow.instance: Part(2, 2, 1 << 30)}
+
+
+class BusyFlow:
+    """Flows whose shards' threads are busy all the time, while workers are idle and jobs wait."""
+
+    def __init__(self, limits: ClusterLimits, *flows: FlowSpec, hosts: Mapping[str, int] = HERE) -> None:
+        self.scaling, self.hosts = FlowScaling(limits), hosts
+        self.running = {flow.instance: flow for flow in flows}
+        self.now = 0.0
+
+    def run(self, seconds: int) -> dict[str, Part | None]:
+        for _ in range(seconds):
+            self.now += 1.0
+            parts = self.scaling.parts(self.running, len(self.hosts), ())
+            views: list[ProcessView] = []
+            for instance, part in parts.items():
+                job = {"samples": int(self.now), "stall_s": self.now, "reading_s": self.now}
+                assert part is not None
+                views.append(view(f"{instance}/router", "router", jobs=1, readings={"a": job}, shards=part.shards))
+                status = {"keys": 9, "thread_s": self.now, "serving_s": self.now, "worker_s": 2 * self.now}
+                served = int(1000 * self.now)
+                names = [f"{instance}/shard-{number:03}" for number in range(part.shards)]
+                views += [view(name, "shard", served=served, **status) for name in names]
+            self.views = views
+            self.scaling.observe(self.running, views, parts, self.hosts, self.now)
+        return self.scaling.parts(self.running, len(self.hosts), ())
+
+    def shards(self, seconds: int) -> list[int]:
+        return [0 if part is None else part.shards for part in self.run(seconds).values()]
+
+
+@pytest.mark.parametrize(
+    ("flow", "limits", "hosts", "most"),
+    [
+        (spec(workers=3), ClusterLimits(), HERE, 3),
+        (spec(workers=64), ClusterLimits(), HERE, 8),
+        (spec(workers=64), ClusterLimits(workers=6), HERE, 6),
+        (spec(workers=64), ClusterLimits(), {"a": 2, "b": 3}, 5),
+        (spec(workers=64, memory_bytes=4 << 20), ClusterLimits(), HERE, 4),
+        (spec(workers=64), ClusterLimits(shards=5), HERE, 5),
+        (spec(workers=64, shards=2), ClusterLimits(), HERE, 2),
+        (spec(workers=2), LIMITS, HERE, 8),
+    ],
+    ids=["workers", "processors", "cluster's workers", "nodes", "memory", "ports", "fixed", "autoscaled"],
+)
+def test_a_flow_gets_shards_up_to_what_hosts_and_options_allow(
+    flow: FlowSpec, limits: ClusterLimits, hosts: dict[str, int], most: int
+) -> None:
+    busy = BusyFlow(limits, flow, hosts=hosts)
+    assert busy.shards(1) == [flow.shards or len(hosts)]
+    assert busy.shards(120) == [most]
+    assert busy.scaling.limited_by(flow.instance) == "shard"
+
+
+def test_a_number_that_is_no_longer_fixed_is_gone_on_with() -> None:
+    busy = BusyFlow(ClusterLimits(), spec(workers=8, shards=3))
+    assert busy.shards(2) == [3]
+    busy.running = {"flow:v1": spec(workers=8)}
+    assert busy.shards(1) == [3]
+
+
+def test_flows_share_the_ports_of_shards() -> None:
+    busy = BusyFlow(ClusterLimits(shards=4), spec("flow", workers=8), spec("g", workers=8))
+    numbers = busy.shards(120)
+    assert sum(numbers) == 4
+    assert min(numbers) >= 1
+
+
+def test_a_coordinator_that_starts_anew_goes_on_with_the_shards_that_own_keys() -> None:
+    flow = spec(workers=8)
+    earlier = BusyFlow(ClusterLimits(), flow)
+    before = earlier.run(40)
+    part = before[flow.instance]
+    assert part is not None
+    assert part.shards > 1
+    later = FlowScaling(ClusterLimits())
+    later.begin(flow, 0.0)
+    shards = [one for one in earlier.views if one.role == "shard"]
+    for views in (shards, earlier.views):  # the router may not have reported yet
+        observe(later, earlier.running, views, 0.0)
+        assert later.parts(earlier.running, 1, ()) == before
+    nodes = FlowScaling(ClusterLimits())
+    observe(nodes, earlier.running, earlier.views, 0.0, dict.fromkeys("abcdefgh"[: part.shards], 4))
+    assert nodes.parts(earlier.running, 1, ())[flow.instance] == Part(1, 8, 1 << 30), "one for each node"

@@ -86,7 +86,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.table.validate()
-        assert self.table.usable == sorted(name for name, (_, _, leaves) in self.known.items() if not leaves)
+        assert [*self.table.usable] == sorted(name for name, (_, _, leaves) in self.known.items() if not leaves)
 
 
 TestHistories = Histories.TestCase

@@ -121,6 +121,7 @@ def headline(*jobs: tuple[float, str], kind: str = "cluster", **figures: int) ->
             "good",
         ),
         ({"jobs": [(0.5, "")]}, "the reason is not known yet", "", "wait"),
+        ({"jobs": [(0.5, "shard")]}, "Limited by the thread of a shard: 0 waits 50%", "f --shards auto", "bad"),
         ({"jobs": [(0.5, "job")]}, "in its own process", "collate_fn", "wait"),
         ({"jobs": [(0.5, "quota")]}, "Limited by the platform: quota", "ask the platform", "bad"),
         ({"jobs": [(0.5, "workers")], "decodes": 9}, "too few workers", "cache misses: more memory", "bad"),

@@ -68,7 +68,8 @@ class JobOptions:
             at once for a job of the same host, and after 15 s for one of another. All ranks of one job have the same
             name. A loader that is iterated again during an iteration is a job of its own, with "~2" and so on appended
             to the name.
-        shards: (flow) shard processes.
+        shards: (flow) shard processes, whose threads serve the samples. None: as many as the rate needs, while workers,
+            memory and processors of the hosts allow more.
         memory_bytes: (flow) memory for samples of all shards together, bytes. None: the bytes of the `ALSDCache` around
             the dataset and 256 MiB for samples in transit; without such a cache, 1 GiB.
         policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
@@ -100,7 +101,7 @@ class JobOptions:
     """
 
     name: str | None = None
-    shards: int = 1
+    shards: int | None = None
     memory_bytes: int | None = None
     policy: str | None = None
     strategy: str = "shared-log"
@@ -116,9 +117,9 @@ class JobOptions:
     reconnect_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        check_fields(self, check_int, "shards", minimum=1, maximum=MAX_SHARDS)
+        check_fields(self, check_int, "shards", minimum=1, maximum=MAX_SHARDS, optional=True)
         check_fields(self, check_int, "cache_samples", minimum=0, maximum=MAX_SIZE)
-        min_bytes = MIN_MEMORY * self.shards
+        min_bytes = MIN_MEMORY * (self.shards or 1)
         check_fields(self, check_int, "memory_bytes", minimum=min_bytes, maximum=MAX_BYTES, optional=True)
         check_fields(self, check_int, "ready", "requested", "budget_bytes", minimum=1)
         if self.requested <= self.ready:

@@ -234,6 +234,10 @@ class Autoscaler:
         self._read_at = self._requested_at = max(now, self._read_at)
         self._wake(now)
 
+    def forget_limit(self) -> None:
+        """Measure anew what limits the flow: its shards change."""
+        self._step, self._saturation = None, _Saturation()
+
     def step(self, counts: FlowCounts, now: float) -> Target:
         """Process the present counts; return the new target."""
         if not self._history:

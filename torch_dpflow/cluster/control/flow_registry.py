@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -248,11 +248,13 @@ class FlowRegistry:
         flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
         return []
 
-    def scale(self, name: str, shards: int | None, workers: int | None) -> tuple[Flow, list[FlowInstruction]]:
+    def scale(
+        self, name: str, shards: int | Literal["auto"] | None, workers: int | None
+    ) -> tuple[Flow, list[FlowInstruction]]:
         """Change a flow's numbers of shards and workers.
 
         name: as for `find`.
-        shards: None: as many as it has.
+        shards: "auto": as many as the rate needs. None: as before.
         workers: of all shards together; None: as many as it has, but at least one for each shard.
 
         Raises:
@@ -260,10 +262,10 @@ class FlowRegistry:
             OptionError: the numbers are invalid.
         """
         flow = self._known(name)
-        shards = flow.spec.shards if shards is None else shards
+        number = flow.spec.shards if shards is None else None if shards == "auto" else shards
         if workers is None:
-            workers = max(flow.spec.workers, shards)
-        scaled = msgspec.structs.replace(flow.spec, shards=shards, workers=workers)
+            workers = max(flow.spec.workers, number or 1)
+        scaled = msgspec.structs.replace(flow.spec, shards=number, workers=workers)
         scaled.check()
         flow.spec = scaled
         return flow, [SaveFlow(scaled)]

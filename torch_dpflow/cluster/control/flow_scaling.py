@@ -1,20 +1,29 @@
-"""Number of workers of each flow of a cluster, what limits it, and its worker-seconds. Pure.
+"""Numbers of workers and shards of each flow of a cluster, what limits it, and its worker-seconds. Pure.
 
-`autoscale` decides for one flow; this module computes its input once a second, from the reports of services.
+`autoscale` and `shard_scaling` decide for one flow; this module computes their input once a second, from the reports of
+services.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
-from torch_dpflow.cluster.control.placement import max_min
-from torch_dpflow.cluster.messages.coordinator import AutoscaleLimits, FlowSpec, WorkerSeconds
+from torch_dpflow.cluster.control.placement import max_min, parts_of, spread
+from torch_dpflow.cluster.control.shard_scaling import ShardCounts, Shards, ShardScaler
+from torch_dpflow.cluster.messages.coordinator import (
+    MAX_SHARDS,
+    MIN_MEMORY,
+    ClusterLimits,
+    FlowSpec,
+    Part,
+    WorkerSeconds,
+)
 from torch_dpflow.cluster.messages.node import ProcessView
 from torch_dpflow.ipc.messages.remote_worker import RemoteWorkerView
 
@@ -25,6 +34,8 @@ STEP_S = 1.0
 #: How long a superfluous local worker stays, seconds: longer than the pause between heartbeats. By then its shard has
 #: received the smaller number, and blames no sample for the worker's end.
 LINGER_S = 2.0
+#: The limit of a flow that a shard's thread limits: see `page_figures.FLOW_LIMITS`.
+SHARD = "shard"
 #: States of remote workers that have been started and are not ready yet.
 _COMING = ("requested", "starting", "on deck")
 
@@ -32,8 +43,9 @@ _COMING = ("requested", "starting", "on deck")
 @dataclass
 class _ScaledFlow:
     law: Autoscaler
+    shards: ShardScaler = field(default_factory=ShardScaler)
     stepped_at: float = -math.inf
-    #: Targets of the latest seconds, and when they were set.
+    #: Numbers of workers in the latest seconds, and when that was.
     targets: list[tuple[float, int]] = field(default_factory=list)
     limited_by: str = ""
     #: The shards' worker-seconds when they were last added, by shard and incarnation; and all that were, by job.
@@ -48,19 +60,14 @@ class FlowScaling:
     """Autoscalers of all running flows. Not thread-safe.
 
     Args:
-        limits: of the workers of all flows; None: each flow has as many as it requests, and is only observed.
+        limits: of all flows together. Without `autoscale`, each flow has as many workers as it requests.
         price_per_hour: of a worker, for reports.
     """
 
-    def __init__(self, limits: AutoscaleLimits | None, *, price_per_hour: float = 0.0) -> None:
-        self._limits = limits
+    def __init__(self, limits: ClusterLimits, *, price_per_hour: float = 0.0) -> None:
+        self._limits, self._autoscale = limits, limits.autoscale
         self._price = price_per_hour
         self._flows: dict[str, _ScaledFlow] = {}
-
-    @property
-    def sets_numbers(self) -> bool:
-        """Whether the numbers of workers are scaled; otherwise flows are only observed."""
-        return self._limits is not None
 
     def begin(self, spec: FlowSpec, now: float) -> None:
         """Record that a job is about to read this flow."""
@@ -71,8 +78,34 @@ class FlowScaling:
         for instance in self._flows.keys() - running.keys():
             del self._flows[instance]
 
-    def observe(self, running: Mapping[str, FlowSpec], processes: Sequence[ProcessView], now: float) -> bool:
-        """Process reports of running flows; return whether a flow's number of workers or its limit has changed."""
+    def parts(self, running: Mapping[str, FlowSpec], hosts: int, unread: Collection[str]) -> dict[str, Part | None]:
+        """Return the part of the cluster of each running flow; None if nothing is left for it.
+
+        hosts: how many hosts run shards. unread: as of `parts_of`.
+        """
+        shards, targets = [*map(self.shards, running.values())], None
+        if self._autoscale is not None:
+            hosts, unread = min(hosts, self._autoscale.most), ()
+            shards = [min(many, self._autoscale.most) for many in shards]
+            targets = [*map(self.target, running.values())]
+            # A shard without a worker could not load the samples of its keys.
+            targets = [workers and max(workers, many, hosts) for workers, many in zip(targets, shards)]
+        specs = [msgspec.structs.replace(spec, shards=many) for spec, many in zip(running.values(), shards)]
+        parts = parts_of(specs, self._limits, unread=unread, targets=targets)
+        return {instance: part and spread(part, hosts) for instance, part in zip(running, parts)}
+
+    def observe(
+        self,
+        running: Mapping[str, FlowSpec],
+        processes: Sequence[ProcessView],
+        parts: Mapping[str, Part | None],
+        hosts: Mapping[str, int],
+        now: float,
+    ) -> bool:
+        """Process reports of running flows; return whether a flow's numbers or its limit have changed.
+
+        parts: of the running flows, by `parts`. hosts: processors of the hosts that run shards, by name.
+        """
         self.keep(running)
         own: dict[str, list[ProcessView]] = {}
         for view in processes:
@@ -83,17 +116,22 @@ class FlowScaling:
         for instance, spec in running.items():
             flow = self._of(spec)
             if now - flow.stepped_at >= STEP_S:
-                changed = self._step(flow, spec, own.get(instance, []), len(running), now) or changed
+                changed = self._step(flow, spec, own.get(instance, []), parts, hosts, now) or changed
         return changed
 
+    def shards(self, spec: FlowSpec) -> int:
+        """Return how many shards this flow is to have."""
+        return self._of(spec).shards.target if spec.shards is None else spec.shards
+
     def target(self, spec: FlowSpec) -> int:
-        """Return how many workers this flow is to have."""
+        """Return how many workers this flow needs."""
         return self._of(spec).law.target
 
     def lingering(self, spec: FlowSpec, now: float) -> int:
-        """Return how many workers this flow has while superfluous ones are still being ended."""
-        flow = self._of(spec)
-        return max([flow.law.target, *(target for at, target in flow.targets if at > now - LINGER_S)])
+        """Return how many workers this flow has while superfluous ones are still being ended; 0 if none can be."""
+        if self._autoscale is None:
+            return 0
+        return max((target for at, target in self._of(spec).targets if at > now - LINGER_S), default=0)
 
     def limited_by(self, instance: str) -> str:
         """Return what limits the jobs of a flow; empty if nothing is known to."""
@@ -114,30 +152,82 @@ class FlowScaling:
         return flow
 
     def _bounds(self, spec: FlowSpec, flows: int) -> Bounds:
-        limits = self._limits
+        limits = self._autoscale
         if limits is None:
             return Bounds(least=spec.workers, most=spec.workers)
         # The least number is one for all flows together, of which each has its part.
         least = max_min([limits.least] * flows, limits.least)
         return Bounds(least=min(least), most=limits.most, hold_s=limits.hold_s)
 
-    def _step(self, flow: _ScaledFlow, spec: FlowSpec, own: Sequence[ProcessView], flows: int, now: float) -> bool:
-        if flow.stepped_at == -math.inf and (found := _workers_of(own)) > flow.law.target:
-            # An earlier coordinator had more than the flow requests.
-            flow.law = Autoscaler(self._bounds(spec, flows), found)
+    def _step(
+        self,
+        flow: _ScaledFlow,
+        spec: FlowSpec,
+        own: Sequence[ProcessView],
+        parts: Mapping[str, Part | None],
+        hosts: Mapping[str, int],
+        now: float,
+    ) -> bool:
         router = next((view for view in own if view.role == "router" and "jobs" in view.status), None)
+        if flow.stepped_at == -math.inf:
+            self._restore(flow, spec, router, own, len(parts), len(hosts))
         if router is None:
             return False  # no job can read
         flow.stepped_at = now
         counts = counts_of(router, own, target=flow.law.target)
         self._count(flow, own, counts)
-        flow.law.bound(self._bounds(spec, flows))
-        before, limited_by = flow.law.target, flow.limited_by
-        flow.targets = [*((at, many) for at, many in flow.targets if at > now - LINGER_S), (now, before)]
-        flow.limited_by = flow.law.step(counts, now).limited_by
-        if self._limits is None and flow.limited_by == "budget":
-            flow.limited_by = "workers"
-        return (before, limited_by) != (flow.law.target, flow.limited_by)
+        before = (flow.law.target, flow.shards.target, flow.limited_by)
+        part = parts.get(spec.instance)
+        if part is not None:
+            flow.targets = [*((at, many) for at, many in flow.targets if at > now - LINGER_S), (now, part.workers)]
+            if spec.shards is not None:  # to go on with if the number is no longer fixed
+                flow.shards.restore(spec.shards)
+            least, most = self._bounds_of_shards(spec, parts, hosts)
+            flow.shards.step(counts, _serving(own), now, shards=part.shards, least=least, most=most)
+        if flow.shards.target != before[1]:
+            flow.law.forget_limit()
+        if flow.shards.is_limit:
+            counts = msgspec.structs.replace(counts, refused=SHARD)  # more workers would not help
+        flow.law.bound(self._bounds(spec, len(parts)))
+        limited_by = flow.law.step(counts, now).limited_by
+        if self._autoscale is None and limited_by == "budget":
+            limited_by = "workers"
+        flow.limited_by = SHARD if flow.shards.is_limit else limited_by
+        return before != (flow.law.target, flow.shards.target, flow.limited_by)
+
+    def _bounds_of_shards(
+        self, spec: FlowSpec, parts: Mapping[str, Part | None], hosts: Mapping[str, int]
+    ) -> tuple[int, int]:
+        """Return the least and most shards that a flow with a part may have."""
+        part = parts[spec.instance]
+        assert part is not None
+        if spec.shards is not None:
+            return part.shards, part.shards
+        others = [one for one in parts.values() if one is not None and one is not part]
+        workers = part.workers
+        if self._autoscale is not None:  # a shard that is added gets a worker
+            workers = max(workers, self._autoscale.most - sum(one.workers for one in others))
+        most = min(workers, part.memory_bytes // MIN_MEMORY, spec.size, MAX_SHARDS, sum(hosts.values()))
+        if self._limits.shards is not None:
+            most = min(most, self._limits.shards - sum(one.shards for one in others))
+        return len(hosts), most
+
+    def _restore(
+        self,
+        flow: _ScaledFlow,
+        spec: FlowSpec,
+        router: ProcessView | None,
+        own: Sequence[ProcessView],
+        flows: int,
+        hosts: int,
+    ) -> None:
+        """Continue with the workers and shards that an earlier coordinator had, as far as they are known now."""
+        workers = _workers_of(own)
+        if workers > flow.law.target:
+            flow.law = Autoscaler(self._bounds(spec, flows), workers)
+        shards = len(_serving(own)) if router is None else int(_number(router.status, "shards"))
+        if shards > hosts:  # otherwise there are so many because of the hosts
+            flow.shards.restore(shards)
 
     def _count(self, flow: _ScaledFlow, own: Sequence[ProcessView], counts: FlowCounts) -> None:
         """Add the worker-seconds since the last call; divide them among jobs by the samples that each has read."""
@@ -165,6 +255,21 @@ def _workers_of(own: Sequence[ProcessView]) -> int:
     return sum(view.role == "worker" for view in own) + sum(
         len(view.status.get("remote_workers", ())) for view in own if view.role == "shard"
     )
+
+
+def _serving(own: Sequence[ProcessView]) -> Shards:
+    """Return the counters of a flow's shards that own keys."""
+    return {
+        (view.id, view.incarnation): ShardCounts(
+            thread_s=_number(view.status, "thread_s"),
+            serving_s=_number(view.status, "serving_s"),
+            served=int(_number(view.status, "served")),
+            busy_s=_number(view.status, "busy_s"),
+            worker_s=_number(view.status, "worker_s"),
+        )
+        for view in own
+        if view.role == "shard" and view.status.get("keys")
+    }
 
 
 def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -> FlowCounts:

@@ -118,9 +118,9 @@ class NodeTable:
         return lost
 
     @property
-    def usable(self) -> list[str]:
-        """Names of nodes that take shards, sorted."""
-        return sorted(name for name, node in self._nodes.items() if node.standing != LEAVING)
+    def usable(self) -> dict[str, int]:
+        """Processors of the nodes that take shards, by name, sorted."""
+        return {name: node.record.processors for name, node in sorted(self._nodes.items()) if node.standing != LEAVING}
 
     @property
     def processes(self) -> list[ProcessView]:
@@ -279,32 +279,30 @@ def parts_of(
     """Return the part of each flow, by max-min fairness; None if nothing is left for it.
 
     No flow gets more than it requests, and what one leaves goes to the others. Each shard has at least one worker, so
-    a flow with fewer workers than shards gets fewer shards.
+    a flow with fewer workers than shards gets fewer shards. A flow without any workers keeps its shards: each change of
+    their number moves keys.
 
+    specs: with their numbers of shards.
     unread: instances without jobs; if workers or shards are scarce, each keeps one.
-    targets: intended number of workers of each flow, if they are autoscaled; shards may then have none.
+    targets: intended number of workers of each flow, if they are autoscaled; 0 while no job reads.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
     if targets is None and limits.workers is not None and sum(requests) > limits.workers:
         requests = [1 if spec.instance in unread else spec.workers for spec in specs]
     workers = max_min(requests, limits.workers)
-    wanted = [spec.shards for spec in specs]
-    if limits.shards is not None and sum(wanted) > limits.shards:
-        wanted = [1 if spec.instance in unread else spec.shards for spec in specs]
+    requested = [spec.shards or 1 for spec in specs]
+    wanted = requested
+    if limits.shards is not None and sum(requested) > limits.shards:
+        wanted = [1 if spec.instance in unread else many for spec, many in zip(specs, requested)]
     shards = max_min(wanted, limits.shards)
     memory = max_min([spec.memory_bytes for spec in specs], limits.memory_bytes)
-    if targets is None:
-        shards = [*map(min, shards, workers)]
+    shards = [many if targets is not None and not has else min(many, has) for many, has in zip(shards, workers)]
     return [_part(*has) for has in zip(shards, workers, memory)]
 
 
-def spread(part: Part, nodes: int, *, may_rest: bool) -> Part:
-    """Return a flow's part with at least one shard for each node, if workers and memory are enough.
-
-    may_rest: whether shards may have no worker. The number of shards then does not follow the number of workers, as
-        each change of it moves keys between shards.
-    """
-    most = nodes if may_rest else min(nodes, part.workers)
+def spread(part: Part, nodes: int) -> Part:
+    """Return a flow's part with at least one shard for each node, if workers and memory are enough."""
+    most = min(nodes, part.workers or nodes)
     return msgspec.structs.replace(part, shards=max(part.shards, min(most, part.memory_bytes // MIN_MEMORY)))
 
 

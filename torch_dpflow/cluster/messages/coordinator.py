@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -41,7 +41,8 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
     #: Whether loading a sample twice returns the same.
     repeatable: bool = False
-    shards: Count = 1
+    #: None: as many as the rate of its jobs needs.
+    shards: Count | None = None
     #: Of all shards together.
     workers: Count = 2
     #: Memory for samples of all shards together, bytes.
@@ -72,17 +73,19 @@ class FlowSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
         Otherwise they would fail at the start and be restarted forever.
         """
         check_flow_name(self.name)
-        flow = f"flow {self.name!r}: "
+        flow, shards = f"flow {self.name!r}: ", self.shards or 1
         for name, least, most in (
             ("version", 1, 2**53),
             ("size", 1, MAX_SIZE),
             ("shards", 1, min(MAX_SHARDS, self.size)),
-            ("workers", self.shards, MAX_WORKERS),
-            ("memory_bytes", MIN_MEMORY * self.shards, 2**53),
+            ("workers", shards, MAX_WORKERS),
+            ("memory_bytes", MIN_MEMORY * shards, 2**53),
             ("cache_samples", 0, self.size),
         ):
-            of_shards = f"with {self.shards} shards, " if name in _OF_EVERY_SHARD and self.shards > 1 else ""
-            check_int(f"{flow}{of_shards}{name}", getattr(self, name), minimum=least, maximum=most)
+            of_shards = f"with {shards} shards, " if name in _OF_EVERY_SHARD and shards > 1 else ""
+            value = getattr(self, name)
+            if value is not None:
+                check_int(f"{flow}{of_shards}{name}", value, minimum=least, maximum=most)
         check_number(f"{flow}idle_s", self.idle_s, minimum=MIN_IDLE_S, unit="seconds")
         if self.task_timeout_s is not None:
             check_seconds(f"{flow}task_timeout_s", self.task_timeout_s)
@@ -158,12 +161,13 @@ class Access(Body):
 class Scale(Body):
     """To a coordinator: set the number of shards of a flow, and of the workers of all its shards together.
 
-    None keeps the number, with at least one worker for each shard. Answered with `FlowView`.
+    None keeps the number, with at least one worker for each shard. "auto": as many shards as the rate needs. Answered
+    with `FlowView`.
     """
 
     #: With or without a version: see `FlowRegistry.find`.
     flow: Name
-    shards: Count | None
+    shards: Count | Literal["auto"] | None
     workers: Count | None = None
 
 

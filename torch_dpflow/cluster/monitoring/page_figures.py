@@ -241,6 +241,13 @@ FLOW_LIMITS = {
         "all workers that are allowed work",
         "a higher MAX of `dpflow up --autoscale MIN:MAX`",
     ),
+    "shard": Limit(
+        "the thread of a shard",
+        "the thread of a shard, which serves the samples, while workers are idle; the flow may have no more shards, or "
+        "they do not help",
+        "let it have more shards, each of which needs a worker: `dpflow flow scale NAME --shards auto --workers N`",
+        "add processors (a larger host, or others by `dpflow node`), or read fewer and larger samples",
+    ),
     "storage": Limit(
         "the storage",
         "the storage or the processors of the workers' host; more workers brought nothing",

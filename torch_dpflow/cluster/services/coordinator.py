@@ -6,6 +6,7 @@ its node reports the running processes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from torch_dpflow.cluster.control.flow_registry import (
     StopFlow,
 )
 from torch_dpflow.cluster.control.flow_scaling import FlowScaling
-from torch_dpflow.cluster.control.placement import launches_of, parts_of, spread
+from torch_dpflow.cluster.control.placement import launches_of
 from torch_dpflow.cluster.messages.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
@@ -116,7 +117,7 @@ class Coordinator:
         )
         self._clock = clock
         self._registry = FlowRegistry()
-        self._scaling = FlowScaling(limits.autoscale, price_per_hour=price_per_hour)
+        self._scaling = FlowScaling(self._limits, price_per_hour=price_per_hour)
         #: By instance: flows whose services are to run, and addresses of running routers.
         self._running: dict[str, FlowSpec] = {}
         self._routers: dict[str, str] = {}
@@ -129,7 +130,7 @@ class Coordinator:
         for name, (body, remembered) in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
         if nodes is not None:
-            nodes.use(self._assigned_to, lambda: self._observed, changed, self._undivided_parts)
+            nodes.use(self._assigned_to, lambda: self._observed, changed, partial(self._parts, hosts=1))
 
     # -- what runs -------------------------------------------------------------------------------------------
 
@@ -151,9 +152,9 @@ class Coordinator:
                     part,
                     self._processes,
                     has_platform=self._worker_platform is not None,
-                    lingering=self._lingering(spec),
+                    lingering=self._scaling.lingering(spec, self._clock()),
                     limited_by=self._scaling.limited_by(instance),
-                    nodes=self._hosts,
+                    nodes=[*self._hosts],
                 )
         return launches
 
@@ -170,7 +171,7 @@ class Coordinator:
             if kind == "router":
                 self._observe_router(instance, view, now)
         self._apply(self._registry.tick(now))
-        if self._scaling.observe(self._running, self._processes, now):
+        if self._scaling.observe(self._running, self._processes, self._parts(), self._hosts, now):
             self._changed()
         self._answer_waiting(now)
 
@@ -193,25 +194,16 @@ class Coordinator:
         return self._observed if self._nodes is None else [*self._observed, *self._nodes.processes]
 
     @property
-    def _hosts(self) -> list[str]:
-        return [""] if self._nodes is None else self._nodes.hosts
+    def _hosts(self) -> Mapping[str, int]:
+        """Processors of the hosts that run shards, by name."""
+        joined = {} if self._nodes is None else self._nodes.processors
+        return joined or {"": len(os.sched_getaffinity(0))}
 
-    def _parts(self) -> dict[str, Part | None]:
-        hosts, scales = len(self._hosts), self._scaling.sets_numbers
-        parts = self._undivided_parts().items()
-        return {instance: part and spread(part, hosts, may_rest=scales) for instance, part in parts}
-
-    def _undivided_parts(self) -> dict[str, Part | None]:
-        if self._scaling.sets_numbers:
-            targets = [self._scaling.target(spec) for spec in self._running.values()]
-            parts = parts_of([*self._running.values()], self._limits, targets=targets)
-            return dict(zip(self._running, parts))
+    def _parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
+        """Return the part of each running flow. hosts: as if so many ran shards; 0: those that do."""
         now = self._clock()
         unread = {flow.spec.instance for flow in self._registry.flows if flow.is_unread(now)}
-        return dict(zip(self._running, parts_of([*self._running.values()], self._limits, unread=unread)))
-
-    def _lingering(self, spec: FlowSpec) -> int:
-        return self._scaling.lingering(spec, self._clock()) if self._scaling.sets_numbers else 0
+        return self._scaling.parts(self._running, hosts or len(self._hosts), unread)
 
     def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
         jobs = view.status.get("jobs")
@@ -263,7 +255,7 @@ class Coordinator:
 
     def _on_register(self, call: IncomingCall) -> Result:
         spec: FlowSpec = call.body
-        self._check_ports(spec.shards)
+        self._check_ports(spec.shards or 1)
         self._check_memory(spec)
         self._apply(self._registry.register(spec, self._clock()))
         flow = self._registry.find(spec.instance)
@@ -377,21 +369,22 @@ class Coordinator:
 
     def _on_scale(self, call: IncomingCall) -> Later:
         scale: Scale = call.body
-        for name, value in (("shards", scale.shards), ("workers", scale.workers)):
+        shards = None if scale.shards == "auto" else scale.shards
+        for name, value in (("shards", shards), ("workers", scale.workers)):
             if self._limits.workers is not None and (value or 0) > self._limits.workers:
                 raise UsageError(
                     f"{name}={value}: the cluster has {self._limits.workers} workers, and each shard takes one; "
                     "give no more, or start `dpflow up` with more"
                 )
-        self._check_ports(scale.shards or 0)
+        self._check_ports(shards or 1)
         flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
         self._apply(instructions)
         spec = flow.spec
         if spec.instance in self._running:
             self._running[spec.instance] = spec
             self._changed()
-        text = "flow scaled to %d shards and %d workers"
-        SERVICE.info(text, spec.shards, spec.workers, extra={"flow": spec.instance})
+        text = "flow scaled to %s shards and %d workers"
+        SERVICE.info(text, spec.shards or "auto", spec.workers, extra={"flow": spec.instance})
         view = self._view(flow, self._parts(), self._clock())
         # Acknowledged when written: unlike a registration, it is not repeated after the death of this process.
         self._store.once_written(partial(_acknowledge, call, view))

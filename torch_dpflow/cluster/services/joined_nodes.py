@@ -95,14 +95,14 @@ class JoinedNodes:
         assigned: returns the processes that a node should run; None while they are not known.
         observed: returns the running processes of the cluster's own node.
         changed: called when nodes join, leave or expire.
-        parts: returns the part of each flow that runs.
+        parts: returns the part of each flow that runs, as if one host ran shards: its workers do not depend on nodes.
         """
         self._assigned, self._observed, self._changed, self._parts = assigned, observed, changed, parts
 
     @property
-    def hosts(self) -> list[str]:
-        """Sorted names of the joined nodes that accept shards; "", the cluster's own node, while there is none."""
-        return self._table.usable or [""]
+    def processors(self) -> dict[str, int]:
+        """Processors of the joined nodes that accept shards, by name, sorted."""
+        return self._table.usable
 
     @property
     def processes(self) -> list[ProcessView]:

@@ -158,6 +158,7 @@ class Router:
             "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
             "complete": self._routing.complete,
+            "shards": len(self._shards),
             "waiting": len(self._waiting),
         }
 

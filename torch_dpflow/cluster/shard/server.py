@@ -74,7 +74,7 @@ class SampleShard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec, self._flow = spec, spec.instance
-        self._clock = clock
+        self._clock, self._began = clock, clock()
         self._workers = ShardWorkers(
             listener,
             spec.content,
@@ -202,7 +202,7 @@ class SampleShard:
             self._cache.hint(request.job, lookahead, weight=answer.weight)
 
     def status(self) -> dict[str, Any]:
-        """Return figures for the coordinator and for display."""
+        """Return figures for the coordinator and for display. In the server's thread."""
         cache = self._cache.statistics()
         self._link_s += self._link.passed_s()
         return {
@@ -217,6 +217,9 @@ class SampleShard:
             "generation": self._range.generation,
             "keys": self._owned,
             "drained": self._is_drained(),
+            # Processor time and not time between polls: a thread that waits for a processor is not the limit.
+            "thread_s": time.thread_time(),
+            "serving_s": self._clock() - self._began,
         }
 
     @property

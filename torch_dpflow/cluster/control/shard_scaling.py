@@ -1,0 +1,169 @@
+"""Scaling of one flow's shards: once a second, how many threads should serve its samples. Pure.
+
+A shard serves samples in one thread, which is the limit of the flow if three things hold for some seconds:
+
+- by its processor time, the busiest of these threads is busy nearly all the time;
+- workers are idle for a part of their time;
+- jobs wait for data.
+
+**Up.** The flow then gets half as many shards more, at least one. The next step follows once the new ones have been
+measured. If a step has not increased the rate, the next is delayed, each time for twice as long: where all jobs read
+the keys of one shard, more shards do not help.
+
+**Down.** One shard less, once the busiest thread would have been far from its limit with one less for some time. Each
+step up that follows a step down doubles this time. So the number settles while the load is constant.
+
+Every change moves keys to other shards, which load their samples again. Therefore a pause of jobs changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import astuple
+
+from torch_dpflow.cluster.control.autoscale import FlowCounts, between
+
+#: Length of the window over which threads are measured, seconds, and how long it is not begun after a change.
+WINDOW_S, SETTLE_S = 5.0, 3.0
+#: The busy share from which a thread is full. Workers are idle below the busy share `IDLE`. Jobs wait from the share
+#: `STALLED` of their time on.
+FULL, IDLE, STALLED = 0.85, 0.9, 0.05
+#: A step up to twice as many shards should increase the rate by at least this share, and others in proportion.
+BROUGHT = 0.1
+#: There is one shard less once the busiest thread would have been busy for less than the share `LOW` for `DOWN_S`.
+LOW, DOWN_S = 0.5, 30.0
+#: How long the next step up is delayed after one that did not help, and the longest that any delay becomes, seconds.
+HOLD_S, LONGEST_S = 120.0, 3600.0
+
+
+class ShardCounts(msgspec.Struct, frozen=True):
+    """Counters of a shard since its start."""
+
+    #: Processor time of its thread, and time that it has served, seconds.
+    thread_s: float
+    serving_s: float
+    #: Samples that it has served.
+    served: int
+    #: Sums over its workers of the seconds in which they had tasks, and in which they were there.
+    busy_s: float
+    worker_s: float
+
+
+#: The shards of a flow that own keys, by id and incarnation.
+Shards: TypeAlias = Mapping[tuple[str, int], ShardCounts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Figures of a window: the share of time for which the busiest thread was busy, and samples per second."""
+
+    busiest: float
+    rate: float
+    #: Whether workers are idle and jobs wait.
+    is_awaited: bool
+
+
+class ShardScaler:
+    """Scaler of the shards of one flow. Not thread-safe; a step is O(shards + jobs)."""
+
+    def __init__(self) -> None:
+        self._target = 1
+        #: Whether a thread limits the flow, and the latest step has changed nothing about that.
+        self.is_limit = False
+        self._history: deque[tuple[float, FlowCounts, Shards]] = deque()
+        self._settled_at = -math.inf
+        #: Number of shards before the latest step up, and the rate at that time.
+        self._step: tuple[int, float] | None = None
+        self._was_down = False
+        self._may_grow_at, self._hold_s = -math.inf, HOLD_S
+        #: Since when the flow has had a shard too many, seconds; and how long it must have.
+        self._low_since, self._down_s = math.inf, DOWN_S
+
+    @property
+    def target(self) -> int:
+        """The number of shards that the flow should have."""
+        return self._target
+
+    def restore(self, shards: int) -> None:
+        """Continue with the shards that an earlier scaler had."""
+        self._target = max(1, shards)
+
+    def step(self, counts: FlowCounts, own: Shards, now: float, *, shards: int, least: int, most: int) -> None:
+        """Process the present counts.
+
+        own: the shards that own keys.
+        shards: how many there should be; not `target` where nodes have joined, or where the cluster has not enough.
+        least, most: limits of their number for steps down and up.
+        """
+        self.is_limit = False
+        if len(own) != shards or (self._history and self._history[-1][2].keys() != own.keys()):
+            self._settle(now)
+        if now < self._settled_at:
+            return
+        self._history.append((now, counts, own))
+        while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
+            self._history.popleft()
+        load = self._measure()
+        if load is None:
+            self._low_since = math.inf
+            return
+        is_full = load.is_awaited and load.busiest >= FULL
+        if is_full:
+            self.is_limit = not self._grow(load, shards, most, now)
+        if shards <= least or load.busiest * shards >= LOW * (shards - 1):
+            self._low_since = math.inf
+            return
+        self._low_since = min(self._low_since, now)
+        if now - self._low_since >= self._down_s:
+            self._change(shards - 1, now)
+            self._step, self._was_down = None, True
+
+    def _measure(self) -> _Load | None:
+        """Return the figures of the window; None if it is too short, or if no job has read in it."""
+        (began, first, before), (ended, last, after) = self._history[0], self._history[-1]
+        _, stall_s, reading_s = between(first, last)
+        passed = [_passed(before[name], counts) for name, counts in after.items()]
+        if ended - began < WINDOW_S or reading_s <= 0 or any(one.serving_s <= 0 for one in passed):
+            return None
+        is_idle = sum(one.busy_s for one in passed) < IDLE * sum(one.worker_s for one in passed)
+        return _Load(
+            max(one.thread_s / one.serving_s for one in passed),
+            sum(one.served / one.serving_s for one in passed),
+            is_idle and stall_s >= STALLED * reading_s,
+        )
+
+    def _grow(self, load: _Load, shards: int, most: int, now: float) -> bool:
+        """Take a step up unless there can be no more shards, or they do not help; return whether it was taken."""
+        if self._step is not None:
+            before, rate = self._step
+            if load.rate < rate * (1 + BROUGHT * (shards / before - 1)):
+                self._may_grow_at = now + self._hold_s
+                self._hold_s = min(2 * self._hold_s, LONGEST_S)
+            self._step = None
+        if now < self._may_grow_at or shards >= most:
+            return False
+        if self._was_down:
+            self._down_s, self._was_down = min(2 * self._down_s, LONGEST_S), False
+        self._step = (shards, load.rate)
+        self._change(min(most, shards + max(1, shards // 2)), now)
+        return True
+
+    def _change(self, target: int, now: float) -> None:
+        self._target = target
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """Measure anew: the shards, or their processes, have changed."""
+        self._history.clear()
+        self._settled_at, self._low_since = now + SETTLE_S, math.inf
+
+
+def _passed(first: ShardCounts, last: ShardCounts) -> ShardCounts:
+    """Return the growth of all counters from `first` to `last`."""
+    return ShardCounts(*(after - before for before, after in zip(astuple(first), astuple(last))))
