@@ -46,7 +46,7 @@ class Reading:
     batch: int = 8
     #: Batches from one checkpoint to the next.
     checkpoint: int = 5
-    shards: int = 1
+    shards: int | None = 1
     workers: int = 2
     requested: int = 6
     reconnect_timeout_s: float = 100.0
