@@ -115,7 +115,7 @@ def up(
     from torch_dpflow.ipc.memory.headroom import check_memory
     from torch_dpflow.workers.local_platform import end_fork_server
 
-    if memory is not None and given["listen"] is None:  # otherwise nodes of other hosts may have a part of it
+    if memory is not None and given["listen"] is given["nodes"] is None:  # else nodes may have a part of it
         check_memory("--memory", memory)
     if given["pool_memory"] is not None:
         check_memory("--pool-memory", given["pool_memory"])
@@ -157,6 +157,8 @@ def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     yield f"jobs find it by {options.path}"
     workers = counted(cluster.workers, "worker")
     yield f"it may run {workers} (its limit of open files, `ulimit -Hn`, is {soft_limit()})"
+    if options.nodes:
+        yield f"platform {options.platform} is to run nodes, {options.nodes} of them: `dpflow status` lists them"
     if options.metrics:
         yield f"metrics are at http://{options.metrics}/metrics"
     if options.pool_memory:

@@ -87,6 +87,14 @@ def shards(cluster: CommandedCluster) -> dict[str, tuple[int, int]]:
     return {view.node: (int(view.address.rpartition(":")[2]), view.pid) for view in views}
 
 
+def processes_of_nodes() -> list[int]:
+    """The nodes, and what they have started."""
+    nodes = [*workers()]
+    started = [child.pid for pid in nodes for child in psutil.Process(pid).children(recursive=True)]
+    assert len(started) >= len(nodes) > 0
+    return nodes + started
+
+
 def is_within(pid: int, ancestors: dict[int, int]) -> bool:
     return bool({one.pid for one in psutil.Process(pid).parents()} & ancestors.keys())
 
@@ -131,13 +139,32 @@ def test_nodes_are_replaced_on_other_nodes_of_ray(ray: Any, up: Callable[[str], 
         seen = keys(islice(batches, 2))
         wait(lambda: shards(cluster).keys() == before, what="a shard on each node")
         seen += keys(islice(batches, 8))
+        running = processes_of_nodes()
         ray.remove_node(added.pop(), allow_graceful=False)
         added.append(add_node(ray, 1))
         wait(lambda: len(nodes_of(cluster).keys() - before) == 1, what="a node in its place")
         assert sorted(seen + keys(batches)) == [*range(600)]
     cluster.stop()
+    wait(lambda: all(map(has_ended, running)), what="the end of all processes, those of the lost node too")
     for node in added:
         ray.remove_node(node)
+
+
+@slow
+def test_a_frozen_node_is_ended_and_replaced(up: Callable[[str], CommandedCluster], flow: str) -> None:
+    cluster = up("2")
+    before = await_nodes(cluster, 2)
+    with open_job(
+        flow, SlowNumbers(SIZE, 0.05), address=cluster.address, batch_size=4, workers=2, options=OPTIONS
+    ) as job:
+        batches = job.traverse(0)
+        seen = keys(islice(batches, 2))
+        wait(lambda: shards(cluster).keys() == before, what="a shard on each node")
+        frozen = next(iter(workers()))
+        os.kill(frozen, signal.SIGSTOP)
+        wait(lambda: len(nodes_of(cluster).keys() - before) == 1, what="a node in its place")
+        assert sorted(seen + keys(batches)) == [*range(SIZE)]
+    assert has_ended(frozen)
 
 
 @slow
@@ -185,12 +212,10 @@ def test_nodes_follow_the_number_of_workers(
 def test_nodes_end_with_the_cluster(up: Callable[[str], CommandedCluster], number: signal.Signals) -> None:
     cluster = up("2")
     await_nodes(cluster, 2)
-    running = [child for pid in workers() for child in psutil.Process(pid).children(recursive=True)]
-    assert running
+    running = processes_of_nodes()
     os.kill(cluster.pid, number)
     wait(lambda: has_ended(cluster.pid), what="the cluster's end")
-    wait(lambda: not workers(), what="the nodes' end")
-    wait(lambda: all(has_ended(one.pid) for one in running), what="the end of their processes")
+    wait(lambda: all(map(has_ended, running)), what="the end of all processes of nodes")
 
 
 @slow

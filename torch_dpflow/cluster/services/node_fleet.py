@@ -7,6 +7,7 @@ with this process, and its successor starts others.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import select
 from random import SystemRandom
@@ -92,7 +93,8 @@ class PlatformNodes:
             self._fleet.handle(outcome, now)
             match outcome:
                 case Ended(name, end):
-                    SERVICE.warning("node %s on platform %s has ended: %s", name, self._spec.name, end)
+                    level = logging.INFO if end.code == 0 else logging.WARNING
+                    SERVICE.log(level, "node %s on platform %s has ended: %s", name, self._spec.name, end)
                 case Refused(_, error):
                     self._shortage = str(error)  # the fleet reports the first one of a kind only
         target = self._report()
