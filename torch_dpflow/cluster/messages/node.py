@@ -165,7 +165,7 @@ class NodeFleet(Body):
     prefix: NodeName
     #: Nodes that were requested and have not ended.
     nodes: Annotated[list[NodeName], msgspec.Meta(max_length=MAX_NODES)]
-    #: Those of them that are to leave once jobs have left their shards.
+    #: Nodes among them that are to leave once jobs have left their shards.
     leaving: Annotated[list[NodeName], msgspec.Meta(max_length=MAX_NODES)]
 
 
@@ -174,7 +174,7 @@ class FleetTarget(Body):
 
     #: How many nodes the platform is to run.
     wanted: Count
-    #: Those of its nodes that are in the cluster.
+    #: The platform's nodes that are in the cluster.
     joined: list[NodeName]
     #: Whether the cluster ends.
     ends: bool = False

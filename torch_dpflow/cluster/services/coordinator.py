@@ -200,7 +200,7 @@ class Coordinator:
         return joined or {"": len(os.sched_getaffinity(0))}
 
     def _parts(self, *, hosts: int = 0) -> dict[str, Part | None]:
-        """Return the part of each running flow. hosts: as if so many ran shards; 0: those that do."""
+        """Return the part of each running flow. hosts: number of hosts to assume; 0: as many as run shards."""
         now = self._clock()
         unread = {flow.spec.instance for flow in self._registry.flows if flow.is_unread(now)}
         return self._scaling.parts(self._running, hosts or len(self._hosts), unread)

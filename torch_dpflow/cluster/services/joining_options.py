@@ -31,7 +31,7 @@ class NodeOptions:
         name: unique among the cluster's nodes; None: the name of this host.
         listen: the IP address of this host by which jobs reach it; None: the one by which it reaches the cluster.
         preload: as for `ClusterOptions`.
-        processors: that it may use, for display; None: those of this process.
+        processors: number that it may use, for display; None: as many as this process.
         log: how its processes log.
 
     Raises:
