@@ -1,13 +1,13 @@
 """Data that is opened in place: each library on files of its own format, and `open_dataset` on the same files.
 
-    python -m benchmarks.open_data [--json] [--rounds 5] [--formats tar,mds,litdata,arrow] [--quick]
+    python -m benchmarks.open_data [--json] [--rounds 5] [--formats tar,mds,litdata,arrow,parquet] [--quick]
 
-Formats: tar (webdataset), MDS (Mosaic Streaming), chunks of LitData, Arrow files of HuggingFace's datasets; from the
-disk, and from an S3 server with 10 ms to every answer. A library that is not installed is left out, and named. Each
-round is a process of its own: two epochs of raw samples without a loader, as one worker reads them, in batches of 64,
-then samples by number, one at a time. Ours and HuggingFace read a random order; the others shuffle in their own way.
-On S3 all keep what they read in a cache directory, and the second epoch comes from it. Opening, which is where ours
-builds its index, is a column of its own. Processor time is that of the process and of its children.
+Formats: tar (webdataset), MDS (Mosaic Streaming), chunks of LitData, Arrow files and Parquet (HuggingFace's datasets);
+from the disk, and from an S3 server with 10 ms to every answer. A library that is not installed is left out, and named.
+Each round is a process of its own: two epochs of raw samples without a loader, as one worker reads them, in batches of
+64, then samples by number, one at a time. Ours and HuggingFace read a random order; the others shuffle in their own
+way. On S3 all keep what they read in a cache directory, and the second epoch comes from it. Opening, which is where
+ours builds its index, is a column of its own. Processor time is that of the process and of its children.
 
 Then ours builds indexes of 100,000 small samples. The other libraries have none, or build it as they write.
 """
@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.open_data_sides import PEERS, WRITERS, Data, open_ours
+from benchmarks.open_data_sides import LEFT_OUT, PEERS, WRITERS, Data, open_ours
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from benchmarks.storage import served
 
@@ -147,6 +147,8 @@ def compare(kinds: list[str], samples: int, size: int, rounds: int) -> Iterator[
     with written(kinds, samples, size) as (folder, endpoint):
         for kind in kinds:
             for title, place in (("disk", ""), ("S3", endpoint)):
+                if (kind, title) in LEFT_OUT:
+                    continue
                 data = Data(kind, folder, place)
                 sides = {
                     side: partial(in_own_process, "epochs", side, data, samples)
@@ -163,9 +165,11 @@ def compare_indexes(kinds: list[str], samples: int, rounds: int) -> Iterator[Com
             sides = {
                 kind: partial(in_own_process, "index", "open_dataset", Data(kind, folder, place), samples)
                 for kind in kinds
+                if (kind, title) not in LEFT_OUT
             }
-            parameters = {"samples": samples, "bytes": size, "latency_ms": LATENCY_MS}
-            yield alternate("open_data", f"index, {title}", sides, rounds=rounds, parameters=parameters)
+            if sides:
+                parameters = {"samples": samples, "bytes": size, "latency_ms": LATENCY_MS}
+                yield alternate("open_data", f"index, {title}", sides, rounds=rounds, parameters=parameters)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from torch_dpflow.datasets.importers.columns import lit_sample, mds_sample
+from torch_dpflow.datasets.importers.columns import Columns, lit_sample, mds_sample
 from torch_dpflow.datasets.importers.tfrecord import parse_example
 from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
 from torch_dpflow.errors import DPFlowError, OptionError, SourceError
@@ -31,7 +31,7 @@ _JSON = frozenset({"json", "jsn"})
 def view_of(importer: str | None, info: Mapping[str, Any]) -> View:
     """Return the view of samples that this importer has described, with the `info` of its variant."""
     if importer == "mds":
-        return partial(_mds, info["columns"])
+        return partial(_mds, tuple(tuple(column) for column in info["columns"]))
     if importer == "litdata":
         return partial(_litdata, info["formats"], info["spec"])
     return _VIEWS.get(importer or "", _plain)
@@ -56,9 +56,7 @@ def _example(content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes])
     return parse_example(content)
 
 
-def _mds(
-    columns: Sequence[Sequence[Any]], content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]
-) -> dict[str, Any]:
+def _mds(columns: Columns, content: bytes, fields: dict[str, Any], parts: Mapping[str, bytes]) -> dict[str, Any]:
     return mds_sample(content, columns)
 
 

@@ -53,24 +53,30 @@ _LIT_ARRAYS = (
 )
 
 
-def mds_sample(content: bytes, columns: Sequence[Sequence[Any]]) -> dict[str, Any]:
+#: Name, encoding and size of each column of an MDS dataset; a size of None is in the data.
+Columns = tuple[tuple[str, str, int | None], ...]
+
+
+def mds_sample(content: bytes, columns: Columns) -> dict[str, Any]:
     """Return a sample of an MDS shard.
 
     Args:
         content: the sample's bytes: sizes of the values that have none of their own, then all values.
-        columns: name, encoding and size of each column; a size of None is in the data.
 
     Raises:
         SourceError: the bytes are not of these columns.
     """
-    loose = sum(size is None for _, _, size in columns)
+    loose, named = _layout(columns)
     sizes = iter(_words(content, loose))
     lengths = [next(sizes) if size is None else size for _, _, size in columns]
-    values = _cut(content, 4 * loose, lengths)
-    return {
-        name: _decoded(name, mds_decoder(encoding), value)
-        for (name, encoding, _), value in zip(columns, values, strict=True)
-    }
+    return dict(_decoded(named, _cut(content, 4 * loose, lengths)))
+
+
+@lru_cache(maxsize=64)
+def _layout(columns: Columns) -> tuple[int, list[tuple[str, _Decode]]]:
+    """Return the number of sizes in each sample, and what decodes each column."""
+    named = [(name, mds_decoder(encoding)) for name, encoding, _ in columns]
+    return sum(size is None for _, _, size in columns), named
 
 
 @lru_cache(maxsize=1024)
@@ -109,8 +115,8 @@ def lit_sample(content: bytes, formats: Sequence[str], spec: Any) -> Any:
     if content.startswith(LIT_ROW):
         return msgspec.msgpack.decode(content[len(LIT_ROW) :])
     values = _cut(content, 4 * len(formats), _words(content, len(formats)))
-    decoded = [_decoded(name, lit_decoder(name), value) for name, value in zip(formats, values, strict=True)]
-    return _nested(spec, iter(decoded))
+    named = [(name, lit_decoder(name)) for name in formats]
+    return _nested(spec, iter([value for _, value in _decoded(named, values)]))
 
 
 @lru_cache(maxsize=1024)
@@ -139,11 +145,15 @@ def _nested(spec: Any, values: Any) -> Any:
     return {name: _nested(child, values) for name, child in spec["dict"]}
 
 
-def _decoded(name: str, decode: _Decode, value: bytes) -> Any:
-    try:
-        return decode(value)
-    except (ValueError, InvalidOperation, struct.error, RecursionError, KeyError, IndexError) as error:
-        raise SourceError(f"the value of {name!r} is damaged: {type(error).__name__}: {error}") from error
+def _decoded(named: Sequence[tuple[str, _Decode]], values: Sequence[bytes]) -> list[tuple[str, Any]]:
+    """Return each name with its value."""
+    decoded = []
+    for (name, decode), value in zip(named, values, strict=True):
+        try:
+            decoded.append((name, decode(value)))
+        except (ValueError, InvalidOperation, struct.error, RecursionError, KeyError, IndexError) as error:
+            raise SourceError(f"the value of {name!r} is damaged: {type(error).__name__}: {error}") from error
+    return decoded
 
 
 def _cut(content: bytes, start: int, lengths: Sequence[int]) -> list[bytes]:
