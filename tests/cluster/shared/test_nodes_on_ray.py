@@ -233,6 +233,23 @@ def test_nodes_without_room_are_reported(up: Callable[[str], CommandedCluster], 
         assert sorted(keys(job.traverse(0))) == [*range(20)]
 
 
+@slow
+def test_why_no_node_can_be_started_is_reported(
+    up: Callable[[str], CommandedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings.toml").write_text('[platform.ray]\nruntime_env = { working_dir = "/nowhere" }\n')
+    monkeypatch.setenv("DPFLOW_CONFIG", str(tmp_path / "settings.toml"))
+    cluster = up("2")
+
+    def status() -> str:
+        return CliRunner().invoke(root, ["status", "--address", cluster.address]).output
+
+    wait(lambda: "0 of 2 nodes run on platform ray: " in status(), what="the reason")
+    assert "cannot be started: " in status()
+    assert "/nowhere" in status()
+    assert "no node runs on platform ray, next try in 30 s: " in cluster.log.read_text()
+
+
 def test_nodes_that_no_node_of_ray_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPFLOW_PLATFORM_RAY_CPUS", "2")
     told = "no node fits into the Ray cluster: it takes 2 CPUs, and no node of the cluster has more than 1 CPUs"
