@@ -77,6 +77,39 @@ def test_crops_of_a_batch_are_drawn_before_what_transforms_draw(samples: list[tu
         assert target == -number
 
 
+def test_images_are_decoded_into_memory_that_a_loader_lends(samples: list[tuple[str, int]]) -> None:
+    lent: list[Any] = []
+
+    def lend(nbytes: int) -> Any:
+        lent.append(np.empty(nbytes, np.uint8))
+        return lent[-1]
+
+    crop = DecodeRandomResizedCrop(16)
+    images = DecodedImages(samples, crop)
+    images.fill_images(lend)
+    torch.manual_seed(0)
+    (image, _), _ = images.__getitems__([3, 1])
+    torch.manual_seed(0)
+    assert torch.equal(image, crop.batch([samples[3][0], samples[1][0]])[0])
+    assert image.data_ptr() == lent[0].ctypes.data
+    for other in (DecodedImages(samples, crop, lambda image: image), DecodedImages(samples, DecodeCenterCrop(16, 16))):
+        other.fill_images(lend)
+        other.__getitems__([3])
+    assert len(lent) == 1
+
+
+def test_a_loader_that_lends_memory_gives_the_same_batches(samples: list[tuple[str, int]]) -> None:
+    images = DecodedImages(samples, DecodeRandomResizedCrop(128))
+    epochs = []
+    for collate in (collate_channels_last, lambda samples: collate_channels_last(samples)):
+        torch.manual_seed(0)
+        epochs.append([*DPFlowDataLoader(images, batch_size=5, num_workers=2, collate_fn=collate)])
+    for (one, labels), (other, same) in zip(*epochs, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+        assert torch.equal(labels, same)
+
+
 @pytest.mark.parametrize("decode", [DecodeRandomResizedCrop(24), DecodeCenterCrop(24, 32)])
 def test_batches_do_not_depend_on_the_number_of_workers(
     samples: list[tuple[str, int]], decode: Callable[[Any], Any]

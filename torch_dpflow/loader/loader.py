@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -30,6 +31,7 @@ from torch_dpflow.loader.loaded_state import as_own, check_fits, read_states, wi
 from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
+from torch_dpflow.loader.worker_processes import PRELOAD
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
 
@@ -131,6 +133,9 @@ class DPFlowDataLoader(DataLoader[T]):
         self.address = address
         self.job = job
         self._runtime = LoaderRuntime()
+        if num_workers > 0:
+            for module in PRELOAD:  # else the first iteration would import them before it forks
+                import_module(module)
         self._check_sharing()
         if platform is not None:
             check_platform(self)

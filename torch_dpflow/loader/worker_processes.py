@@ -31,7 +31,7 @@ TERMINATE_S = 1.0
 #: Descriptors per worker here: two pipes, one for its process and one for its connection. And those needed once: a
 #: directory's lock, sockets, mappings, and the worker's own where it inherits all of these.
 WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
-#: What workers import at their start, for a fork server, whose processes then start as fast as forks.
+#: What workers import at their start. A fork server imports it once, so its processes start as fast as forks.
 PRELOAD = (batch_worker.__name__, "torch_dpflow.ipc.transport.zeromq", "numpy.random")
 #: The default of `restart_limit`: deaths in a row; and how many more than there are workers while no batch was ever
 #: loaded.

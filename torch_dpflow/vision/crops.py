@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_int, check_number, check_type, working
 from torch_dpflow._core.torch_private import antialiased
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.vision.encoded import EncodedImage, Source, naming, open_image, resized_part
+from torch_dpflow.vision.encoded import EncodedImage, Pixels, Source, naming, open_image, resized_part
 
 Interpolation = Literal["bilinear", "bicubic"]
 Size: TypeAlias = "int | tuple[int, int]"
 Range: TypeAlias = tuple[float, float]
 #: Top, left, height and width, in pixels.
 Box: TypeAlias = tuple[int, int, int, int]
+
+#: Returns memory of so many bytes, or None.
+Lend: TypeAlias = "Callable[[int], Pixels | None]"
 
 #: torchvision's defaults.
 SCALE: Range = (0.08, 1.0)
@@ -125,14 +129,20 @@ def decode_random_resized_crops(
     scale: Range = SCALE,
     ratio: Range = RATIO,
     interpolation: Interpolation = "bilinear",
+    *,
+    lend: Lend | None = None,
 ) -> torch.Tensor:
     """Decode random parts of several images: uint8 RGB, (images, 3, height, width), in `torch.channels_last`.
 
     The draws are those of `decode_random_resized_crop` of one image after the other. It takes less processor time:
     files are read and boxes drawn before anything is decoded, so the decoder's pixels do not evict that code from the
     processor's caches.
+
+    Args:
+        sources, size, scale, ratio: as of `decode_random_resized_crop`.
+        lend: returns memory of so many bytes for the result, or None; None: the result has memory of its own.
     """
-    crops = _empty(len(sources), _pair(size))
+    crops = _empty(len(sources), _pair(size), lend)
     for first in range(0, len(sources), _GROUP):
         with ExitStack() as stack:
             group = []
@@ -140,8 +150,7 @@ def decode_random_resized_crops(
                 group.append(open_image(source))
                 stack.callback(group[-1].close)
             boxes = [random_resized_crop_params(one.height, one.width, scale, ratio) for one in group]
-            for number, (image, box) in enumerate(zip(group, boxes, strict=True), first):
-                _crop_into(crops[number : number + 1], image, box, interpolation)
+            _crop_into(crops[first : first + len(group)], group, boxes, interpolation)
     return crops
 
 
@@ -156,7 +165,7 @@ def decode_center_crop(
     image = open_image(source)
     whole = _resized_size(image, resize)
     resized = _empty(1, whole)
-    _crop_into(resized, image, (0, 0, image.height, image.width), interpolation)
+    _crop_into(resized, [image], [(0, 0, image.height, image.width)], interpolation)
     height, width = _pair(size)
     top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
     part = resized[0, :, top : top + height, left : left + width]
@@ -185,9 +194,9 @@ class DecodeRandomResizedCrop:
     def __call__(self, source: Source) -> torch.Tensor:
         return decode_random_resized_crop(source, self.size, self.scale, self.ratio, self.interpolation)
 
-    def batch(self, sources: Sequence[Source]) -> torch.Tensor:
+    def batch(self, sources: Sequence[Source], *, lend: Lend | None = None) -> torch.Tensor:
         """`decode_random_resized_crops`."""
-        return decode_random_resized_crops(sources, self.size, self.scale, self.ratio, self.interpolation)
+        return decode_random_resized_crops(sources, self.size, self.scale, self.ratio, self.interpolation, lend=lend)
 
 
 @dataclass(frozen=True)
@@ -217,29 +226,67 @@ def _logarithms(ratio: Range, dtype: torch.dtype) -> list[float]:
     return logarithms
 
 
-def _empty(images: int, size: tuple[int, int]) -> torch.Tensor:
-    return torch.empty((images, *size, 3), dtype=torch.uint8, device="cpu").permute(0, 3, 1, 2)
+def _empty(images: int, size: tuple[int, int], lend: Lend | None = None) -> torch.Tensor:
+    shape = images, *size, 3
+    memory = None if lend is None else lend(math.prod(shape))
+    if memory is None:
+        return torch.empty(shape, dtype=torch.uint8, device="cpu").permute(0, 3, 1, 2)
+    return torch.from_numpy(memory).view(shape).permute(0, 3, 1, 2)
 
 
-def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpolation) -> None:
-    """Fill `out`, a batch of one in `torch.channels_last`, with the contents of the box."""
-    top, left, height, width = box
-    size = (out.shape[2], out.shape[3])
-    reduce = _reduction(min(height / size[0], width / size[1]), image.unevenness)
-    pixels = image.pixels(top + height, reduce=reduce)
-    if reduce > 1:
-        # The crop's edges are between pixels of the smaller image, where only Pillow can begin.
-        edges = (left / reduce, top / reduce, (left + width) / reduce, (top + height) / reduce)
-        out.copy_(torch.from_numpy(resized_part(pixels, edges, size, mode)).permute(2, 0, 1))
-        return
-    # Cut out with a batch axis in front, by numpy, which is quicker. torch then keeps the pixels side by side and does
-    # not sort them into planes.
-    part = pixels.reshape(1, *pixels.shape)[:, top : top + height, left : left + width]
-    batch = torch.from_numpy(part.transpose(0, 3, 1, 2))
-    if (height, width) == size:
-        out.copy_(batch)
-    else:
-        antialiased[mode](batch, size, False, None, out=out)
+class _Crop:
+    """A box of an image, to be decoded and resized into its place.
+
+    Making it does all that needs no pixels. Between a decoder and a resize the same steps take up to ten times as long,
+    as the decoder's pixels have evicted their code from the processor's caches.
+
+    Args:
+        out: the place, a batch of one in `torch.channels_last`.
+        memory: for the decoder's pixels, until the crop is in its place.
+    """
+
+    def __init__(self, out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpolation, memory: Pixels) -> None:
+        top, _, height, width = box
+        self._out, self._image, self._box, self._mode = out, image, box, mode
+        self._size = (out.shape[2], out.shape[3])
+        self._reduce = _reduction(min(height / self._size[0], width / self._size[1]), image.unevenness)
+        shape = image.rows_to_decode(top + height), image.width, 3
+        self._pixels = memory[: math.prod(shape)].reshape(shape)
+        self._part = self._part_of(self._pixels)
+
+    def fill(self) -> None:
+        """Decode and resize."""
+        top, left, height, width = self._box
+        if self._reduce > 1:
+            pixels = self._image.pixels(top + height, reduce=self._reduce)
+            # The crop's edges are between pixels of the smaller image, where only Pillow can begin.
+            by = self._reduce
+            edges = (left / by, top / by, (left + width) / by, (top + height) / by)
+            resized = resized_part(pixels, edges, self._size, self._mode)
+            self._out.copy_(torch.from_numpy(resized).permute(2, 0, 1))
+            return
+        pixels = self._image.pixels(top + height, out=self._pixels)
+        part = self._part if pixels is self._pixels else self._part_of(pixels)
+        if (height, width) == self._size:
+            self._out.copy_(part)
+        else:
+            antialiased[self._mode](part, self._size, False, None, out=self._out)
+
+    def _part_of(self, pixels: Pixels) -> torch.Tensor:
+        # Cut out with a batch axis in front, by numpy, which is quicker. torch then keeps the pixels side by side and
+        # does not sort them into planes.
+        top, left, height, width = self._box
+        part = pixels.reshape(1, *pixels.shape)[:, top : top + height, left : left + width]
+        return torch.from_numpy(part.transpose(0, 3, 1, 2))
+
+
+def _crop_into(out: torch.Tensor, images: Sequence[EncodedImage], boxes: Sequence[Box], mode: Interpolation) -> None:
+    """Fill `out`, a batch in `torch.channels_last`, with the contents of each image's box."""
+    rows = [image.rows_to_decode(top + height) for image, (top, _, height, _) in zip(images, boxes, strict=True)]
+    memory = np.empty(max(3 * height * image.width for height, image in zip(rows, images, strict=True)), np.uint8)
+    places = zip(out.split(1), images, boxes, strict=True)
+    for crop in [_Crop(place, image, box, mode, memory) for place, image, box in places]:
+        crop.fill()
 
 
 def _reduction(times: float, unevenness: int | None) -> int:
@@ -320,6 +367,7 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
         self._decode = decode
         self._transform = transform
         self._target_transform = target_transform
+        self._lend: Lend | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -329,10 +377,17 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
         with naming(source):
             return self._transformed(self._decode(source), target)
 
+    def fill_images(self, lend: Lend) -> None:
+        """Decode a loader's batches into memory that the loader lends, unless a transform might keep an image."""
+        if self._transform is None and type(self._decode) is DecodeRandomResizedCrop:
+            self._lend = lend
+
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the samples of a batch."""
         samples = [self.samples[index] for index in indices]
         images = self._decoded([source for source, _ in samples])
+        if self._transform is None and self._target_transform is None:
+            return [(image, target) for image, (_, target) in zip(images, samples, strict=True)]
         found = []
         for image, (source, target) in zip(images, samples, strict=True):
             with naming(source):
@@ -340,6 +395,8 @@ class DecodedImages(Dataset[tuple[Any, Any]]):
         return found
 
     def _decoded(self, sources: list[Source]) -> Any:
+        if self._lend is not None:
+            return self._decode.batch(sources, lend=self._lend).unbind()  # type: ignore[attr-defined]
         batch = working(self._decode, "batch")
         if batch is not None:
             return batch(sources).unbind()

@@ -46,12 +46,16 @@ class EncodedImage(Protocol):
     #: How much more its colours are subsampled along one side than along the other; None: `pixels` cannot reduce.
     unevenness: int | None
 
-    def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
+    def rows_to_decode(self, rows: int) -> int:
+        """Return how many rows `pixels` returns for so many needed rows."""
+
+    def pixels(self, rows: int | None = None, *, reduce: int = 1, out: Pixels | None = None) -> Pixels:
         """Decode to RGB of shape (height, width, 3), writable. Raises the errors of Pillow for a broken file.
 
         Args:
             rows: needed rows from the top, of the whole image; the result may have more.
             reduce: 2, 4 or 8: the factor by which rows and columns are reduced.
+            out: memory for the result if `reduce` is 1, of its shape; the result may be in other memory.
         """
 
     def close(self) -> None:
@@ -77,15 +81,28 @@ def naming(source: Any) -> Iterator[None]:
 def open_image(source: Source) -> EncodedImage:
     """Open the image of a file, or of its contents. Raises the errors of Pillow if there is none."""
     if simplejpeg is not None:
-        data: Any = source
-        if isinstance(source, str | os.PathLike):
-            with naming(source), open(source, "rb", buffering=0) as file:
-                data = file.read()
+        data: Any = _contents(source) if isinstance(source, str | os.PathLike) else source
         frame = read_frame(data)
         # Pillow warns about more pixels than this, or refuses them.
         if frame and frame.height * frame.width <= (Image.MAX_IMAGE_PIXELS or float("inf")):
-            return _TurboJpeg(source, data, frame)
+            return _TurboJpeg(source, data, frame, is_own=data is not source)
     return _PillowImage(source)
+
+
+def _contents(path: str | os.PathLike[str]) -> bytearray:
+    """Read a file with half of the calls of the system that Python's files make. Raises OSError that names it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = bytearray(os.fstat(descriptor).st_size)
+        if data and os.readv(descriptor, [data]) == len(data):
+            return data
+    except OSError as error:
+        error.filename = os.fsdecode(path)
+        raise
+    finally:
+        os.close(descriptor)
+    with naming(path), open(path, "rb") as file:  # a pipe, or a file that changes
+        return bytearray(file.read())
 
 
 def load_rgb(source: Source) -> torch.Tensor:
@@ -117,28 +134,29 @@ def resized_part(pixels: Pixels, edges: tuple[float, float, float, float], size:
 class _TurboJpeg:
     unevenness: int | None
 
-    def __init__(self, source: Source, data: Any, frame: JpegFrame) -> None:
+    def __init__(self, source: Source, data: Any, frame: JpegFrame, *, is_own: bool) -> None:
         self.height, self.width, self.unevenness = frame.height, frame.width, frame.unevenness
-        self._source, self._data, self._frame = source, data, frame
+        self.rows_to_decode = frame.rows_to_decode
+        self._source, self._data, self._frame, self._is_own = source, data, frame, is_own
 
-    def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
-        height = self.height if rows is None else self._frame.rows_to_decode(rows)
-        pixels = self._decoded(height, reduce)
+    def pixels(self, rows: int | None = None, *, reduce: int = 1, out: Pixels | None = None) -> Pixels:
+        height = self.height if rows is None else self.rows_to_decode(rows)
+        pixels = self._decoded(height, reduce, out)
         return _PillowImage(self._source).pixels(reduce=reduce) if pixels is None else pixels
 
     def close(self) -> None:
         """Do nothing: no file is open."""
 
-    def _decoded(self, height: int, reduce: int) -> Pixels | None:
+    def _decoded(self, height: int, reduce: int, out: Pixels | None) -> Pixels | None:
         """Decode with simplejpeg. None for a damaged file or unusual colours, which Pillow decodes or refuses."""
         data = self._of_height(height)
         size = -(-height // reduce), -(-self.width // reduce)
-        least = {"min_height": size[0], "min_width": size[1]}
-        pixels = np.empty((*size, 3), np.uint8)
+        pixels = np.empty((*size, 3), np.uint8) if out is None else out
         try:
-            if simplejpeg.decode_jpeg_header(data, **least)[:2] != size:
+            # The frame says which size the decoder gives, except that it may not reduce by just this factor.
+            if reduce > 1 and simplejpeg.decode_jpeg_header(data, size[0], size[1])[:2] != size:
                 return None
-            simplejpeg.decode_jpeg(data, "RGB", buffer=pixels, **least)
+            simplejpeg.decode_jpeg(data, "RGB", min_height=size[0], min_width=size[1], buffer=pixels)
         except Exception as error:  # KeyError for 4:4:1
             if height == self.height or _MORE_FOLLOWS not in str(error):
                 return None
@@ -149,9 +167,9 @@ class _TurboJpeg:
 
         Entropy decoding is most of a decoder's work, and no binding with wheels can end it early.
         """
-        if height == self.height:
+        if height == self.height and not self._is_own:
             return self._data
-        lower = bytearray(self._data)
+        lower = self._data if self._is_own else bytearray(self._data)
         lower[self._frame.height_at : self._frame.height_at + 2] = height.to_bytes(2, "big")
         return lower
 
@@ -173,7 +191,10 @@ class _PillowImage:
                     self._image = image.convert("RGB")
             self.width, self.height = self._image.size
 
-    def pixels(self, rows: int | None = None, *, reduce: int = 1) -> Pixels:
+    def rows_to_decode(self, rows: int) -> int:
+        return int(self.height)
+
+    def pixels(self, rows: int | None = None, *, reduce: int = 1, out: Pixels | None = None) -> Pixels:
         with naming(self._source), self._image as image:
             if reduce > 1:
                 image.draft("RGB", (max(1, self.width // reduce), max(1, self.height // reduce)))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
+from torch_dpflow._core.channels_last import collate_channels_last
 from torch_dpflow._core.torch_private import (
     ExceptionWrapper,
     collate_tensor_fn,
@@ -54,6 +55,9 @@ from torch_dpflow.ipc.transport import Connection, Frame, connect
 from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec, unpicklable_failure
 from torch_dpflow.workers.process_control import use_sched_batch
 
+#: By collate function that keeps no rows, the method by which datasets get memory for rows in its layout.
+FILLS = {default_collate: "fill_batches", collate_channels_last: "fill_images"}
+
 _arena: Arena | None = None
 #: Addresses of blocks that were lent to datasets.
 _filled: set[int] = set()
@@ -68,14 +72,13 @@ def collate_into(arena: Arena) -> None:
 
 
 def let_fill(dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
-    """Lend datasets that have `fill_batches` the memory of their batches, after `install`.
+    """Lend datasets that have a method of `FILLS` the memory of their batches, after `collate_into`.
 
-    This is done only if torch's default collate alone uses the rows. Any other code that kept a row would see it
-    change.
+    This is done only if the collate function alone uses the rows. Any other code that kept a row would see it change.
     """
-    if collate_fn is default_collate:
-        for one in _fillers(dataset) or ():
-            one.fill_batches(lend)
+    if collate_fn in FILLS:
+        for one in _fillers(dataset, FILLS[collate_fn]) or ():
+            getattr(one, FILLS[collate_fn])(lend)
 
 
 def lend(nbytes: int) -> Memory | None:
@@ -87,18 +90,18 @@ def lend(nbytes: int) -> Memory | None:
     return block.memory
 
 
-def _fillers(dataset: Any) -> list[Any] | None:
+def _fillers(dataset: Any, method: str) -> list[Any] | None:
     """Return the parts of a dataset that fill their batches; None if other code may use the rows."""
     if type(dataset) is Subset:
-        return _fillers(dataset.dataset)
+        return _fillers(dataset.dataset, method)
     if type(dataset) is TensorDataset:
         return []
     if type(dataset) is StackDataset:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        found = [_fillers(one) for one in parts]
+        found = [_fillers(one, method) for one in parts]
         return None if None in found else [one for own in found for one in own or ()]
     # Of this very class: a subclass may keep rows.
-    return [dataset] if "fill_batches" in vars(type(dataset)) else None
+    return [dataset] if method in vars(type(dataset)) else None
 
 
 def _collate_tensors(
