@@ -32,7 +32,8 @@ import os
 from torch_dpflow.cluster.control import shard_scaling
 
 os.sched_getaffinity = lambda pid: {0, 1, 2, 3}
-shard_scaling.FULL, shard_scaling.LOW, shard_scaling.IDLE, shard_scaling.STALLED = 0.02, 0.04, 1.01, 0.0
+shard_scaling.FULL = shard_scaling.NEARLY_FULL = 0.02
+shard_scaling.LOW, shard_scaling.STALLED = 0.04, 0.0
 shard_scaling.WINDOW_S, shard_scaling.SETTLE_S, shard_scaling.DOWN_S = 1.0, 0.0, 1.0
 shard_scaling.BROUGHT, shard_scaling.LONGEST_S = -9.0, 1.0
 """

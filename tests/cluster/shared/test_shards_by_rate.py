@@ -25,7 +25,7 @@ from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 QUICK_LAW = """
 from torch_dpflow.cluster.control import shard_scaling
 
-shard_scaling.FULL, shard_scaling.LOW, shard_scaling.IDLE = 0.04, 0.04, 1.01
+shard_scaling.FULL = shard_scaling.NEARLY_FULL = shard_scaling.LOW = 0.04
 shard_scaling.WINDOW_S, shard_scaling.SETTLE_S, shard_scaling.DOWN_S = 1.5, 0.5, 2.0
 """
 SAMPLES, BATCH = 960, 8

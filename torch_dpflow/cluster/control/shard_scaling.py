@@ -1,10 +1,12 @@
 """Scaling of one flow's shards: once a second, how many threads should serve its samples. Pure.
 
-A shard serves samples in one thread, which is the limit of the flow if three things hold for some seconds:
+A shard serves samples in one thread, which is the limit of the flow if two things hold for some seconds:
 
-- by its processor time, the busiest of these threads is busy nearly all the time;
-- workers are idle for a part of their time;
-- jobs wait for data.
+- jobs wait for data;
+- by its processor time, the busiest of these threads is busy all the time, or nearly so while workers are idle for a
+  part of theirs. Workers also count as busy while their results wait for the thread.
+
+A thread that waits for a processor has less processor time: more shards would not help.
 
 **Up.** The flow then gets half as many shards more, at least one. The next step follows once the new ones have been
 measured. If a step has not increased the rate, the next is delayed, each time for twice as long: where all jobs read
@@ -31,9 +33,10 @@ from torch_dpflow.cluster.control.autoscale import FlowCounts, between
 
 #: Length of the window over which threads are measured, seconds, and how long it is not begun after a change.
 WINDOW_S, SETTLE_S = 5.0, 3.0
-#: The busy share from which a thread is full. Workers are idle below the busy share `IDLE`. Jobs wait from the share
-#: `STALLED` of their time on.
-FULL, IDLE, STALLED = 0.85, 0.9, 0.05
+#: The busy shares from which a thread is full: in any case, and while workers are busy for less than the share `IDLE`.
+FULL, NEARLY_FULL, IDLE = 0.92, 0.85, 0.9
+#: Jobs wait from this share of their time on.
+STALLED = 0.05
 #: A step up to twice as many shards should increase the rate by at least this share, and others in proportion.
 BROUGHT = 0.1
 #: There is one shard less once the busiest thread would have been busy for less than the share `LOW` for `DOWN_S`.
@@ -65,8 +68,8 @@ class _Load:
 
     busiest: float
     rate: float
-    #: Whether workers are idle and jobs wait.
-    is_awaited: bool
+    #: Whether the thread is full, and jobs wait.
+    is_limit: bool
 
 
 class ShardScaler:
@@ -113,8 +116,7 @@ class ShardScaler:
         if load is None:
             self._low_since = math.inf
             return
-        is_full = load.is_awaited and load.busiest >= FULL
-        if is_full:
+        if load.is_limit:
             self.is_limit = not self._grow(load, shards, most, now)
         if shards <= least or load.busiest * shards >= LOW * (shards - 1):
             self._low_since = math.inf
@@ -131,12 +133,11 @@ class ShardScaler:
         passed = [_passed(before[name], counts) for name, counts in after.items()]
         if ended - began < WINDOW_S or reading_s <= 0 or any(one.serving_s <= 0 for one in passed):
             return None
+        busiest = max(one.thread_s / one.serving_s for one in passed)
         is_idle = sum(one.busy_s for one in passed) < IDLE * sum(one.worker_s for one in passed)
-        return _Load(
-            max(one.thread_s / one.serving_s for one in passed),
-            sum(one.served / one.serving_s for one in passed),
-            is_idle and stall_s >= STALLED * reading_s,
-        )
+        is_full = busiest >= (NEARLY_FULL if is_idle else FULL)
+        rate = sum(one.served / one.serving_s for one in passed)
+        return _Load(busiest, rate, is_full and stall_s >= STALLED * reading_s)
 
     def _grow(self, load: _Load, shards: int, most: int, now: float) -> bool:
         """Take a step up unless there can be no more shards, or they do not help; return whether it was taken."""

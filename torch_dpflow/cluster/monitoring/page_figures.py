@@ -243,8 +243,8 @@ FLOW_LIMITS = {
     ),
     "shard": Limit(
         "the thread of a shard",
-        "the thread of a shard, which serves the samples, while workers are idle; the flow may have no more shards, or "
-        "they do not help",
+        "the thread of a shard, which serves samples and is busy all the time; there may be no more shards, or they do "
+        "not help",
         "let it have more shards, each of which needs a worker: `dpflow flow scale NAME --shards auto --workers N`",
         "add processors (a larger host, or others by `dpflow node`), or read fewer and larger samples",
     ),
