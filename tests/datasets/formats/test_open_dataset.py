@@ -141,6 +141,21 @@ def test_a_changed_shard_gets_a_new_index(tmp_path: Path, change: str) -> None:
     assert anew.stored.ref.version != opened.stored.ref.version
 
 
+def test_a_shard_that_grows_while_it_is_indexed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tar(tmp_path / "a.tar", members_of(samples_of(0, 3)))
+    scan = WebDatasetImporter.scan
+
+    def growing(self: Any, *arguments: Any) -> Any:
+        yield from scan(self, *arguments)
+        write_tar(path, members_of(samples_of(0, 4)))
+
+    monkeypatch.setattr(WebDatasetImporter, "scan", growing)
+    with pytest.raises(SourceError, match=r"a\.tar was written while it was read"):
+        open_dataset(path)
+    monkeypatch.setattr(WebDatasetImporter, "scan", scan)
+    assert len(open_dataset(path)) == 4
+
+
 def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path) -> None:
     samples = write_shards(tmp_path / "data", 12, 250)
 

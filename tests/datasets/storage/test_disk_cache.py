@@ -366,6 +366,25 @@ def test_it_is_shown_and_cleared(stored: Any, directory: Path) -> None:
     assert len(_entries(directory)) == facts["entries"]
 
 
+def test_clearing_at_the_moment_of_a_write_loses_only_that_entry(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = DiskCache(str(directory))
+    rename = os.rename
+
+    def cleared_before(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        cache.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", cleared_before)
+    cache.put("one", b"first")
+    assert cache.get("one") is None
+    cache.put("two", b"second")
+    assert cache.get("two") == b"second"
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -156,6 +156,8 @@ class DiskCache:
             except BaseException:
                 self._count(-size)
                 raise
+        except FileNotFoundError:
+            return  # the cache was cleared meanwhile
         except OSError as error:
             self._pause(_PAUSE_AFTER_FAILURE_S)
             self._warn(error)
