@@ -95,6 +95,19 @@ class SlowStorage(Dataset[torch.Tensor]):
         return torch.full((256,), index, dtype=torch.float32)
 
 
+class Ready(Dataset[torch.Tensor]):
+    """The same small sample at every index, so that a batch costs nothing but its loader."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.sample = length, torch.zeros(16)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
 def rows_of_1_kb(length: int) -> TensorDataset:
     """Rows of 256 float32, the same in every process."""
     return TensorDataset(torch.randn(length, 256, generator=torch.Generator().manual_seed(0)))
@@ -224,5 +237,11 @@ WORKLOADS: Mapping[str, Workload] = {
         batch_size=16,
         sides={**BOTH, "dpflow, read_threads=16": Side(loader="dpflow", options={"read_threads": 16})},
         parameters={"read_latency_s": READ_LATENCY_S, "cost": "sleep"},
+    ),
+    "g": Workload(
+        title="batches that cost nothing",
+        dataset=lambda setting: Ready(setting.samples(8000)),
+        batch_size=1,
+        sides=BOTH,
     ),
 }
