@@ -50,6 +50,13 @@ class Histories(RuleBasedStateMachine):
             assert self.table.join(name, "this", "198.18.0.2", 4, self.now) == self.stored[name]
             self.known[name] = self.known[name][0], self.now, self.known[name][2]
 
+    @rule(prefix=st.sampled_from(["", "a"]), running=st.sets(NAMES))
+    def its_platform_reports(self, prefix: str, running: set[str]) -> None:
+        ended = {name for name in self.known if name.startswith(prefix)} - running
+        assert {record.name for record in self.table.remove_ended(prefix, running)} == ended
+        for name in ended:
+            del self.known[name], self.stored[name]
+
     @rule(name=NAMES, age=st.integers(0, 2), standing=st.sampled_from(["here", "leaving"]))
     def report(self, name: str, age: int, standing: str) -> None:
         generation = self.known.get(name, (self.newest,))[0] - age
