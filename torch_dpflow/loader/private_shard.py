@@ -376,7 +376,10 @@ class PrivateShard:
             self._streams[worker] = begun.stream or self._streams[worker]
             self._notify(Started(worker, begun))
 
-    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
+    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
+        return [self._opened(worker, finished, frames) for frames in payloads]
+
+    def _opened(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
         try:
             return decode(finished.payload, frames, reader=self._readers[worker]), stream

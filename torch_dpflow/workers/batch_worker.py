@@ -49,6 +49,7 @@ from torch_dpflow.ipc.messages.headers import (
     decode,
     encode,
 )
+from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
@@ -301,7 +302,7 @@ class BatchWorker:
                 held = len(self._tasks)
                 gone = set(revoked)
                 self._tasks = deque(task for task in self._tasks if task[0] not in gone)
-                self._tasks.extend(zip(tasks, map(bytes, frames), strict=True))
+                self._tasks.extend(zip(tasks, map(bytes, frames_of_tasks(header, frames)), strict=True))
                 self._ask_if_emptied(held)
             case WorkerWelcome(shared_memory=shared_memory):
                 self._share_memory(shared_memory)
@@ -350,7 +351,7 @@ class BatchWorker:
         table, frames = self._wrap(loaded)
         if loaded.stream is not None:
             frames = [*frames, pickle.dumps(loaded.stream)]
-        finished = Finished(task, loaded.kind, table, loaded.stream is not None)
+        finished = Finished([task], loaded.kind, table, has_stream=loaded.stream is not None)
         started = self._tasks[0][0] if self._tasks else None
         # The running task still: its effects on this process, as closed descriptors, may show only now.
         self._deliver(finished, started, frames)

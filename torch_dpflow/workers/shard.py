@@ -30,6 +30,7 @@ from torch_dpflow.ipc.messages.headers import (
     encode,
     version_of,
 )
+from torch_dpflow.ipc.messages.payload_groups import join_tasks, split_payloads
 from torch_dpflow.ipc.transport import Frame, Listener
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.workers.scheduler.machine import (
@@ -78,8 +79,8 @@ class Requester(Protocol):
     def begun(self, worker: int, frame: memoryview) -> None:
         """Handle the beginning of a worker's stream. Raises MessageError if workers of this kind have none."""
 
-    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
-        """Decode or copy a result's frames. Raises SegmentLostError if they were lost with the worker."""
+    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[Any]:
+        """Decode or copy the frames of each result. Raises SegmentLostError if they were lost with the worker."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         """Handle the first result of this task."""
@@ -260,13 +261,14 @@ class Shard:
             self._starting[worker] = self._clock()
             return
         results: dict[int, tuple[Finished, Any]] = {}
-        for finished, own in _split(exchange, frames):
+        for finished, payloads in split_payloads(exchange.finished, frames):
             try:
-                opened = self._requester.open(worker, finished, own)
+                opened = self._requester.open(worker, finished, payloads)
             except SegmentLostError:
                 self._requester.failed(worker)  # once it has ended, its task is requeued
                 continue
-            results[finished.task] = (finished, opened)
+            for task, one in zip(finished.numbers, opened, strict=True):
+                results[task] = (finished, one)
         event = Exchanged(worker, list(results), exchange.started, self._clock())
         self._apply(self._scheduler.handle(event), results)
 
@@ -301,7 +303,8 @@ class Shard:
         peer = self._peers.get(worker)
         if peer is not None:
             # If the peer is unreachable it will be reported as lost, and its tasks requeued.
-            self.listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
+            frames = join_tasks(window, [self._payloads[task] for task in window.tasks])
+            self.listener.send(peer, [encode(window), *frames])
 
 
 def _other_release(frame: memoryview) -> str:
@@ -338,16 +341,3 @@ def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
         decompress(frame, size, limit=MAX_UNPACKED_BYTES) if size else frame
         for frame, size in zip(frames, sizes, strict=True)
     ]
-
-
-def _split(exchange: Exchange, frames: list[memoryview]) -> list[tuple[Finished, list[memoryview]]]:
-    """Return each result with its own frames."""
-    parts = []
-    begin = 0
-    for finished in exchange.finished:
-        end = begin + finished.payload.frames + finished.has_stream
-        parts.append((finished, frames[begin:end]))
-        begin = end
-    if begin != len(frames):
-        raise MessageError(f"an exchange announces {begin} frames and has {len(frames)}")
-    return parts

@@ -19,7 +19,8 @@ from torch_dpflow.cluster.messages.router import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.cluster.messages.shard import SAMPLE, Ask, Served, ServedSample
+from torch_dpflow.cluster.messages.shard import SAMPLE, Ask, Served
+from torch_dpflow.ipc.messages.headers import PayloadGroup
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.ipc.rpc.call_service import Handler
 from torch_dpflow.ipc.serialization.codec import encode
@@ -107,6 +108,6 @@ def _loaded(ask: Ask) -> Result:
     samples, frames = [], []
     for ticket, key in ask.awaited:
         table, payload = encode(key)
-        samples.append(ServedSample(ticket, SAMPLE, table))
+        samples.append(PayloadGroup([ticket], SAMPLE, table))
         frames += payload
     return Result(Served(samples), frames)

@@ -88,6 +88,20 @@ def test_what_is_alike_is_put_together_as_torch_does(
         assert torch.equal(ours, theirs)
 
 
+@settings(deadline=None, max_examples=25)
+@given(st.lists(NUMBERS, min_size=1, max_size=6), st.sampled_from(DTYPES), st.integers(0, 3), st.integers(1, 99))
+def test_small_tensors_are_put_together_as_torch_does(
+    numbers: list[tuple[Any, ...]], dtype: torch.dtype, beside: int, length: int
+) -> None:
+    samples = [((torch.arange(length) + place).to(dtype), *row[:beside]) for place, row in enumerate(numbers)]
+    made = collate_payloads(payloads_of(samples, in_a_row=False))
+    expected = default_collate(samples)
+    assert type(made) is list
+    for ours, theirs in zip(made, expected, strict=True):
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("in_a_row", [True, False])
 def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
     samples = [in_pixels(value) for value in range(4)]
@@ -146,7 +160,9 @@ def test_one_layout_beside_the_other_is_left_to_where_each_is_opened() -> None:
         [{"image": image(1)}, {"image": image(2)}],
         [(1, image(1)), (2, image(2))],
         [(image(1), image(2)), (image(3), image(4))],
-        [torch.zeros(3), torch.ones(3)],
+        [torch.zeros(3), torch.ones(4)],
+        [torch.zeros(3), torch.ones(3, dtype=torch.int32)],
+        [{"row": torch.zeros(3)}, {"row": torch.ones(3)}],
         [torch.zeros(0), torch.ones(0)],
         [1, 2],
         [image(1), 7],
@@ -168,6 +184,13 @@ def test_kinds_that_torch_widens_come_as_torch_makes_them() -> None:
 def test_a_rule_of_the_users_for_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
     assert collate_payloads(payloads_of([image(1), image(2)], in_a_row=True)) is None
+
+
+def test_a_small_frame_that_is_cut_short_is_not_believed() -> None:
+    payloads = payloads_of([torch.arange(8), torch.arange(8)], in_a_row=False)
+    table, (frame,) = payloads[1]
+    assert collate_payloads(payloads) is not None
+    assert collate_payloads([payloads[0], (table, [memoryview(frame)[:64]])]) is None
 
 
 @pytest.mark.parametrize("cut", ["head", "buffer"])

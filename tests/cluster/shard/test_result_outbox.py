@@ -10,7 +10,7 @@ import pytest
 
 from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.cluster.shard.sample_worker import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
-from torch_dpflow.ipc.messages.headers import Exchange, Finished, decode
+from torch_dpflow.ipc.messages.headers import Exchange, decode
 from torch_dpflow.ipc.serialization.codec import encode
 from torch_dpflow.ipc.transport import Listener, connect, listen
 
@@ -28,8 +28,7 @@ class Shard:
     def add(self, task: int, *, hold: bool = True, frames: int = 1, value: object = None) -> None:
         table, own = encode(value)
         table = type(table)(len(own) + frames - 1, table.blocks, table.head, table.buffers)
-        finished = Finished(task, SAMPLE, table, False)
-        self.outbox.add(finished, [*own, *[b"x"] * (frames - 1)], task + 1, hold=hold)
+        self.outbox.add(task, SAMPLE, table, [*own, *[b"x"] * (frames - 1)], task + 1, hold=hold)
 
     def heard(self, wait_s: float = 30.0) -> Message | None:
         """The tasks of the next message, what it says is begun, and its frames."""
@@ -38,7 +37,7 @@ class Shard:
             return None
         header = decode(message[1][0])
         assert isinstance(header, Exchange)
-        return [one.task for one in header.finished], header.started, len(message[1]) - 1
+        return [task for one in header.finished for task in one.numbers], header.started, len(message[1]) - 1
 
     def close(self) -> None:
         self.outbox.close()

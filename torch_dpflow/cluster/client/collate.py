@@ -40,7 +40,7 @@ from torch_dpflow._core.torch_private import (
     collate_tensor_fn,
     default_collate_fn_map,
 )
-from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, ServedSample
+from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS
 from torch_dpflow.errors import LoaderTimeoutError, MessageError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.ipc.memory.segment import keeps_memory, memory_of, storage_over, tensor_over
 from torch_dpflow.ipc.messages.headers import Frame, PayloadTable
@@ -73,7 +73,7 @@ def collate_payloads(
 ) -> Any | None:
     """Collate the samples in these payloads without opening each; return None unless all are alike.
 
-    Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. The result is
+    Each must be a tensor, or a tuple of one and numbers, with the dtype and shape of the others. The result is
     that of `collate_samples`, or of `collate_channels_last` if `keep_layout`. Opening a payload costs more than
     everything else that a job does for a sample. The frames become the batch's, unless the result is None.
     """
@@ -84,7 +84,7 @@ def collate_payloads(
     sample: Any = pickle.loads(head, buffers=[buffer])
     alone = type(sample) is torch.Tensor
     first = sample[0] if type(sample) is tuple and sample else sample
-    if type(first) is not torch.Tensor or not _SMALL_BYTES <= first.nbytes == buffer.nbytes:
+    if type(first) is not torch.Tensor or first.nbytes != buffer.nbytes:
         return None
     if not (first.is_contiguous() or (keep_layout and has_channels_last(first))):
         return None
@@ -104,7 +104,10 @@ def collate_payloads(
 def _joined(buffers: list[memoryview], first: torch.Tensor) -> torch.Tensor:
     """Stack the tensors in `buffers`, each like `first`, in the layout of `first`."""
     begin, nbytes = first.data_ptr(), first.nbytes
-    if all(_address(buffer) == begin + place * nbytes for place, buffer in enumerate(buffers)):
+    if nbytes < _SMALL_BYTES:
+        memory = torch.empty(len(buffers) * nbytes, dtype=torch.uint8, device="cpu").numpy()
+        memory.data[:] = b"".join(buffers)
+    elif all(_address(buffer) == begin + place * nbytes for place, buffer in enumerate(buffers)):
         memory = np.asarray(_Row(begin, len(buffers) * nbytes, buffers))
     else:
         memory = torch.empty(len(buffers) * nbytes, dtype=torch.uint8, device="cpu").numpy()
@@ -197,7 +200,7 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 #: A payload and its frames, or an error in its place.
-Received: TypeAlias = tuple[PayloadTable, list[Frame]] | WorkerError
+Received: TypeAlias = tuple[PayloadTable, Sequence[Frame]] | WorkerError
 
 
 def build_batch(
@@ -226,13 +229,13 @@ def build_batch(
         ready.error = ExceptionWrapper(where="while putting a batch together")
 
 
-def received_sample(sample: ServedSample, frames: list[memoryview]) -> Received:
+def received_sample(kind: int, table: PayloadTable, frames: Sequence[Frame]) -> Received:
     """Payload of a sample from a shard, or the error in its place."""
-    if sample.kind == POISONED:
+    if kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
-    if sample.kind == WORKERLESS:
+    if kind == WORKERLESS:
         return WorkerStartError(bytes(frames[0]).decode(errors="replace"))
-    return sample.payload, [*frames]
+    return table, frames
 
 
 def _made_at_once(came: list[Received | None], keep_layout: bool) -> Any | None:
@@ -245,7 +248,7 @@ def _made_at_once(came: list[Received | None], keep_layout: bool) -> Any | None:
         return None
 
 
-def _opened(came: tuple[PayloadTable, list[Frame]]) -> Any:
+def _opened(came: tuple[PayloadTable, Sequence[Frame]]) -> Any:
     try:
         return decode(*came)
     except MessageError:

@@ -343,8 +343,8 @@ class EpochReader:
         """Wait for the answer to a fetch, and store its samples."""
         outcome = self._links.finish(fetch)
         batch.nbytes += outcome.nbytes
-        for sample, frames in outcome.samples:
-            batch.values[sample.ticket] = received_sample(sample, frames)
+        for ticket, kind, table, frames in outcome.samples:
+            batch.values[ticket] = received_sample(kind, table, frames)
         return outcome
 
     def _take_answered(self) -> None:

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from torch_dpflow.cluster.client.router_link import RouterLink
 from torch_dpflow.cluster.messages.router import JobId
-from torch_dpflow.cluster.messages.shard import Ask, Served, ServedSample
+from torch_dpflow.cluster.messages.shard import Ask, Served
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES
+from torch_dpflow.ipc.messages.headers import PayloadTable
+from torch_dpflow.ipc.messages.payload_groups import split_payloads
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
 #: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
@@ -59,8 +61,8 @@ class Fetch:
 class FetchOutcome:
     """The outcome of a fetch."""
 
-    #: The samples and the frames of each.
-    samples: list[tuple[ServedSample, list[memoryview]]] = field(default_factory=list)
+    #: By ticket: its outcome, and the payload.
+    samples: list[tuple[int, int, PayloadTable, list[memoryview]]] = field(default_factory=list)
     nbytes: int = 0
     #: The reason if it failed.
     error: DPFlowError | None = None
@@ -129,20 +131,19 @@ class ShardLinks:
         outcome = FetchOutcome()
         try:
             answer = fetch.pending.result()
+            served: Served = answer.body
+            groups = split_payloads(served.samples, answer.frames)
         except DPFlowError as error:
             outcome.error = error
             return outcome
         self.router.outages.on_answer()
-        served: Served = answer.body
         self.tallies[fetch.address] = served.served, served.decodes
-        frames, taken = answer.frames, self._taken[fetch.address]
-        begin = 0
-        for sample in served.samples:
-            end = begin + sample.payload.frames
-            outcome.samples.append((sample, frames[begin:end]))
-            begin = end
-            taken.append(sample.ticket)
-        outcome.nbytes = sum(map(len, frames))
+        taken = self._taken[fetch.address]
+        for group, payloads in groups:
+            kind, table = group.kind, group.payload
+            outcome.samples += [(ticket, kind, table, frames) for ticket, frames in zip(group.numbers, payloads)]
+            taken += group.numbers
+        outcome.nbytes = sum(map(len, answer.frames))
         return outcome
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:

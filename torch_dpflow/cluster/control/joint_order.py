@@ -369,7 +369,8 @@ class _JointEpoch:
         self._fill(len(self._slots) - 1, None)
 
     def _fill(self, last: int, now: float | None) -> None:
-        end = int(np.searchsorted(self._open, last, side="right"))
+        # In the slots' own type: numpy would convert all of them for an int.
+        end = int(np.searchsorted(self._open, self._open.dtype.type(last), side="right"))
         missing = end - self._filled
         if missing <= 0:
             return

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -13,7 +12,7 @@ from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import JobId
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.messages.fields import MAX_SAMPLES, Body, Count, SampleKeys
-from torch_dpflow.ipc.messages.headers import Frame, PayloadTable, aligned
+from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable, aligned
 
 #: How many workers a sample may kill before it is reported as poisoned.
 POISON_LIMIT = 3
@@ -50,18 +49,11 @@ class Ask(Body):
 SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
-class ServedSample(Body):
-    """One sample in a `Served`, or why there is none. The frames of its payload follow."""
-
-    ticket: Count
-    kind: Annotated[int, msgspec.Meta(ge=SAMPLE, le=WORKERLESS)]
-    payload: PayloadTable
-
-
 class Served(Body):
-    """From a shard: samples. The frames of their payloads follow, in order."""
+    """From a shard: samples, by their tickets. The frames of their payloads follow, in order."""
 
-    samples: Annotated[list[ServedSample], msgspec.Meta(max_length=MAX_SAMPLES)]
+    #: Each with its outcome, a number from SAMPLE to WORKERLESS.
+    samples: Annotated[list[PayloadGroup], msgspec.Meta(max_length=MAX_SAMPLES)]
     #: Samples that the shard has sent to jobs (these included) and loaded since it started. In every answer, so that
     #: also a job that ends before its first heartbeat has them.
     served: Count = 0
@@ -114,8 +106,7 @@ class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
 _decoder = msgspec.msgpack.Decoder(_TaskHeader)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleTask:
+class SampleTask(NamedTuple):
     """A worker's task: load one sample, or run the per-draw stage on an input."""
 
     key: int

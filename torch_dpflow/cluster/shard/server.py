@@ -30,6 +30,8 @@ from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, WorkerDe
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import OverloadedError, StaleJobError, StaleRoutingError
+from torch_dpflow.ipc.messages.headers import PayloadGroup
+from torch_dpflow.ipc.messages.payload_groups import group_payloads
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
 from torch_dpflow.ipc.rpc.leases import (
     ExpireLeases,
@@ -40,7 +42,7 @@ from torch_dpflow.ipc.rpc.leases import (
     RenewLease,
     Stale,
 )
-from torch_dpflow.ipc.transport import Frame, Listener
+from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.ipc.transport.link_time import LinkTime
 from torch_dpflow.log import SERVICE
 
@@ -386,18 +388,21 @@ class SampleShard:
             self._workers.load(loads)
 
     def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedPayload]]) -> None:
-        answer, frames, left = Served([]), list[Frame](), MAX_ANSWER_BYTES
-        for ticket, payload in samples:
-            left -= payload.nbytes
-            if answer.samples and (left < 0 or len(frames) + len(payload.frames) > MAX_FRAMES):
+        """Answer a call with these samples, or with the first of them if they are too many for one message."""
+        count = frames = nbytes = 0
+        for _, payload in samples:
+            frames, nbytes = frames + len(payload.frames), nbytes + payload.nbytes
+            if count and (nbytes > MAX_ANSWER_BYTES or frames > MAX_FRAMES):
+                nbytes -= payload.nbytes
                 break
-            answer.samples.append(payload.header(ticket))
-            frames += payload.frames
-            self._served_bytes += payload.nbytes
-        self._served += len(answer.samples)
+            count += 1
+        groups, parts = group_payloads(
+            [(ticket, one.kind, one.table, one.frames) for ticket, one in samples[:count]], PayloadGroup
+        )
+        self._served += count
+        self._served_bytes += nbytes
         # In each answer, so that a job that ends before its first heartbeat also has them.
-        answer.served, answer.decodes = self._served, self._workers.decodes
-        call.answer(answer, frames)
+        call.answer(Served(groups, self._served, self._workers.decodes), parts)
 
     def _make_cache(self, settings: ShardSettings) -> SampleCache | StagedSampleCache:
         policy = None if self._spec.policy == "none" else self._make_policy

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
-from torch_dpflow.cluster.messages.shard import SAMPLE, ServedSample
+from torch_dpflow.cluster.messages.shard import SAMPLE
 from torch_dpflow.errors import MessageError
 from torch_dpflow.ipc.memory.arena_reader import ArenaReader
 from torch_dpflow.ipc.messages.headers import BufferSpan, PayloadTable
@@ -58,8 +57,7 @@ class WorkerDemultiplexer:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class DetachedPayload:
+class DetachedPayload(msgspec.Struct, frozen=True, gc=False):
     """An encoded payload in this process's memory. Its frames may be sent any number of times."""
 
     #: SAMPLE, FAILED, POISONED or WORKERLESS.
@@ -79,9 +77,10 @@ class DetachedPayload:
         """Whether the payload is a sample; otherwise it is a failure."""
         return self.kind == SAMPLE
 
-    def header(self, ticket: int) -> ServedSample:
-        """Return the payload's header, for an answer to the request with this ticket."""
-        return ServedSample(ticket, self.kind, self.table)
+
+def detach_group(kind: int, table: PayloadTable, size: int, parts: list[list[memoryview]]) -> list[DetachedPayload]:
+    """Copy the parts of a joined frame, each a payload of `size` bytes: a part alone would keep the whole frame."""
+    return [DetachedPayload(kind, table, [bytes(part)], size) for (part,) in parts]
 
 
 def detach(kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None) -> DetachedPayload:

@@ -20,12 +20,12 @@ from torch_dpflow.cluster.messages.shard import (
     WORKERLESS,
     pack_task,
 )
-from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, detach, text_payload
+from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, detach, detach_group, text_payload
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.ipc.memory.arena import RunningTaskReader
 from torch_dpflow.ipc.memory.arena_reader import ArenaPeers, ArenaReader
 from torch_dpflow.ipc.messages.fields import AwaitedWorkersError, LostWorkersError, RecoverableError
-from torch_dpflow.ipc.messages.headers import Finished, WorkerHandshake
+from torch_dpflow.ipc.messages.headers import Finished, PayloadTable, WorkerHandshake
 from torch_dpflow.ipc.serialization.fast_path import encode_sample
 from torch_dpflow.ipc.transport import Listener
 from torch_dpflow.log import SERVICE
@@ -45,6 +45,8 @@ RETRY_S = 30.0
 OVERTAKE_S = 1.0
 #: Time without a working worker after which waiting jobs get the reason, and the interval of repetitions, seconds.
 OUTAGE_S = 3.0
+#: How many tables of payloads are kept to compare later ones with.
+MAX_TABLES = 256
 #: Limits of a platform, of `worker_states.LIMITED_BY`, for which jobs wait without a time limit.
 AWAITED = ("quota", "throttling")
 
@@ -131,6 +133,7 @@ class ShardWorkers:
         self._loaded = loaded
         self._workers: dict[int, _FlowWorker] = {}
         self._arrived: list[tuple[int, DetachedPayload]] = []
+        self._tables: dict[PayloadTable, PayloadTable] = {}
         #: Loads that run only the per-draw stage, and how many have finished: they decode nothing.
         self._draws: set[int] = set()
         self._draws_done = 0
@@ -365,15 +368,30 @@ class ShardWorkers:
     def begun(self, worker: int, frame: memoryview) -> None:
         raise MessageError(f"worker {worker} of a flow has no stream of its own")
 
-    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> DetachedPayload:
+    def open(self, worker: int, finished: Finished, payloads: list[list[memoryview]]) -> list[DetachedPayload]:
         known = self._workers.get(worker)
         kind = SAMPLE if finished.kind == SAMPLE else FAILED
+        reader = None if known is None else known.reader
+        table = finished.payload if finished.payload.blocks else self._kept_table(finished.payload)
+        if finished.joined:
+            return detach_group(kind, table, finished.joined, payloads)
+        return [self._detached(kind, table, frames, reader) for frames in payloads]
+
+    def _kept_table(self, table: PayloadTable) -> PayloadTable:
+        """Return the same object for equal tables, whose payloads are sent as a group."""
+        if len(self._tables) >= MAX_TABLES:
+            self._tables.clear()
+        return self._tables.setdefault(table, table)
+
+    def _detached(
+        self, kind: int, table: PayloadTable, frames: list[memoryview], reader: ArenaReader | None
+    ) -> DetachedPayload:
         try:
-            return detach(kind, finished.payload, frames, None if known is None else known.reader)
+            return detach(kind, table, frames, reader)
         except DescriptorLimitError as error:
             failure = ExceptionWrapper((type(error), error, None), "in a shard")
-            table, own = encode_sample(failure, arena=None)
-            return detach(FAILED, table, [memoryview(frame) for frame in own], None)
+            own_table, own = encode_sample(failure, arena=None)
+            return detach(FAILED, own_table, [memoryview(frame) for frame in own], None)
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: DetachedPayload) -> None:
         if task in self._draws:

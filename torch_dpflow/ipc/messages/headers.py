@@ -99,6 +99,23 @@ class PayloadTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.head.size + sum(place.size for place in set(self.buffers))
 
 
+class PayloadGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Payloads with one outcome and one table. Part of other headers; `payload_groups` has what belongs to it."""
+
+    #: The task, or the ticket, of each payload.
+    numbers: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    #: The outcome of each; the message says what the numbers mean.
+    kind: Annotated[int, msgspec.Meta(ge=0, le=3)]
+    payload: PayloadTable
+    #: Bytes of each payload's only frame, if these are joined to one frame; 0: each payload has frames of its own.
+    joined: Count = 0
+
+    @property
+    def frames_each(self) -> int:
+        """How many frames of the message each payload takes, unless they are joined."""
+        return self.payload.frames
+
+
 #: Raised by every change that an older release would misread.
 PROTOCOL_VERSION = 4
 #: Longest header frame, bytes. Bulk data travels in payload frames.
@@ -267,22 +284,24 @@ class EpochBegin(Body, tag=32):
 
 
 class Window(Body, tag=33):
-    """Shard to worker: append these tasks to the queue. One frame follows for each."""
+    """Shard to worker: append these tasks to the queue. One frame follows for each, or one for all."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
     #: Tasks that others take over: drop those that have not begun.
     revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
+    #: Bytes of each task in the one frame that follows; 0: each has a frame of its own.
+    joined: Count = 0
 
 
-class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One result. Part of `Exchange`; the payload's frames follow the header, then the frame of the stream's state."""
+class Finished(PayloadGroup):
+    """Results: outcomes of tasks are BATCH, FAILURE or END. Part of `Exchange`; the payloads' frames follow."""
 
-    task: Count
-    #: BATCH, FAILURE or END.
-    kind: Annotated[int, msgspec.Meta(ge=BATCH, le=END)]
-    payload: PayloadTable
-    #: Whether its last frame is the state of the worker's own stream.
-    has_stream: bool
+    #: Whether the last frame of each is the state of the worker's own stream.
+    has_stream: bool = False
+
+    @property
+    def frames_each(self) -> int:
+        return self.payload.frames + self.has_stream
 
 
 class Exchange(Body, tag=34):

@@ -100,17 +100,37 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Return each payload's pickled head and its buffer; None unless each has one buffer in a frame of its own.
+    """Return each payload's pickled head and its buffer; None unless each has one buffer, in a frame or beside its head.
 
     As in `decode`, the frame can become an object's memory.
     """
     found: list[tuple[bytes, memoryview]] = []
+    known, beside = None, None
     for table, frames in payloads:
+        if table is not known:  # one object for all payloads of a group
+            known, beside = table, _buffer_beside_head(table)
+        if beside is not None and len(frames) == 1:
+            frame = memoryview(frames[0])
+            if frame.nbytes < beside.stop or frame.format != "B":
+                return None
+            found.append((bytes(frame[: table.head.size]), frame[beside]))
+            continue
         buffers = _whole_frames(table, frames)
         if buffers is None or len(buffers) != 1:
             return None
         found.append((bytes(memoryview(frames[0])[: table.head.size]), buffers[0]))
     return found
+
+
+def _buffer_beside_head(table: PayloadTable) -> slice | None:
+    """Return where a payload's one buffer lies, if it is in the frame of the head, and behind it."""
+    head, places = table.head, table.buffers
+    if table.frames != 1 or len(places) != 1 or head.part or head.offset or places[0].part:
+        return None
+    place = places[0]
+    if not 0 <= head.size <= place.offset or place.size <= 0 or place.offset % ALIGNMENT:
+        return None
+    return slice(place.offset, place.offset + place.size)
 
 
 def discard(table: PayloadTable, *, reader: ArenaReader | None = None) -> None:

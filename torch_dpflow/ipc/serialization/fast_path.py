@@ -18,8 +18,8 @@ import torch
 
 from torch_dpflow._core.channels_last import has_channels_last
 from torch_dpflow.ipc.memory.arena import Arena, Block
-from torch_dpflow.ipc.memory.segment import address_of, storage_over, tensor_over
-from torch_dpflow.ipc.messages.headers import ALIGNMENT, SHARED_BYTES, BufferSpan, Frame, PayloadTable
+from torch_dpflow.ipc.memory.segment import storage_over, tensor_over
+from torch_dpflow.ipc.messages.headers import SHARED_BYTES, BufferSpan, Frame, PayloadTable, aligned
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES, decode, encode
 from torch_dpflow.ipc.serialization.pickling import PayloadPickler, is_plain
 from torch_dpflow.log import TRANSPORT
@@ -105,11 +105,19 @@ def _encode_tensor(
 
 def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[PayloadTable, list[Frame]]:
     """Put a small tensor in the frame of its head."""
-    start = len(head) + -len(head) % ALIGNMENT
-    frame = np.zeros(start + nbytes, np.uint8)
-    frame.data[: len(head)] = head
-    ctypes.memmove(address_of(frame) + start, tensor.data_ptr(), nbytes)
-    return PayloadTable(1, (), BufferSpan(0, 0, len(head)), (BufferSpan(0, start, nbytes),)), [frame.data]
+    gap, behind, table = _layout_beside(len(head), nbytes)
+    return table, [b"".join((head, gap, ctypes.string_at(tensor.data_ptr(), nbytes), behind))]
+
+
+@lru_cache(maxsize=512)
+def _layout_beside(head: int, nbytes: int) -> tuple[bytes, bytes, PayloadTable]:
+    """Return what fills up a head and a buffer of these sizes to whole cache lines, and the payload's table.
+
+    Equal payloads have the same table, so they travel as a group; the sizes keep the buffers of a group aligned.
+    """
+    start = aligned(head)
+    table = PayloadTable(1, (), BufferSpan(0, 0, head), (BufferSpan(0, start, nbytes),))
+    return bytes(start - head), bytes(aligned(nbytes) - nbytes), table
 
 
 def _lay_out(tensor: torch.Tensor, block: Block) -> None:

@@ -1,0 +1,100 @@
+"""Payloads that travel as a group: one entry of the header for all of them, and one frame.
+
+A frame costs sender and receiver several microseconds each, and an entry of a header two: more than a small sample
+takes otherwise. So small payloads with one table are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.ipc.messages.headers import Frame, PayloadGroup, PayloadTable, Window
+
+#: Largest frame that is joined with others, bytes: joining copies it.
+JOINED_BYTES = 1 << 14
+
+Group = TypeVar("Group", bound=PayloadGroup)
+
+
+def group_payloads(
+    payloads: Iterable[tuple[int, int, PayloadTable, Sequence[Frame]]], kind: type[Group]
+) -> tuple[list[Group], list[Frame]]:
+    """Return groups, and the frames of a message with them, of payloads as (number, kind, table, frames).
+
+    Small payloads are joined if they have one table, the same object, and one size. All others stay in their order,
+    which keeps large frames of samples in a row.
+    """
+    groups: list[Group] = []
+    parts: list[list[Frame]] = []
+    joined: dict[tuple[int, int, int], int] = {}
+    for number, outcome, table, frames in payloads:
+        size = memoryview(frames[0]).nbytes if len(frames) == 1 else 0
+        if 0 < size <= JOINED_BYTES:
+            key = (id(table), outcome, size)
+            place = joined.get(key)
+            if place is not None:
+                groups[place].numbers.append(number)
+                parts[place].append(frames[0])
+                continue
+            joined[key] = len(groups)
+        groups.append(kind([number], outcome, table))
+        parts.append([*frames])
+    out: list[Frame] = []
+    for group, own in zip(groups, parts):
+        if len(group.numbers) > 1:
+            group.joined = memoryview(own[0]).nbytes
+            out.append(b"".join(own))
+        else:
+            out += own
+    return groups, out
+
+
+def split_payloads(groups: Sequence[Group], frames: Sequence[memoryview]) -> list[tuple[Group, list[list[memoryview]]]]:
+    """Return each group with the frames of each of its payloads. Parts of a joined frame share its memory.
+
+    Raises MessageError if the frames do not fit the groups.
+    """
+    split: list[tuple[Group, list[list[memoryview]]]] = []
+    begin = 0
+    for group in groups:
+        count = len(group.numbers)
+        if group.joined:
+            parts = [[part] for part in split_frame(frames[begin : begin + 1], group.joined, count)]
+            begin += 1
+        else:
+            each = group.frames_each
+            parts = [[*frames[begin + number * each : begin + (number + 1) * each]] for number in range(count)]
+            begin += each * count
+        split.append((group, parts))
+    if begin != len(frames):
+        raise MessageError(f"a message announces {begin} frames and has {len(frames)}")
+    return split
+
+
+def split_frame(frames: Sequence[memoryview], size: int, count: int) -> list[memoryview]:
+    """Return the `count` parts of `size` bytes in the one frame. Raises MessageError if it has another size."""
+    nbytes = sum(frame.nbytes for frame in frames)
+    if len(frames) != 1 or nbytes != size * count:
+        raise MessageError(f"{count} parts of {size} bytes are announced, and {len(frames)} frames have {nbytes}")
+    whole = frames[0]
+    return [whole[start : start + size] for start in range(0, nbytes, size)]
+
+
+def join_tasks(window: Window, tasks: Sequence[Frame]) -> list[Frame]:
+    """Return the frames of a window with these tasks, one for each; small ones of one size are joined."""
+    sizes = {len(task) for task in tasks}
+    if len(tasks) > 1 and len(sizes) == 1 and 0 < (size := sizes.pop()) <= JOINED_BYTES:
+        window.joined = size
+        return [b"".join(tasks)]
+    return [*tasks]
+
+
+def frames_of_tasks(window: Window, frames: Sequence[memoryview]) -> Sequence[memoryview]:
+    """Return the frame of each task of a window. Raises MessageError if the frames do not fit."""
+    if window.joined:
+        return split_frame(frames, window.joined, len(window.tasks))
+    if len(frames) != len(window.tasks):
+        raise MessageError(f"{len(window.tasks)} tasks came with {len(frames)} frames")
+    return frames
