@@ -39,8 +39,9 @@ class ObjectTable:
         self._by_key: dict[int, list[CacheEntry]] = {}
         #: What the policy keeps: at most one object for each key.
         self._cached: dict[int, CacheEntry] = {}
-        #: Every spare object, the farthest first, and ready objects that were spare before.
-        self._spare: LazyHeap[CacheEntry] = LazyHeap()
+        #: Every spare object, the farthest first, and ready objects that were spare before. None until memory is short
+        #: for the first time, as few caches need it.
+        self._spare: LazyHeap[CacheEntry] | None = None
         #: Mean size of the latest samples; None before the first.
         self._mean: float | None = None
         #: Bytes of ready objects, of those with tickets, and expected from running loads.
@@ -118,8 +119,7 @@ class ObjectTable:
 
     def add(self, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> CacheEntry:
         """Add an entry that `reader` wants."""
-        tickets = {reader.name: {ticket}}
-        added = CacheEntry(next(self._numbers), key, draw, distance, tickets, {reader.job})
+        added = CacheEntry(next(self._numbers), key, draw, distance, reader, ticket)
         same = self._by_key.get(key)
         if same is None:
             self._by_key[key] = [added]
@@ -168,7 +168,7 @@ class ObjectTable:
         self.pinned += size
         self.ready += 1
         self._mean = size if self._mean is None else self._mean + _SIZE_WEIGHT * (size - self._mean)
-        if not entry.requests:
+        if self._spare is not None and not entry.requests:
             self._note_spare(entry)
 
     def requeue(self, entry: CacheEntry) -> None:
@@ -180,6 +180,11 @@ class ObjectTable:
 
     def farthest_spare(self) -> CacheEntry | None:
         """Return the spare entry whose sample is needed last; None if there is none."""
+        if self._spare is None:
+            self._spare = LazyHeap()
+            for entry in itertools.chain.from_iterable(self._by_key.values()):
+                if entry.is_spare:
+                    self._note_spare(entry)
         while self._spare:
             entry = self._spare.first()
             if entry.is_spare:
@@ -234,7 +239,7 @@ class ObjectTable:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _note_spare(self, entry: CacheEntry) -> None:
-        if entry not in self._spare:
+        if self._spare is not None and entry not in self._spare:
             self._spare.push(entry, -entry.distance, entry.number)
 
     def _drop_if_spent(self, entry: CacheEntry, jobs: Collection[str]) -> None:
@@ -265,7 +270,7 @@ class ObjectTable:
         self.held -= entry.size
         self.ready -= 1
         entry.drop()
-        if entry in self._spare:
+        if self._spare is not None:
             self._spare.discard(entry)
 
     def validate(self, readers: Collection[str], jobs: Collection[str]) -> None:
@@ -273,9 +278,9 @@ class ObjectTable:
         entries = [entry for same in self._by_key.values() for entry in same]
         for entry in entries:
             entry.validate()
-            assert set(entry.tickets) <= set(readers)
+            assert {reader for reader, _ in entry.tickets} <= set(readers)
             assert self._repeatable or not (entry.cached and entry.claimed.issuperset(jobs))
-            assert entry in self._spare or not entry.is_spare
+            assert self._spare is None or entry in self._spare or not entry.is_spare
         ready = [entry for entry in entries if entry.ready]
         assert self.held == sum(entry.size for entry in ready)
         assert self.ready == len(ready)
@@ -283,5 +288,6 @@ class ObjectTable:
         assert self.reserved == sum(entry.size for entry in entries if entry.loading)
         assert {id(entry) for entry in entries if entry.cached} == set(map(id, self._cached.values()))
         assert self._policy is None or set(self._policy) == set(self._cached)
-        self._spare.validate()
-        assert set(self._spare) <= set(ready)
+        if self._spare is not None:
+            self._spare.validate()
+            assert set(self._spare) <= set(ready)

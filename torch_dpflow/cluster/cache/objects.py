@@ -81,7 +81,10 @@ class ShardCacheStatistics:
     drawn: int = 0
 
 
-@dataclass(eq=False, slots=True)
+#: Shared by all entries without a request, as most are; never changed.
+_NO_REQUESTS: dict[tuple[RequestId, Ticket], None] = {}
+
+
 class CacheEntry:
     """Entry of a sample cache: one sample that waits to be loaded, is loading, or is ready::
 
@@ -89,33 +92,56 @@ class CacheEntry:
                                  `-- cancel --> gone  `-- drop --> gone
 
     Its owner keeps the sample cache's sums and indexes consistent with it.
+
+    Args:
+        number: in the order of creation within the sample cache.
+        draw: seed, with the key, of the random draws.
+        distance: 0 if a request waits for it, else how many samples the nearest job reads before it.
+        reader: wants it under this ticket.
     """
 
-    #: In the order of creation within the sample cache.
-    number: int
-    key: int
-    draw: int
-    #: 0 if a request waits for it, else how many samples the nearest job reads before it.
-    distance: int
-    #: The tickets that refer to it, by reader.
-    tickets: dict[str, set[Ticket]]
-    #: Jobs that have received it or will; a random sample is served to each job once.
-    claimed: set[str]
-    #: The number of its running load; 0: none.
-    loading: int = 0
-    #: Whether `value` is loaded.
-    ready: bool = False
-    value: Any = None
-    #: Bytes of `value`, or the bytes expected from its load.
-    size: int = 0
-    #: Whether the cache holds it.
-    cached: bool = False
-    #: How often it has been loaded.
-    loads: int = 0
-    #: Open requests for it, with its ticket in each, oldest first.
-    requests: dict[tuple[RequestId, Ticket], None] = field(default_factory=dict)
-    #: Readers and tickets under which it was served and that are not released.
-    served: set[tuple[str, Ticket]] = field(default_factory=set)
+    # One is made for every sample that is loaded: a class with slots, and few objects in it.
+    __slots__ = (
+        "cached",
+        "claimed",
+        "distance",
+        "draw",
+        "key",
+        "loading",
+        "loads",
+        "number",
+        "ready",
+        "requests",
+        "served",
+        "size",
+        "tickets",
+        "value",
+    )
+
+    def __init__(self, number: int, key: int, draw: int, distance: int, reader: CacheReader, ticket: Ticket) -> None:
+        self.number = number
+        self.key = key
+        self.draw = draw
+        self.distance = distance
+        #: The tickets that refer to it, each with its reader, and whether it was served under them.
+        self.tickets: dict[tuple[str, Ticket], bool] = {(reader.name, ticket): False}
+        #: How many of the tickets it was served under.
+        self.served = 0
+        #: Jobs that have received it or will; a random sample is served to each job once.
+        self.claimed = {reader.job}
+        #: The number of its running load; 0: none.
+        self.loading = 0
+        #: Whether `value` is loaded.
+        self.ready = False
+        self.value: Any = None
+        #: Bytes of `value`, or the bytes expected from its load.
+        self.size = 0
+        #: Whether the cache holds it.
+        self.cached = False
+        #: How often it has been loaded.
+        self.loads = 0
+        #: Open requests for it, with its ticket in each, oldest first.
+        self.requests = _NO_REQUESTS
 
     @property
     def is_waiting(self) -> bool:
@@ -131,24 +157,19 @@ class CacheEntry:
 
     def attach(self, reader: CacheReader, ticket: Ticket) -> None:
         """Add a ticket of `reader`."""
-        own = self.tickets.get(reader.name)
-        if own is None:
-            self.tickets[reader.name] = {ticket}
-        else:
-            own.add(ticket)
+        self.tickets[reader.name, ticket] = False
         self.claimed.add(reader.job)
 
     def detach(self, reader: str, ticket: Ticket) -> None:
         """Remove a ticket of `reader`."""
-        own = self.tickets[reader]
-        own.discard(ticket)
-        self.served.discard((reader, ticket))
-        if not own:
-            del self.tickets[reader]
+        self.served -= self.tickets.pop((reader, ticket))
 
     def add_request(self, request: RequestId, ticket: Ticket) -> None:
         """Add a request that waits for the entry."""
-        self.requests[request, ticket] = None
+        if self.requests:
+            self.requests[request, ticket] = None
+        else:
+            self.requests = {(request, ticket): None}
         self.distance = 0
 
     def drop_request(self, request: RequestId, ticket: Ticket) -> bool:
@@ -156,15 +177,16 @@ class CacheEntry:
         del self.requests[request, ticket]
         if self.requests:
             return False
+        self.requests = _NO_REQUESTS
         self.distance = 1  # still near, but behind what a job waits for
         return True
 
     def serve(self, request: RequestId, ticket: Ticket, reader: str) -> Any:
         """Return the entry's value, as the answer to a request of `reader`."""
-        del self.requests[request, ticket]
-        if not self.requests:
-            self.distance = 1
-        self.served.add((reader, ticket))
+        self.drop_request(request, ticket)
+        holder = reader, ticket
+        self.served += not self.tickets[holder]
+        self.tickets[holder] = True
         return self.value
 
     # -- loading and caching ---------------------------------------------------------------------------------
@@ -189,11 +211,11 @@ class CacheEntry:
         assert self.ready or (self.tickets and not self.cached and not self.served)
         assert self.tickets or self.cached
         assert self.loads or not (self.ready or self.loading)
-        assert all(self.tickets.values())
         assert self.claimed
-        assert all(ticket in self.tickets[reader] for reader, ticket in self.served)
+        assert self.served == sum(self.tickets.values())
         assert (self.distance == 0) == bool(self.requests)
         assert not self.requests or self.tickets
+        assert not _NO_REQUESTS
 
 
 @dataclass(eq=False, slots=True)

@@ -337,7 +337,7 @@ class SampleCache:
     def validate(self) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         for reader in self._readers.values():
-            assert all(ticket in wanted.tickets[reader.name] for ticket, wanted in reader.wants.items())
+            assert all((reader.name, ticket) in wanted.tickets for ticket, wanted in reader.wants.items())
         assert self._jobs == Counter(reader.job for reader in self._readers.values())
         assert all(entry.loading == load for load, entry in self._loading.items())
         self._requests.validate()

@@ -98,6 +98,8 @@ class SampleWorker:
         self._outbox = outbox or ResultOutbox(connection)
         self._source: SampleSource | None = None
         self._tasks: deque[tuple[int, memoryview]] = deque()
+        #: How many tasks are left in the middle of the window.
+        self._low = 0
         self._looked_at = 0.0
         self._stopped = False
         #: For how long handshakes have not been answered, seconds.
@@ -166,6 +168,7 @@ class SampleWorker:
                     self._tasks = deque(task for task in self._tasks if task[0] not in gone)
                 payloads = frames_of_tasks(header, frames)
                 self._tasks.extend(zip(tasks, payloads, strict=True))
+                self._low = len(self._tasks) // 2
                 if self._source is not None:
                     self._source.announce(payloads)
                 if held and not self._tasks:
@@ -225,8 +228,8 @@ class SampleWorker:
             table, frames = encode_sample(unpicklable_failure(self._number, error))
         self._running.note(None)
         started = self._tasks[0][0] if self._tasks else None
-        # Send at once where the window runs low: the shard refills it, instead of letting others steal from it.
-        hold = self._running.ref is not None and len(self._tasks) > 1
+        # Send at once in the middle of the window: the shard refills it, instead of letting others steal from it.
+        hold = self._running.ref is not None and len(self._tasks) not in (self._low, 0)
         self._outbox.add(task, kind, table, frames, started, hold=hold)
 
 

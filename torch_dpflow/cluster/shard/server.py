@@ -27,7 +27,7 @@ from torch_dpflow.cluster.messages.router import (
 )
 from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
 from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, WorkerDemultiplexer
-from torch_dpflow.cluster.shard.workers import OUTAGE_S, WINDOW, ShardWorkers
+from torch_dpflow.cluster.shard.workers import OUTAGE_S, ShardWorkers
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.ipc.messages.headers import PayloadGroup
@@ -124,6 +124,7 @@ class SampleShard:
         self._late_s += len({call.body.job.name for call in self._calls.values()}) * (now - self._counted_at)
         self._counted_at = now
         self._workers.poll()
+        self._cache.concurrency = self._workers.concurrency
         for change in self._jobs.handle(ExpireLeases(self._clock())):
             if isinstance(change, Lost):
                 SERVICE.info("job lease expired; its requests were cancelled", extra={"job": change.peer})
@@ -142,7 +143,7 @@ class SampleShard:
     def apply_settings(self, settings: ShardSettings) -> None:
         """Change the shard's number of workers or its memory. In the server's thread."""
         self._workers.resize(settings.workers)
-        self._cache.concurrency = _concurrency(settings)
+        self._cache.concurrency = self._workers.concurrency
         self._apply(self._cache.resize(settings.memory_bytes))
 
     def serve_remote(self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]) -> None:
@@ -406,7 +407,7 @@ class SampleShard:
 
     def _make_cache(self, settings: ShardSettings) -> SampleCache | StagedSampleCache:
         policy = None if self._spec.policy == "none" else self._make_policy
-        capacity, concurrency = settings.memory_bytes, _concurrency(settings)
+        capacity, concurrency = settings.memory_bytes, self._workers.concurrency
         if self._spec.staged:
             return StagedSampleCache(capacity_bytes=capacity, concurrency=concurrency, policy=policy)
         return SampleCache(
@@ -423,8 +424,3 @@ class SampleShard:
 def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
     """Return the tickets of a fetch for one of these keys."""
     return [ticket for ticket, key in ask.awaited if key in keys] if keys else []
-
-
-def _concurrency(settings: ShardSettings) -> int:
-    """Return how many loads may be in progress: as many as the workers hold, and as many again in the queue."""
-    return 2 * WINDOW * max(1, settings.workers)

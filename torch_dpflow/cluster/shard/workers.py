@@ -34,8 +34,9 @@ from torch_dpflow.workers.scheduler.machine import Scheduler
 from torch_dpflow.workers.shard import Shard
 
 #: Tasks that a worker holds. Results of some are sent in one message, and the others run meanwhile. This is half of
-#: what torch's loader queues for a worker, with batches of 16.
-WINDOW = 16
+#: what torch's loader queues for a worker, with batches of 16. Workers of this host hold more tasks, up to
+#: QUICK_WINDOW, if they run all of them within WINDOW_S seconds: a message costs as much as several quick samples.
+WINDOW, QUICK_WINDOW, WINDOW_S = 16, 64, 0.06
 #: Samples fail once so many workers more than the shard has have ended before they were ready.
 FALSE_STARTS = 2
 #: How long no worker is started after a fleet has failed, seconds; the next sample then tries again.
@@ -64,6 +65,8 @@ class _FlowWorker:
     is_ending: bool = False
     #: Number of samples that it has loaded.
     samples: int = 0
+    #: Most tasks that it holds.
+    window: int = WINDOW
 
 
 class WorkerFleet(Protocol):
@@ -109,13 +112,14 @@ class ShardWorkers:
     ) -> None:
         self._scheduler = Scheduler(
             window=WINDOW,
-            max_window=SAMPLE_WORKERS.max_window,
+            max_window=max(SAMPLE_WORKERS.max_window, QUICK_WINDOW),
             poison_limit=POISON_LIMIT,
             overtake_after_s=OVERTAKE_S,
             task_timeout_s=task_timeout_s,
         )
         self._task_timeout_s = task_timeout_s
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
+        self._window = WINDOW
         #: The intended number of workers; part of the answer to a handshake.
         self._expected = workers
         #: Distinguishes this shard from earlier and later ones, for workers.
@@ -237,6 +241,7 @@ class ShardWorkers:
         self._counted_at = now
         for number in self._peers.ended():
             self._lose(number, self._workers[number])
+        self._fit_windows()
         if not self._none_works():
             self._none_since, self._has_worked = None, True
         elif self._none_since is None:
@@ -260,6 +265,11 @@ class ShardWorkers:
         return LostWorkersError(text) if is_lost else AwaitedWorkersError(text)
 
     @property
+    def concurrency(self) -> int:
+        """How many loads may be in progress: those that the workers hold, and as many that are queued."""
+        return 2 * self._window * max(1, self._expected)
+
+    @property
     def decodes(self) -> int:
         """Samples that were decoded; further draws of cached samples do not count."""
         counters = self._scheduler.counters
@@ -281,6 +291,18 @@ class ShardWorkers:
             "poisoned": counters.poisoned,
             "timeouts": counters.timeouts,
         }
+
+    def _fit_windows(self) -> None:
+        """Set how many tasks the workers of this host hold, by the usual time of one."""
+        if self._fleet is not None:
+            return  # it has its own rule, by round trips
+        self._window = QUICK_WINDOW
+        while self._window > WINDOW and self._window * self._scheduler.usual_s > WINDOW_S:
+            self._window //= 2
+        for number, worker in self._workers.items():
+            if worker.window != self._window and not self._shard.is_starting(number):
+                worker.window = self._window
+                self._shard.set_window(number, self._window)
 
     def _may_load(self) -> bool:
         """Return whether loading may be tried after a failure: a worker is connected, or the pause is over."""

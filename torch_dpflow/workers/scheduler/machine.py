@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -225,6 +226,11 @@ class Scheduler:
     def workers(self) -> tuple[int, int]:
         """Return the number of workers, and of those that have tasks."""
         return len(self._views.views), len(self._views.views) - len(self._views.levels[0])
+
+    @property
+    def usual_s(self) -> float:
+        """The usual time of a task, seconds; infinite before the first, and without `overtake_after_s`."""
+        return math.inf if self._pace is None or not self.counters.delivered else self._pace.usual_s
 
     def handle(self, event: SchedulerEvent) -> list[SchedulerInstruction]:
         """Handle one event and return the instructions, in order. Raises OptionError, OptionTypeError."""

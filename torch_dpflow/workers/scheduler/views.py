@@ -285,13 +285,14 @@ class Pace:
 
     def __init__(self, min_s: float) -> None:
         self._min_s = min_s
-        self._usual_s = 0.0
+        #: The moving average, seconds.
+        self.usual_s = 0.0
 
     @property
     def stuck_after_s(self) -> float:
         """The time at one task after which a worker counts as stuck, seconds."""
-        return max(self._min_s, _STUCK_FACTOR * self._usual_s)
+        return max(self._min_s, _STUCK_FACTOR * self.usual_s)
 
     def took(self, seconds: float) -> None:
         """Add the time of one task. At most `stuck_after_s` of it counts, or one stuck task would raise that limit."""
-        self._usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self._usual_s)
+        self.usual_s += _WEIGHT * (min(seconds, self.stuck_after_s) - self.usual_s)
