@@ -279,10 +279,12 @@ class Shard:
     ) -> None:
         windows: dict[int, Window] = {}
         for instruction in instructions:
+            if isinstance(instruction, Deliver):  # before the others: there is one for every result
+                task = instruction.task
+                self._payloads.pop(task, None)
+                self._requester.delivered(task, instruction.worker, *results[task])
+                continue
             match instruction:
-                case Deliver(task, worker):
-                    self._payloads.pop(task, None)
-                    self._requester.delivered(task, worker, *results[task])
                 case Assign(worker, tasks):
                     windows.setdefault(worker, Window([], [])).tasks.extend(tasks)
                 case Revoke(worker, tasks):

@@ -141,7 +141,7 @@ class ObjectTable:
         entry.detach(reader, ticket)
         if not entry.tickets:
             return True
-        if entry.ready and not entry.served and not entry.requests:
+        if self._spare is not None and entry.is_spare:
             self._note_spare(entry)
         return False
 

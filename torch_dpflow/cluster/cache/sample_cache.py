@@ -165,14 +165,17 @@ class SampleCache:
             UsageError: the job has not joined.
         """
         reader = self._reader(job)
-        new = {ticket: key for ticket, key in wants if ticket not in reader.wants}
+        held = reader.wants
+        new = {ticket: key for ticket, key in wants if ticket not in held}
         if reader.counts and counts:
             self._objects.read(list(new.values()), reader.job)
         oldest = next(iter(new), 0) if reader.oldest is None else reader.oldest
+        out: list[CacheInstruction] = []
         for ticket, key in new.items():
             # At least 1, because 0 is the distance of requested samples.
-            self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest))
-        return self._admit([])
+            held[ticket] = self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest), out)
+        self._wants += len(new)
+        return self._admit(out)
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[CacheInstruction]:
         """Fetch samples that `job` wants; one `Serve` answers with all of them, or with some.
@@ -211,6 +214,11 @@ class SampleCache:
         return self._admit([])
 
     # -- loading ---------------------------------------------------------------------------------------------
+
+    def key_of(self, load: int) -> int | None:
+        """Return the sample of a running load; None if it is over."""
+        entry = self._loading.get(load)
+        return None if entry is None else entry.key
 
     def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
         """Store the results of loads; cancelled ones are ignored."""
@@ -251,20 +259,36 @@ class SampleCache:
         except KeyError:
             raise UsageError(f"job {name!r} has not joined this cache, or has left it; join first") from None
 
-    def _want(self, reader: CacheReader, ticket: Ticket, key: int, draw: int, distance: int) -> None:
-        self._wants += 1
-        wanted = self._objects.find(key, reader.job, draw)
+    def _want(
+        self, reader: CacheReader, ticket: Ticket, key: int, draw: int, distance: int, out: list[CacheInstruction]
+    ) -> CacheEntry:
+        """Return the entry of a sample that `reader` wants; begin to load a new one at once if nothing waits."""
+        objects = self._objects
+        wanted = objects.find(key, reader.job, draw)
         if wanted is not None:
             self._shared += 1
             if distance < wanted.distance:
                 wanted.distance = distance
                 if wanted.is_waiting:
                     self._queue.add(wanted)
-            self._objects.attach(wanted, reader, ticket, self._jobs)
-        else:
-            wanted = self._objects.add(key, draw, distance, reader, ticket)
-            self._queue.push(wanted, distance, wanted.number)
-        reader.wants[ticket] = wanted
+            objects.attach(wanted, reader, ticket, self._jobs)
+            return wanted
+        added = objects.add(key, draw, distance, reader, ticket)
+        if not self._queue and len(self._loading) < self.concurrency:
+            size = objects.expected_size(added)
+            if objects.has_room(size):
+                out.append(self._begin(added, size))
+                return added
+        self._queue.push(added, distance, added.number)
+        return added
+
+    def _begin(self, entry: CacheEntry, size: int) -> Load:
+        """Begin to load an entry, of which `size` bytes are expected."""
+        self._loads += 1
+        load = next(self._numbers)
+        self._objects.begin(entry, load, size)
+        self._loading[load] = entry
+        return Load(load, entry.key, entry.draw)
 
     def _release(self, reader: CacheReader, tickets: Iterable[Ticket]) -> list[CacheInstruction]:
         out: list[CacheInstruction] = []
@@ -298,11 +322,7 @@ class SampleCache:
             if not (objects.has_room(size) or self._make_room(first, size)):
                 break
             queue.discard(first)
-            self._loads += 1
-            load = next(self._numbers)
-            objects.begin(first, load, size)
-            loading[load] = first
-            out.append(Load(load, first.key, first.draw))
+            out.append(self._begin(first, size))
         if self._must_flush:
             out += self._requests.flush()
         return out

@@ -179,6 +179,11 @@ class StagedSampleCache:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
+    def key_of(self, load: int) -> int | None:
+        """As `SampleCache.key_of`, of both stages."""
+        drawn = self._draws.get(load)
+        return self._kept.key_of(load) if drawn is None else drawn.load.key
+
     def loaded(self, arrivals: Iterable[Arrival]) -> list[CacheInstruction]:
         """As `SampleCache.loaded`."""
         outputs: list[Arrival] = []

@@ -351,7 +351,9 @@ class ResultOutbox:
                 self._send()
             self._finished.append((task, kind, table, frames))
             self._frames += len(frames)
-            self._nbytes += sum(map(len, frames)) + sum(block.nbytes for block in table.blocks)
+            self._nbytes += sum(map(len, frames))
+            if table.blocks:
+                self._nbytes += sum([block.nbytes for block in table.blocks])
             self._started = started
             full = len(self._finished) == MAX_RESULTS or self._nbytes >= MAX_BYTES
             if hold and not full and time.monotonic() - self._sent_at < self._hold_s:

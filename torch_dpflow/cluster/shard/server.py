@@ -25,7 +25,7 @@ from torch_dpflow.cluster.messages.router import (
     LookaheadRequest,
     RangeAssignment,
 )
-from torch_dpflow.cluster.messages.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
+from torch_dpflow.cluster.messages.shard import POISONED, SAMPLE, WORKERLESS, Ask, Served, ShardSettings
 from torch_dpflow.cluster.shard.worker_messages import DetachedPayload, WorkerDemultiplexer
 from torch_dpflow.cluster.shard.workers import OUTAGE_S, ShardWorkers
 from torch_dpflow.errors import UsageError
@@ -102,8 +102,7 @@ class SampleShard:
         self._calls: dict[RequestId, IncomingCall] = {}
         #: Earliest time at which waiting calls are answered with the reason why nothing is loaded.
         self._report_at = 0.0
-        #: The key of each load in progress, and the keys whose last load was poisoned.
-        self._keys: dict[int, int] = {}
+        #: The keys whose last load was poisoned.
         self._poisoned: set[int] = set()
         self._served = self._served_bytes = 0
         #: Samples that jobs have requested; seconds in which their fetches waited for loads, counted until.
@@ -346,17 +345,15 @@ class SampleShard:
         self._workers.flush()
 
     def _on_loaded(self, arrived: list[tuple[int, DetachedPayload]]) -> None:
-        arrivals = [Arrival(load, payload, payload.nbytes, payload.is_sample) for load, payload in arrived]
+        poisoned = [load for load, payload in arrived if payload.kind in (POISONED, WORKERLESS)]
+        lost = {key for load in poisoned if (key := self._cache.key_of(load)) is not None}
+        if self._poisoned:
+            self._poisoned.difference_update([self._cache.key_of(load) for load, _ in arrived])
+        arrivals = [Arrival(load, payload, payload.nbytes, payload.kind == SAMPLE) for load, payload in arrived]
         self._apply(self._cache.loaded(arrivals))
-        for load, payload in arrived:
-            key = self._keys.pop(load, None)
-            if key is None:
-                continue
-            if payload.kind in (POISONED, WORKERLESS):
-                self._poisoned.add(key)
-                self._answer_poisoned(key)
-            elif self._poisoned:
-                self._poisoned.discard(key)
+        self._poisoned |= lost
+        for key in lost:
+            self._answer_poisoned(key)
 
     def _answer_poisoned(self, poisoned: int) -> None:
         """Answer each fetch that waits for this sample with it alone.
@@ -373,19 +370,18 @@ class SampleShard:
                     call.answer(Served([]), [])
 
     def _apply(self, instructions: list[CacheInstruction]) -> None:
-        loads = [one for one in instructions if isinstance(one, Load)]
+        loads: list[Load] = []
         for instruction in instructions:
             match instruction:
+                case Load():
+                    loads.append(instruction)
                 case Serve(request, samples):
                     call = self._calls.pop(request, None)
                     if call is not None:  # otherwise it has been answered with a poisoned sample
                         self._serve(call, samples)
                 case Cancel(cancelled):
                     self._workers.cancel(cancelled)
-                    for load in cancelled:
-                        self._keys.pop(load, None)
         if loads:
-            self._keys.update((one.load, one.key) for one in loads)
             self._workers.load(loads)
 
     def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedPayload]]) -> None:

@@ -214,7 +214,7 @@ class ShardWorkers:
             self._arrived += [(one.load, text_payload(WORKERLESS, self._failure)) for one in loads]
             return
         tasks = [(one.load, pack_task(one.key, one.draw, one.input and one.input.payload)) for one in loads]
-        self._draws.update(one.load for one in loads if one.input is not None)
+        self._draws.update([one.load for one in loads if one.input is not None])
         self._shard.submit(tasks)
 
     def cancel(self, loads: Sequence[int]) -> None:

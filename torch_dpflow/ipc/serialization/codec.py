@@ -100,7 +100,7 @@ def decode(table: PayloadTable, frames: Sequence[Frame], *, reader: ArenaReader 
 def decode_heads(
     payloads: Sequence[tuple[PayloadTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Return each payload's pickled head and its buffer; None unless each has one buffer, in a frame or beside its head.
+    """Return each payload's pickled head and its buffer; None unless each has one, in a frame or beside its head.
 
     As in `decode`, the frame can become an object's memory.
     """

@@ -257,9 +257,9 @@ class Scheduler:
         tasks = self._tasks
         if len(set(event.tasks)) != len(event.tasks):
             raise OptionError(f"a task is submitted once; got one twice in {list(event.tasks)!r}")
-        for task_id in event.tasks:
-            if task_id in tasks:
-                raise OptionError(f"task {task_id!r} is submitted and unfinished; give each task a new id")
+        if not tasks.keys().isdisjoint(event.tasks):
+            known = next(task_id for task_id in event.tasks if task_id in tasks)
+            raise OptionError(f"task {known!r} is submitted and unfinished; give each task a new id")
         backlog = self._queue if event.pinned_to is None else self._reserved_for(event.pinned_to)
         for order, task_id in enumerate(event.tasks, self.counters.submitted):
             task = tasks[task_id] = Task(task_id, order, event.pinned_to)
@@ -352,7 +352,7 @@ class Scheduler:
         other = self._views.emptiest()
         if running is not None and running.is_movable() and not running.losses and other is not None:
             self.counters.copies += 1
-            self._give(other, running, now)
+            self._give(other, [running], now)
 
     # -- tasks -------------------------------------------------------------------------------------------
 
@@ -388,13 +388,15 @@ class Scheduler:
                 self._revoke(task, holder)
                 self._views.offer(holder)
 
-    def _give(self, view: WorkerView, task: Task, now: float) -> None:
-        view.held[task.id] = task
-        task.holders += (view,)
+    def _give(self, view: WorkerView, tasks: Sequence[Task], now: float) -> None:
+        assigned = self._assigned.setdefault(view.worker, [])
+        for task in tasks:
+            view.held[task.id] = task
+            task.holders += (view,)
+            assigned.append(task.id)
         if view.running is None:
-            view.note_running(task.id, now)
+            view.note_running(tasks[0].id, now)
         view.starved = False
-        self._assigned.setdefault(view.worker, []).append(task.id)
         self._views.place(view)
 
     def _revoke(self, task: Task, view: WorkerView) -> None:
@@ -422,14 +424,17 @@ class Scheduler:
 
     def _fill_from_reserved(self, view: WorkerView, now: float) -> None:
         while view.reserved and self._views.has_room(view):
-            self._give(view, view.reserved.take(), now)
+            self._give(view, [view.reserved.take()], now)
 
     def _fill_from_queue(self, now: float) -> None:
-        while self._queue:
-            view = self._views.emptiest()
-            if view is None or (view.level and self._queue.oldest().losses):
+        queue, views = self._queue, self._views
+        while queue:
+            view = views.emptiest()
+            if view is None or (view.level and queue.oldest().losses):
                 return
-            self._give(view, self._queue.take(), now)
+            # As many at once as it has fewer than the others: one by one, they would all be given to it.
+            count = 1 if views.suspects else min(views.lead(view), len(queue))
+            self._give(view, [queue.take() for _ in range(count)], now)
 
     def _steal(self, thief: WorkerView, now: float) -> bool:
         task = self._views.steal_candidate()
@@ -441,5 +446,5 @@ class Scheduler:
         task.holders = ()
         self._revoke(task, victim)
         self._fill_from_reserved(victim, now)
-        self._give(thief, task, now)
+        self._give(thief, [task], now)
         return True

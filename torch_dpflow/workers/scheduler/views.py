@@ -248,6 +248,14 @@ class WorkerViews:
             self._lowest += 1
         return None
 
+    def lead(self, view: WorkerView) -> int:
+        """Return how many tasks the emptiest view gets before another view is the emptiest: at least 1."""
+        level = view.level
+        most = min(view.window, self.window) - level
+        if len(self.levels[level]) > 1:
+            return 1
+        return next((lead for lead in range(1, most) if self.levels[level + lead]), max(1, most))
+
     def offer(self, view: WorkerView) -> None:
         """Let idle workers try to steal again if this view, which has changed, has something to steal."""
         if self.levels[0] and view.level > 1 and view.last_movable() is not None:
