@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from torch_dpflow.metrics import LoaderMeter
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 #: How long the thread waits for a fetch before it checks the others, and for each of those, seconds.
 LOOK_S, POLL_S = 0.1, 0.001
+#: A call to a shard fetches so many samples, of several batches if these are small or divided among many shards.
+FETCHED_TOGETHER = 32
 #: How long `close` waits for running calls before it interrupts them, seconds.
 CLOSE_S = 1.0
 
@@ -60,7 +63,8 @@ class Pipeline:
 class _Batch:
     number: int
     wanted: list[Wanted]
-    #: By ticket, the received payloads, and errors in place of one.
+    #: By ticket, the received payloads, and errors in place of one. Batches that are fetched together share these, and
+    #: the calls that are not answered.
     values: dict[int, Received] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
@@ -74,7 +78,8 @@ class _Batch:
     @property
     def is_poisoned(self) -> bool:
         """Whether an error will take the batch's place, whatever else arrives."""
-        return any(isinstance(value, WorkerError) for value in self.values.values())
+        values = self.values
+        return any(isinstance(values.get(one.ticket), WorkerError) for one in self.wanted)
 
 
 class EpochReader:
@@ -275,6 +280,7 @@ class EpochReader:
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
         together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.fetched)
+        together = max(together, self._batches_together())
         tickets = self._links.tickets
         begins = len(self._requested) <= self._pipeline.requested - max(1, together)
         while begins and not self._exhausted and len(self._requested) < self._pipeline.requested:
@@ -294,13 +300,29 @@ class EpochReader:
 
     def _fetch_ahead(self) -> None:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
-        most = self._pipeline.fetched
+        together = self._batches_together()
+        most = max(self._pipeline.fetched, together)
         if self._mean_bytes:
-            most = min(most, int(self._pipeline.budget_bytes / self._mean_bytes))
-        for batch in itertools.islice(self._requested, self._fetching, max(1, most)):
-            batch.fetches = self._links.fetch(batch.wanted, self._of)
-            self._fetching += 1
+            most = max(1, min(most, int(self._pipeline.budget_bytes / self._mean_bytes)))
+        together = min(together, most)
+        waiting = [*itertools.islice(self._requested, self._fetching, most)]
+        if len(waiting) < together and self._fetching and not self._exhausted:
+            waiting = []  # soon there are enough for a call
+        for start in range(0, len(waiting), together):
+            batches = waiting[start : start + together]
+            values: dict[int, Received] = {}
+            fetches = self._links.fetch([one for batch in batches for one in batch.wanted], self._of)
+            for batch in batches:
+                batch.values, batch.fetches = values, fetches
+            self._fetching += len(batches)
         self._links.flush(self._of)
+
+    def _batches_together(self) -> int:
+        """Return how many batches are fetched by one call to each shard: a call costs as much as many small samples."""
+        if not self._mean_bytes or not self._requested:  # the first batch does not wait for others
+            return 1
+        each = len(self._requested[0].wanted) / self._links.shards
+        return max(1, min(self._pipeline.requested // 2, math.ceil(FETCHED_TOGETHER / max(1.0, each))))
 
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait for every sample of a batch, and fetch lost ones again."""
@@ -323,7 +345,7 @@ class EpochReader:
             missing = batch.missing
             if batch.is_poisoned:
                 # The error takes the batch's place in any case, and its other samples may each cost three more workers.
-                batch.fetches.clear()
+                batch.fetches = []
                 self._links.release(missing, self._of)
                 break
             if not missing:
@@ -336,13 +358,14 @@ class EpochReader:
             self._router.outages.on_success()
         self._requested.popleft()
         self._fetching -= 1
+        came = [batch.values.get(one.ticket) for one in batch.wanted]
+        batch.nbytes = sum([len(frame) for one in came if isinstance(one, tuple) for frame in one[1]])
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
 
     def _take(self, batch: _Batch, fetch: Fetch) -> FetchOutcome:
         """Wait for the answer to a fetch, and store its samples."""
         outcome = self._links.finish(fetch)
-        batch.nbytes += outcome.nbytes
         for ticket, kind, table, frames in outcome.samples:
             batch.values[ticket] = received_sample(kind, table, frames)
         return outcome
@@ -350,12 +373,10 @@ class EpochReader:
     def _take_answered(self) -> None:
         """Take the samples of answered fetches: shards hold their memory until the release, and others wait for it."""
         for batch in itertools.islice(self._requested, self._fetching):
-            fetches, batch.fetches = batch.fetches, []
-            for fetch in fetches:
+            for fetch in [*batch.fetches]:
                 if self._links.comes(fetch, POLL_S):
+                    batch.fetches.remove(fetch)
                     self._take(batch, fetch)  # a sample that failed stays missing, and is fetched again
-                else:
-                    batch.fetches.append(fetch)
         with suppress(DPFlowError):  # the next call carries the tickets
             self._links.release([], self._of)
 
@@ -399,10 +420,9 @@ class EpochReader:
         self._closed.wait(backoff.pause_s())
 
     def _deliver(self, batch: _Batch) -> None:
-        came = [batch.values.get(one.ticket) for one in batch.wanted]
-        keys = [one.key for one in batch.wanted]
         # A reference in this frame would keep the batch's memory while the thread waits for the next one.
-        batch.values.clear()
+        came = [batch.values.pop(one.ticket, None) for one in batch.wanted]
+        keys = [one.key for one in batch.wanted]
         if not self._exhausted or self._requested:
             self._request_ahead()
             self._fetch_ahead()

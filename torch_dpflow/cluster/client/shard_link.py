@@ -63,7 +63,6 @@ class FetchOutcome:
 
     #: By ticket: its outcome, and the payload.
     samples: list[tuple[int, int, PayloadTable, list[memoryview]]] = field(default_factory=list)
-    nbytes: int = 0
     #: The reason if it failed.
     error: DPFlowError | None = None
 
@@ -92,6 +91,11 @@ class ShardLinks:
         self.tallies: dict[str, tuple[int, int]] = {}
         #: Samples that will be needed and have not been requested yet, by shard.
         self._unsent: defaultdict[str, list[Wanted]] = defaultdict(list)
+
+    @property
+    def shards(self) -> int:
+        """Number of shards in the routing table."""
+        return len(self._routes.addresses)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
         """Record samples that will be needed, soonest first; the next fetch, or `flush`, requests them."""
@@ -143,7 +147,6 @@ class ShardLinks:
             kind, table = group.kind, group.payload
             outcome.samples += [(ticket, kind, table, frames) for ticket, frames in zip(group.numbers, payloads)]
             taken += group.numbers
-        outcome.nbytes = sum(map(len, answer.frames))
         return outcome
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:

@@ -76,7 +76,7 @@ def _encode_tensor(
 
     numbers: the other items of the tuple; None: the sample is the tensor.
     """
-    if not is_plain(tensor) or (numbers and not all([type(number) in _NUMBERS for number in numbers])):
+    if not is_plain(tensor) or (numbers and not _NUMBERS.issuperset(map(type, numbers))):
         return None
     nbytes, in_order = tensor.nbytes, tensor.is_contiguous()
     large = nbytes >= LARGE_BYTES
