@@ -67,6 +67,19 @@ class TestWindows:
         answer = told(scheduler, AddWorker(0, 0.0), AddWorker(1, 0.0), AddWorker(2, 0.0), submit(1, 2, 3, 4))
         assert answer == [Assign(0, [1, 4]), Assign(1, [2]), Assign(2, [3])]
 
+    @pytest.mark.parametrize("held", [0, 1, 3])
+    def test_tasks_given_together_are_those_given_one_by_one(self, held):
+        given = []
+        for groups in ([[*range(10, 20)]], [[task] for task in range(10, 20)]):
+            scheduler = Scheduler(window=6)
+            told(scheduler, AddWorker(0, 0.0), submit(*range(held)), AddWorker(1, 0.0))
+            windows = {0: [], 1: []}
+            for group in groups:
+                for one in told(scheduler, submit(*group)):
+                    windows[one.worker] += one.tasks
+            given.append(windows)
+        assert given[0] == given[1]
+
     def test_a_new_task_goes_to_the_emptiest_window(self):
         scheduler = Scheduler(window=3)
         told(scheduler, submit(1, 2), AddWorker(0, 0.0), AddWorker(1, 0.0))
