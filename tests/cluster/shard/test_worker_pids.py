@@ -88,8 +88,9 @@ def test_a_worker_that_does_not_belong_is_told_so_and_ends(workers: Workers, cap
     older = answer(hello(1, PROTOCOL_VERSION + 1))
     assert isinstance(older, WorkerRefused)
     assert f"version {PROTOCOL_VERSION + 1}" in older.reason
-    *known, _ = msgspec.msgpack.decode(encode(hello(1)))
-    longer = answer(hello(1), msgspec.msgpack.encode([*known, PROTOCOL_VERSION + 1, {"of": "a later release"}]))
+    *known, _, is_ready = msgspec.msgpack.decode(encode(hello(1)))
+    later = [*known, PROTOCOL_VERSION + 1, is_ready, {"of": "a later release"}]
+    longer = answer(hello(1), msgspec.msgpack.encode(later))
     assert isinstance(longer, WorkerRefused)
     assert f"version {PROTOCOL_VERSION + 1}" in longer.reason
     assert f"torch_dpflow {__version__}" in longer.reason
