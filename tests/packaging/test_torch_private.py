@@ -23,6 +23,7 @@ OF_OTHERS = {
     "_get_dirs": "fsspec",
     "_forkserver": "multiprocessing",
     "_forkserver_pid": "multiprocessing",
+    "_preload_modules": "multiprocessing",
     "_config": "multiprocessing",
     "_getframe": "sys",
     "_exit": "os",

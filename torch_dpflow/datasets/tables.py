@@ -169,7 +169,7 @@ class _OpenedTable:
         self._lock = threading.Lock()
         self._files: dict[int, Any] = {}
         #: Decoded blocks, the one used last at the end, and their bytes.
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._blocks: OrderedDict[int, _DecodedBlock] = OrderedDict()
         self._bytes = 0
 
     def counts(self, number: int) -> tuple[list[int], dict[str, str]]:
@@ -191,12 +191,12 @@ class _OpenedTable:
                 rows = decoded.rows(numbers)
             yield rows
 
-    def _block(self, block: int) -> _Block:
+    def _block(self, block: int) -> _DecodedBlock:
         with self._lock:
             if block in self._blocks:
                 self._blocks.move_to_end(block)
                 return self._blocks[block]
-        decoded = _Block(self._decoded(block))
+        decoded = _DecodedBlock(self._decoded(block))
         with self._lock:
             if block not in self._blocks:
                 self._blocks[block] = decoded
@@ -250,7 +250,7 @@ def _wrapped(number: int, count: int) -> int:
     return number % count
 
 
-class _Block:
+class _DecodedBlock:
     """A decoded block. Its columns are taken apart once, as this costs more than a row."""
 
     def __init__(self, table: Any) -> None:

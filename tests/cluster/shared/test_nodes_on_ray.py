@@ -99,6 +99,7 @@ def is_within(pid: int, ancestors: dict[int, int]) -> bool:
     return bool({one.pid for one in psutil.Process(pid).parents()} & ancestors.keys())
 
 
+@slow
 def test_samples_go_in_one_hop_from_nodes_and_a_killed_one_is_replaced(
     up: Callable[[str], CommandedCluster], flow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

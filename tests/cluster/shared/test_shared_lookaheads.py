@@ -55,7 +55,7 @@ def private(seed: int, job: int) -> DynaGCSSampler:
     return DynaGCSSampler(range(SAMPLES), seed=job_seed(seed, job), num_replicas=1, rank=0)
 
 
-@pytest.mark.parametrize("policy", ["alsd", "use-distance"])
+@pytest.mark.parametrize("policy", ["alsd", pytest.param("use-distance", marks=pytest.mark.slow)])
 def test_hit_rates_are_those_of_the_simulator(cluster: TestCluster, policy: str) -> None:
     """Without lookaheads they were 25 and 10 of 100, where the simulator has 36 and 30."""
     case = Case(workload="same2", strategy="independent", policy=policy, capacity=0.2)
@@ -119,6 +119,7 @@ def test_a_job_is_one_job_to_the_cache_however_many_ranks_it_has(
     assert max(loaded[1:]) <= 1.03 * loaded[0]
 
 
+@pytest.mark.slow
 def test_two_jobs_of_halves_share_the_memory_as_two_flows_would(loader: Loader, dataset: CountedBlocks) -> None:
     room = SAMPLES * 24 // 100 * HELD_BYTES
     loaded: list[int] = []
@@ -139,6 +140,7 @@ def test_two_jobs_of_halves_share_the_memory_as_two_flows_would(loader: Loader, 
     assert loaded[1] <= 1.05 * loaded[0]
 
 
+@pytest.mark.slow
 def test_a_job_of_more_weight_finds_more_of_its_samples(loader: Loader, dataset: CountedBlocks) -> None:
     """What another job has loaded stays for this one, or gives way to what the other one needs later."""
     loaded: list[int] = []
@@ -156,6 +158,7 @@ def test_a_job_of_more_weight_finds_more_of_its_samples(loader: Loader, dataset:
     assert loaded[0] + 30 < loaded[1]
 
 
+@pytest.mark.slow
 def test_an_independent_job_of_a_flow_follows_no_other(loader: Loader, dataset: CountedBlocks) -> None:
     loaded: list[int] = []
     for independence in (0.0, 1.0):
