@@ -227,7 +227,11 @@ FLOW_LIMITS = {
         "not known, as the cluster has not reported it yet",
         "nothing yet; it is reported within some seconds of reading, also by `dpflow workers`",
     ),
-    "job": Limit("the training itself", "for the cluster, the training itself", "nothing; the wait is over"),
+    "job": Limit(
+        "the training itself",
+        "for the cluster, the training itself",
+        "nothing if it waits little; otherwise give the training process more processors",
+    ),
     "workers": Limit(
         "too few workers",
         "its workers, which load less than its jobs could read",
