@@ -52,15 +52,15 @@ def measure(jobs: int, *, samples: int, nbytes: int, batch_size: int, shards: in
         all_read(readers, samples // 4)
         time.sleep(STATUS_AGE_S)
         loads_before, before = loads(address), use_by_role(address)
-        told = all_read(readers, samples)
+        read = all_read(readers, samples)
         after = use_by_role(address)
         time.sleep(STATUS_AGE_S)
         loaded = loads(address) - loads_before
-    received = sum(one["samples"] for one in told)
+    received = sum(one["samples"] for one in read)
     return {
-        **costs(before, after, job_s=sum(one["cpu_s"] for one in told), received=received, loaded=loaded),
+        **costs(before, after, job_s=sum(one["cpu_s"] for one in read), received=received, loaded=loaded),
         "loads_per_sample": loaded / received,
-        "samples_per_s": sum(one["samples"] / one["seconds"] for one in told),
+        "samples_per_s": sum(one["samples"] / one["seconds"] for one in read),
     }
 
 

@@ -73,12 +73,17 @@ class TestCluster:
         keys: Path | None = None,
         state: str = "",
         path: Path | None = None,
+        first: str = "",
         descriptors: int = 0,
     ) -> TestCluster:
-        """path: a folder of modules that its processes find before all others."""
+        """path: a folder of modules that its processes find before all others. first: code that they run first."""
         connection, log = connection or folder / "connection", folder / "log"
         # Its directory lies beside the test's own temporary files, which are watched for leftovers.
         env = {"TMPDIR": str(folder)}
+        if first:
+            path = folder / "modules"
+            path.mkdir()
+            (path / "sitecustomize.py").write_text(first)  # the module that Python imports by itself
         if path is not None:
             env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
         arguments = (str(connection), listen, str(log), str(keys or ""), state)
@@ -122,6 +127,11 @@ class TestCluster:
         flows = self.ask("flows", list[FlowView])  # type: ignore[arg-type]
         assert isinstance(flows, list)
         return {flow.spec.instance: flow for flow in flows}
+
+    def owning_shards(self) -> list[int]:
+        """How many shards had keys, after each change of them."""
+        lines = [line for line in self.log.read_text().splitlines() if "keys assigned to shards" in line]
+        return [line.partition("keys assigned")[2].count("/shard-") for line in lines]
 
     def processes(self, part: str = "") -> list[ProcessView]:
         views = self.ask("processes", list[ProcessView])  # type: ignore[arg-type]

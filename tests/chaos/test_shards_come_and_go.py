@@ -25,7 +25,7 @@ from tests.shared_cluster import TestCluster, wait
 from torch_dpflow.cluster.messages.coordinator import FlowView, Scale
 from torch_dpflow.errors import DPFlowError
 
-#: Python imports a module of this name first of all, here in the processes of the cluster.
+#: A law that changes the number of shards at every chance.
 RESTLESS_LAW = """
 import os
 
@@ -42,20 +42,9 @@ FLOW, JOBS, SIZE, ROUNDS = "chaos/shards", 4, 600, 60
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[TestCluster]:
-    modules = tmp_path / "modules"
-    modules.mkdir()
-    (modules / "sitecustomize.py").write_text(RESTLESS_LAW)
-    started = TestCluster.start(tmp_path, path=modules)
+    started = TestCluster.start(tmp_path, first=RESTLESS_LAW)
     yield started
     started.stop()
-
-
-@pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    """What jobs are forked of."""
-    started = Nursery()
-    yield started
-    started.close()
 
 
 def scale(cluster: TestCluster, number: int | Literal["auto"]) -> bool:
@@ -74,12 +63,6 @@ def kill(cluster: TestCluster, role: str, chance: random.Random) -> bool:
             os.kill(chance.choice(views).pid, signal.SIGKILL)
             return True
     return False
-
-
-def owners(cluster: TestCluster) -> list[int]:
-    """How many shards had keys, each time that a router was told."""
-    lines = [line for line in cluster.log.read_text().splitlines() if "keys assigned to shards" in line]
-    return [line.partition("keys assigned")[2].count("/shard-") for line in lines]
 
 
 @pytest.mark.slow
@@ -121,7 +104,7 @@ def test_every_sample_comes_once_while_shards_come_and_go(
     finally:
         (tmp_path / "enough").touch()
     epochs = sum(job.finish(timeout_s=300) for job in jobs)
-    numbers = owners(cluster)
+    numbers = cluster.owning_shards()
     changes = sum(before != after for before, after in zip([1, *numbers], numbers))
     print(f"\n{time.monotonic() - began:.0f} s, {JOBS} jobs, {epochs} epochs of {SIZE} samples: 0 missing, 0 twice")
     print(f"the number of shards changed {changes} times, to {dict(sorted(Counter(numbers).items()))}")

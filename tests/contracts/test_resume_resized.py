@@ -60,7 +60,7 @@ def test_an_epoch_is_read_once_whatever_the_sizes(
 ) -> None:
     state, before, over = None, list[int](), False
     for replicas, batch_size, count in phases:
-        if over:  # those who load its state next begin a whole epoch
+        if over:  # loaders with its state begin a whole epoch
             break
         # Whole batches, and something is left: an epoch that has ended is over at any size.
         count = min(count, max(0, (size - len(before) - 1) // (replicas * batch_size)))

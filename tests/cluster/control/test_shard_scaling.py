@@ -62,7 +62,7 @@ class Flow:
     tick_s: float = 1.0
     law: ShardScaler = field(default_factory=ShardScaler)
     now: float = 0.0
-    #: The numbers of shards and since when, without those that were the same.
+    #: The number of shards after each change, and when it changed, seconds.
     changes: list[tuple[float, int]] = field(default_factory=list)
     _own: dict[tuple[str, int], ShardCounts] = field(default_factory=dict)
     _job: JobCounts = field(default_factory=lambda: JobCounts(0, 0.0, 0.0))

@@ -146,7 +146,7 @@ def test_nodes_are_replaced_on_other_nodes_of_ray(ray: Any, up: Callable[[str], 
         wait(lambda: len(nodes_of(cluster).keys() - before) == 1, what="a node in its place")
         assert sorted(seen + keys(batches)) == [*range(600)]
     cluster.stop()
-    wait(lambda: all(map(has_ended, running)), what="the end of all processes, those of the lost node too")
+    wait(lambda: all(map(has_ended, running)), what="the end of all processes, also of the lost node")
     for node in added:
         ray.remove_node(node)
 

@@ -21,7 +21,7 @@ from tests.shared_datasets import Numbers
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 
-#: Python imports a module of this name first of all, here in the processes of the cluster.
+#: A law that needs little to change the number of shards.
 QUICK_LAW = """
 from torch_dpflow.cluster.control import shard_scaling
 
@@ -33,10 +33,7 @@ SAMPLES, BATCH = 960, 8
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[TestCluster]:
-    modules = tmp_path / "modules"
-    modules.mkdir()
-    (modules / "sitecustomize.py").write_text(QUICK_LAW)
-    started = TestCluster.start(tmp_path, path=modules)
+    started = TestCluster.start(tmp_path, first=QUICK_LAW)
     yield started
     started.stop()
 
@@ -86,18 +83,12 @@ def shards(cluster: TestCluster) -> dict[str, int]:
 
 
 def limited_by(cluster: TestCluster) -> str:
-    """The limit of the only flow, as `dpflow top` tells it."""
+    """The limit of the only flow, as `dpflow top` prints it."""
     result = CliRunner().invoke(root, ["top", "--count", "1", "--json", "--address", cluster.address])
     assert result.exit_code == 0, result.output
     (flow,) = json.loads(result.output)["flows"]
     assert isinstance(flow["limited_by"], str)
     return flow["limited_by"]
-
-
-def owners(cluster: TestCluster) -> list[int]:
-    """How many shards had keys, each time that a router was told."""
-    lines = [line for line in cluster.log.read_text().splitlines() if "keys assigned to shards" in line]
-    return [line.partition("keys assigned")[2].count("/shard-") for line in lines]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a host of one processor has one shard")
@@ -135,4 +126,4 @@ def test_a_flow_whose_shard_is_the_limit_gets_another_and_gives_it_back(cluster:
             one.fast.set()
     for one in readers:
         one.finish()
-    assert owners(cluster) == [2, 1]
+    assert cluster.owning_shards() == [2, 1]

@@ -101,7 +101,7 @@ def test_a_foreign_descriptor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MessageError, match="not sealed"):
         reader.view(BlockRef(1, memory, capacity, 10, 1, 0))
     os.close(memory)
-    # One of any size costs its maker nothing, and whoever reads it the memory.
+    # Memory of any size costs the process that makes it nothing, and the one that reads it all of it.
     sparse = os.memfd_create("torch_dpflow", os.MFD_ALLOW_SEALING)
     os.truncate(sparse, 1 << 40)
     fcntl.fcntl(sparse, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

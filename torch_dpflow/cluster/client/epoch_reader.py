@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections import deque
@@ -15,7 +14,14 @@ from typing import Any
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.cluster.client.collate import LATER, ReadyBatch, ReadyBatches, Received, build_batch, received_sample
-from torch_dpflow.cluster.client.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
+from torch_dpflow.cluster.client.shard_link import (
+    EpochDraw,
+    Fetch,
+    FetchOutcome,
+    ShardLinks,
+    Wanted,
+    batches_together,
+)
 from torch_dpflow.epoch.plan import TAKEN
 from torch_dpflow.errors import (
     DPFlowError,
@@ -32,8 +38,6 @@ from torch_dpflow.metrics import LoaderMeter
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 #: How long the thread waits for a fetch before it checks the others, and for each of those, seconds.
 LOOK_S, POLL_S = 0.1, 0.001
-#: A call to a shard fetches so many samples, of several batches if these are small or divided among many shards.
-FETCHED_TOGETHER = 32
 #: How long `close` waits for running calls before it interrupts them, seconds.
 CLOSE_S = 1.0
 
@@ -131,7 +135,8 @@ class EpochReader:
         self._requested: deque[_Batch] = deque()
         self._fetching = 0
         self._exhausted = False
-        self._mean_bytes = 0.0
+        #: Moving averages over batches: bytes, and the time that the thread waits for one, seconds.
+        self._mean_bytes = self._mean_wait_s = 0.0
         self._thread = threading.Thread(target=self._run, name="dpflow-read", daemon=True)
         self._thread.start()
 
@@ -318,15 +323,15 @@ class EpochReader:
         self._links.flush(self._of)
 
     def _batches_together(self) -> int:
-        """Return how many batches are fetched by one call to each shard: a call costs as much as many small samples."""
         if not self._mean_bytes or not self._requested:  # the first batch does not wait for others
             return 1
         each = len(self._requested[0].wanted) / self._links.shards
-        return max(1, min(self._pipeline.requested // 2, math.ceil(FETCHED_TOGETHER / max(1.0, each))))
+        return batches_together(each, self._mean_wait_s, at_most=self._pipeline.requested // 2)
 
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait for every sample of a batch, and fetch lost ones again."""
-        since, waited = time.monotonic(), False
+        began = since = time.monotonic()
+        waited = False
         backoff: Backoff | None = None
         while True:
             had = len(batch.values)
@@ -360,6 +365,8 @@ class EpochReader:
         self._fetching -= 1
         came = [batch.values.get(one.ticket) for one in batch.wanted]
         batch.nbytes = sum([len(frame) for one in came if isinstance(one, tuple) for frame in one[1]])
+        if self._mean_bytes:  # the first batch also waits for the workers' start
+            self._mean_wait_s += (time.monotonic() - began - self._mean_wait_s) * 0.2
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from torch_dpflow.ipc.messages.headers import PayloadTable
 from torch_dpflow.ipc.messages.payload_groups import split_payloads
 from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
+#: A call to a shard fetches so many samples, of several batches if these are small or divided among many shards.
+FETCHED_TOGETHER = 32
+#: It fetches no more batches than come within this time, seconds: the first of them waits for the last.
+TOGETHER_S = 0.1
 #: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
 FETCH_S = 30.0
 #: Timeout of a heartbeat, seconds; then the job fetches the routing table, as another shard may own the keys.
@@ -277,3 +282,12 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
             call.result()
     for client in clients:
         client.close()
+
+
+def batches_together(samples: float, wait_s: float, *, at_most: int) -> int:
+    """Return how many batches to fetch by one call to each shard, which costs as much as many small samples.
+
+    samples: of a batch and shard. wait_s: the usual time that the reader waits for a batch, seconds.
+    """
+    together = min(at_most, math.ceil(FETCHED_TOGETHER / max(1.0, samples)))
+    return max(1, min(together, int(TOGETHER_S / max(wait_s, 1e-6))))

@@ -266,7 +266,7 @@ class ShardWorkers:
 
     @property
     def concurrency(self) -> int:
-        """How many loads may be in progress: those that the workers hold, and as many that are queued."""
+        """How many loads may be in progress: as many as the workers hold, and as many that are queued."""
         return 2 * self._window * max(1, self._expected)
 
     @property

@@ -249,7 +249,7 @@ class ShardImporter:
     def _kept(
         self, items: Iterator[Item], file: SourceFile, data: ForwardReader, reader: ObjectReader
     ) -> Iterator[Item]:
-        """Yield the items, and put those whose bytes the scan has read into the disk cache."""
+        """Yield the items, and put the ones that the scan has read into the disk cache."""
         data.held_from = 0
         for item in items:
             for start, length in self.ranges(item):
