@@ -306,7 +306,8 @@ class EpochReader:
     def _fetch_ahead(self) -> None:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
         together = self._batches_together()
-        most = max(self._pipeline.fetched, together)
+        # Two calls: while the batches of one are collated, the shard works at the other.
+        most = max(self._pipeline.fetched, 2 * together if together > 1 else 1)
         if self._mean_bytes:
             most = max(1, min(most, int(self._pipeline.budget_bytes / self._mean_bytes)))
         together = min(together, most)
@@ -325,8 +326,9 @@ class EpochReader:
     def _batches_together(self) -> int:
         if not self._mean_bytes or not self._requested:  # the first batch does not wait for others
             return 1
-        each = len(self._requested[0].wanted) / self._links.shards
-        return batches_together(each, self._mean_wait_s, at_most=self._pipeline.requested // 2)
+        samples = max(1, len(self._requested[0].wanted))
+        each, nbytes = samples / self._links.shards, self._mean_bytes / samples
+        return batches_together(each, nbytes, self._mean_wait_s, at_most=self._pipeline.requested // 2)
 
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait for every sample of a batch, and fetch lost ones again."""

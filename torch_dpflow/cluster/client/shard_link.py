@@ -23,6 +23,9 @@ from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
 #: A call to a shard fetches so many samples, of several batches if these are small or divided among many shards.
 FETCHED_TOGETHER = 32
+#: As many more as take no more than so many bytes, up to this number: four calls cost twice as much as one, at both
+#: ends, if samples cost nothing else.
+TOGETHER_BYTES, QUICKLY_TOGETHER = 1 << 20, 128
 #: It fetches no more batches than come within this time, seconds: the first of them waits for the last.
 TOGETHER_S = 0.1
 #: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
@@ -284,10 +287,11 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
         client.close()
 
 
-def batches_together(samples: float, wait_s: float, *, at_most: int) -> int:
+def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: int) -> int:
     """Return how many batches to fetch by one call to each shard, which costs as much as many small samples.
 
-    samples: of a batch and shard. wait_s: the usual time that the reader waits for a batch, seconds.
+    samples: of a batch and shard. nbytes: of a sample. wait_s: the usual time that the reader waits for a batch, seconds.
     """
-    together = min(at_most, math.ceil(FETCHED_TOGETHER / max(1.0, samples)))
+    most = max(FETCHED_TOGETHER, min(QUICKLY_TOGETHER, int(TOGETHER_BYTES / max(1.0, nbytes))))
+    together = min(at_most, math.ceil(most / max(1.0, samples)))
     return max(1, min(together, int(TOGETHER_S / max(wait_s, 1e-6))))
