@@ -31,9 +31,7 @@ def test_a_batch_does_not_wait_for_slow_ones() -> None:
     assert batches_together(4, 1e6, TOGETHER_S / 2, at_most=4) == 2
 
 
-@given(
-    samples=st.floats(0.01, 1e4), nbytes=st.floats(0, 1e9), wait_s=st.floats(0, 1e3), at_most=st.integers(1, 64)
-)
+@given(samples=st.floats(0.01, 1e4), nbytes=st.floats(0, 1e9), wait_s=st.floats(0, 1e3), at_most=st.integers(1, 64))
 def test_bounds(samples: float, nbytes: float, wait_s: float, at_most: int) -> None:
     together = batches_together(samples, nbytes, wait_s, at_most=at_most)
     assert 1 <= together <= at_most

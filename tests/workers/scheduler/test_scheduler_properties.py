@@ -291,6 +291,44 @@ def one_in_a_hundred(tasks, *, seed):
     return [sum(100.0 if draw() < 0.01 else 1.0 for _ in range(8)) for _ in range(tasks)]
 
 
+@given(
+    windows=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    rounds=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    loses=st.booleans(),
+    data=st.data(),
+)
+def test_many_tasks_are_dealt_as_one_after_the_other(windows, rounds, loses, data):
+    def made():
+        scheduler = Scheduler(window=6)
+        for worker, window in enumerate(windows):
+            scheduler.handle(AddWorker(worker, 0.0))
+            scheduler.handle(SetWindow(worker, window, 0.0))
+        return scheduler
+
+    def held(scheduler):
+        return {worker: list(view.held) for worker, view in scheduler._views.views.items()}
+
+    together, singly, first = made(), made(), 0
+    for count in rounds:
+        tasks = [*range(first, first + count)]
+        first += count
+        together.handle(Submit(tasks, None, 0.0))
+        for task in tasks:
+            singly.handle(Submit([task], None, 0.0))
+        assert held(together) == held(singly)
+        worker = data.draw(st.integers(0, len(windows) - 1))
+        some = held(together)[worker]
+        done = some[: data.draw(st.integers(0, len(some)))]
+        # The order of the workers of one level decides who gets the next task: it has to be the same too.
+        for scheduler in (together, singly):
+            if loses:
+                scheduler.handle(Lose(worker, 0.0))
+                scheduler.handle(AddWorker(worker, 0.0))
+            else:
+                scheduler.handle(Exchanged(worker, done, None, 0.0))
+        assert held(together) == held(singly)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("workers", "window"), [(2, 2), (4, 2), (8, 2), (8, 8)])
 def test_no_worker_idles_long_on_skewed_costs_where_round_robin_does(seed, workers, window):

@@ -290,7 +290,8 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
 def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: int) -> int:
     """Return how many batches to fetch by one call to each shard, which costs as much as many small samples.
 
-    samples: of a batch and shard. nbytes: of a sample. wait_s: the usual time that the reader waits for a batch, seconds.
+    samples: of a batch and shard. nbytes: of a sample. wait_s: the time that the reader usually waits for a batch,
+    seconds.
     """
     most = max(FETCHED_TOGETHER, min(QUICKLY_TOGETHER, int(TOGETHER_BYTES / max(1.0, nbytes))))
     together = min(at_most, math.ceil(most / max(1.0, samples)))

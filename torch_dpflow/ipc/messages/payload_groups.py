@@ -30,7 +30,10 @@ def group_payloads(
     parts: list[list[Frame]] = []
     joined: dict[tuple[int, int, int], int] = {}
     for number, outcome, table, frames in payloads:
-        size = memoryview(frames[0]).nbytes if len(frames) == 1 else 0
+        size = 0
+        if len(frames) == 1:
+            frame = frames[0]
+            size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
         if 0 < size <= JOINED_BYTES:
             key = (id(table), outcome, size)
             place = joined.get(key)

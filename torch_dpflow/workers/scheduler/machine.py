@@ -357,10 +357,7 @@ class Scheduler:
     # -- tasks -------------------------------------------------------------------------------------------
 
     def _reserved_for(self, worker: WorkerId) -> Backlog:
-        reserved = self._reserved.get(worker)
-        if reserved is None:
-            reserved = self._reserved[worker] = Backlog()
-        return reserved
+        return self._reserved.setdefault(worker, Backlog())
 
     def _suspect(self, task: Task, worker: WorkerId, out: list[SchedulerInstruction]) -> None:
         """Record a lost worker for the task that it ran; fail the task if it has lost too many."""
@@ -432,9 +429,10 @@ class Scheduler:
             view = views.emptiest()
             if view is None or (view.level and queue.oldest().losses):
                 return
-            # As many at once as it has fewer than the others: one by one, they would all be given to it.
-            count = 1 if views.suspects else min(views.lead(view), len(queue))
-            self._give(view, [queue.take() for _ in range(count)], now)
+            emptiest, count = ([view], 1) if views.suspects else views.turns(len(queue))
+            tasks = queue.take_many(count)
+            for place, one in enumerate(emptiest):
+                self._give(one, tasks[place :: len(emptiest)], now)
 
     def _steal(self, thief: WorkerView, now: float) -> bool:
         task = self._views.steal_candidate()

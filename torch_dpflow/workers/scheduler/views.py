@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TypeAlias
 
@@ -101,6 +102,21 @@ class Backlog:
         task.backlog = None
         self._length -= 1
         return task
+
+    def take_many(self, count: int) -> list[Task]:
+        """Do so `count` times. The backlog must have as many."""
+        if self._returned:
+            return [self.take() for _ in range(count)]
+        tasks: list[Task] = []
+        while len(tasks) < count:
+            task = self._fresh.popleft()
+            if task.backlog is self:
+                task.backlog = None
+                tasks.append(task)
+            else:
+                self._gaps -= 1
+        self._length -= count
+        return tasks
 
 
 #: The level of a view whose worker is lost.
@@ -248,13 +264,18 @@ class WorkerViews:
             self._lowest += 1
         return None
 
-    def lead(self, view: WorkerView) -> int:
-        """Return how many tasks the emptiest view gets before another view is the emptiest: at least 1."""
-        level = view.level
-        most = min(view.window, self.window) - level
-        if len(self.levels[level]) > 1:
-            return 1
-        return next((lead for lead in range(1, most) if self.levels[level + lead]), max(1, most))
+    def turns(self, tasks: int) -> tuple[list[WorkerView], int]:
+        """Return the emptiest views, and how many of `tasks` they get in turn before another view is as empty.
+
+        There must be a view with room, and no suspect.
+        """
+        level = self.levels[self._lowest]
+        views = [*itertools.islice(level.values(), tasks)]
+        if tasks <= len(level):
+            return views, tasks
+        most = min([self.window, *[view.window for view in views]]) - self._lowest
+        rounds = next((count for count in range(1, most) if self.levels[self._lowest + count]), max(1, most))
+        return views, min(tasks, rounds * len(views))
 
     def offer(self, view: WorkerView) -> None:
         """Let idle workers try to steal again if this view, which has changed, has something to steal."""
