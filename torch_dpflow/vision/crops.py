@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
@@ -120,7 +120,11 @@ def decode_random_resized_crop(
     Raises:
         The errors of `load_rgb`.
     """
-    return decode_random_resized_crops([source], size, scale, ratio, interpolation)[0]
+    crop = _empty(1, _pair(size))
+    with closing(open_image(source)) as image:
+        box = random_resized_crop_params(image.height, image.width, scale, ratio)
+        _crop_into(crop, [image], [box], interpolation)
+    return crop[0]
 
 
 def decode_random_resized_crops(
@@ -284,7 +288,7 @@ def _crop_into(out: torch.Tensor, images: Sequence[EncodedImage], boxes: Sequenc
     """Fill `out`, a batch in `torch.channels_last`, with the contents of each image's box."""
     rows = [image.rows_to_decode(top + height) for image, (top, _, height, _) in zip(images, boxes, strict=True)]
     memory = np.empty(max(3 * height * image.width for height, image in zip(rows, images, strict=True)), np.uint8)
-    places = zip(out.split(1), images, boxes, strict=True)
+    places = zip(out.split(1) if len(images) > 1 else (out,), images, boxes, strict=True)
     for crop in [_Crop(place, image, box, mode, memory) for place, image, box in places]:
         crop.fill()
 
