@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.cluster.client.shard_link import (
     FETCHED_TOGETHER,
-    QUICKLY_TOGETHER,
+    MAX_TOGETHER,
     TOGETHER_BYTES,
     TOGETHER_S,
     batches_together,
@@ -21,9 +21,9 @@ def test_small_batches_that_come_quickly_are_fetched_together() -> None:
 
 
 def test_more_of_small_samples_are_fetched_together() -> None:
-    assert batches_together(8, 100, 0.0, at_most=100) == QUICKLY_TOGETHER // 8
+    assert batches_together(8, 100, 0.0, at_most=100) == MAX_TOGETHER // 8
     assert batches_together(8, TOGETHER_BYTES / 64, 0.0, at_most=100) == 64 // 8
-    assert batches_together(QUICKLY_TOGETHER, 100, 0.0, at_most=4) == 1
+    assert batches_together(MAX_TOGETHER, 100, 0.0, at_most=4) == 1
 
 
 def test_a_batch_does_not_wait_for_slow_ones() -> None:

@@ -23,9 +23,9 @@ from torch_dpflow.ipc.rpc import PendingCall, RpcClient
 
 #: A call to a shard fetches so many samples, of several batches if these are small or divided among many shards.
 FETCHED_TOGETHER = 32
-#: As many more as take no more than so many bytes, up to this number: four calls cost twice as much as one, at both
-#: ends, if samples cost nothing else.
-TOGETHER_BYTES, QUICKLY_TOGETHER = 1 << 20, 128
+#: Of small samples a call fetches up to MAX_TOGETHER, in at most TOGETHER_BYTES: a call costs job and shard as much as
+#: 30 small samples.
+MAX_TOGETHER, TOGETHER_BYTES = 128, 1 << 20
 #: It fetches no more batches than come within this time, seconds: the first of them waits for the last.
 TOGETHER_S = 0.1
 #: Timeout of a fetch, seconds, unless the job's own is shorter; then it is repeated.
@@ -293,6 +293,6 @@ def batches_together(samples: float, nbytes: float, wait_s: float, *, at_most: i
     samples: of a batch and shard. nbytes: of a sample. wait_s: the time that the reader usually waits for a batch,
     seconds.
     """
-    most = max(FETCHED_TOGETHER, min(QUICKLY_TOGETHER, int(TOGETHER_BYTES / max(1.0, nbytes))))
+    most = max(FETCHED_TOGETHER, min(MAX_TOGETHER, int(TOGETHER_BYTES / max(1.0, nbytes))))
     together = min(at_most, math.ceil(most / max(1.0, samples)))
     return max(1, min(together, int(TOGETHER_S / max(wait_s, 1e-6))))

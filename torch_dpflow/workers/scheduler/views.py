@@ -104,7 +104,7 @@ class Backlog:
         return task
 
     def take_many(self, count: int) -> list[Task]:
-        """Do so `count` times. The backlog must have as many."""
+        """Remove and return the oldest `count` tasks. The backlog must have as many."""
         if self._returned:
             return [self.take() for _ in range(count)]
         tasks: list[Task] = []
