@@ -47,16 +47,14 @@ class Pipeline:
     """How far ahead an epoch is read (thesis 3.4.2: P_L and P_R).
 
     Args:
-        ready: batches that are collated ahead of need.
-        fetched: batches that are fetched from the shards at a time.
-        requested: batches that are requested from shards ahead of need; more than `fetched`.
+        ready: batches that are collated ahead of need; as many more are fetched at a time, or two calls of small ones.
+        requested: batches that are requested from shards ahead of need; more than `ready`.
         budget_bytes: most bytes of fetched batches; one batch alone may be larger.
         reconnect_timeout_s: how long the cluster may be unreachable, seconds.
         loading_s: how much longer samples may take while the cluster answers, seconds.
     """
 
     ready: int
-    fetched: int
     requested: int
     budget_bytes: int
     reconnect_timeout_s: float
@@ -284,7 +282,7 @@ class EpochReader:
         """Request coming batches, several at a time; return whether any batch is left to deliver or may follow."""
         wanted: list[Wanted] = []
         # Each message wakes a shard, which costs more than the message itself while workers keep the processor busy.
-        together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.fetched)
+        together = min(self._pipeline.requested // 4, self._pipeline.requested - self._pipeline.ready)
         together = max(together, self._batches_together())
         tickets = self._links.tickets
         begins = len(self._requested) <= self._pipeline.requested - max(1, together)
@@ -306,8 +304,8 @@ class EpochReader:
     def _fetch_ahead(self) -> None:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
         together = self._batches_together()
-        # Two calls: while the batches of one are collated, the shard works at the other.
-        most = max(self._pipeline.fetched, 2 * together if together > 1 else 1)
+        # Of several batches, two calls: while those of one are collated, the shard works at the other.
+        most = max(self._pipeline.ready, 2 * together if together > 1 else 1)
         if self._mean_bytes:
             most = max(1, min(most, int(self._pipeline.budget_bytes / self._mean_bytes)))
         together = min(together, most)

@@ -274,7 +274,6 @@ class SharedJob:
             meter=self._meter,
             pipeline=Pipeline(
                 ready=options.ready,
-                fetched=options.ready,
                 requested=options.requested,
                 budget_bytes=options.budget_bytes,
                 reconnect_timeout_s=options.reconnect_timeout_s,
