@@ -51,7 +51,7 @@ def begin(nursery: Nursery, cluster: TestCluster, folder: Path, *ordered: bool) 
             nursery,
             cluster,
             folder,
-            flow="chaos/far",
+            flow=f"chaos/{folder.name}",  # its data names the folder
             number=number,
             size=400,
             epochs=2,
