@@ -227,9 +227,9 @@ def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(t
         socket.create_server(("127.0.0.1", port)) as taken,
         closing(open_job(flow, Numbers(8), address=cluster.address, batch_size=4)) as job,
     ):
-        told = rf"(?s)no worker for sample .* for {flow}:v1/shard-000: no port of {at} is free .*reduce the shards by"
+        reason = rf"(?s)no worker for sample .* for {flow}:v1/shard-000: no port of {at} is free .*reduce the shards by"
         for epoch in range(2):
-            with pytest.raises(WorkerStartError, match=told):
+            with pytest.raises(WorkerStartError, match=reason):
                 next(job.traverse(epoch))
         taken.close()
         wait(lambda: has_read(job), what="a worker, once a port is free")

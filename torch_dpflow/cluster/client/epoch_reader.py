@@ -304,7 +304,7 @@ class EpochReader:
     def _fetch_ahead(self) -> None:
         """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
         together = self._batches_together()
-        # Of several batches, two calls: while those of one are collated, the shard works at the other.
+        # Two calls if a call has several batches: the shard works at one while the batches of the other are collated.
         most = max(self._pipeline.ready, 2 * together if together > 1 else 1)
         if self._mean_bytes:
             most = max(1, min(most, int(self._pipeline.budget_bytes / self._mean_bytes)))
