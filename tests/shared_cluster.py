@@ -106,7 +106,7 @@ class TestCluster:
         wait(lambda: has_ended(self.pid), what="the cluster's end")
 
     def ask(self, method: str, kind: type) -> object:
-        with self.coordinator() as client:
+        with find_cluster(self.address).connect() as client:
             answers: list[object] = []
 
             def asked() -> bool:
@@ -121,6 +121,8 @@ class TestCluster:
             return answers[0]
 
     def coordinator(self) -> RpcClient:
+        """Client of the coordinator, once it has loaded its state: before, it refuses every call."""
+        self.flows()
         return find_cluster(self.address).connect()
 
     def flows(self) -> dict[str, FlowView]:

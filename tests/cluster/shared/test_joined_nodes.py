@@ -169,7 +169,7 @@ def refused(cluster: TestCluster, **changes: Any) -> RemoteCallError:
     file = read_connection_file(cluster.address)
     good = NodeJoin("n", "p", "0", versions_here(), node_proof(file, "n"), "127.0.0.1", 1)
     body = msgspec.structs.replace(good, release=_release(), **changes) if "release" not in changes else good
-    with find_cluster(cluster.address).connect() as client, pytest.raises(RemoteCallError) as told:
+    with cluster.coordinator() as client, pytest.raises(RemoteCallError) as told:
         client.call("join_node", body, reply_type=NodeJoined)
     return told.value
 
@@ -197,7 +197,7 @@ def test_a_name_is_one_nodes(cluster: TestCluster) -> None:
     other = Joining(find_cluster(cluster.address), keys, "twin", "127.0.0.1")
     with pytest.raises(UsageError, match="a node called 'twin' at 127"):
         other.join(0.0)
-    with find_cluster(cluster.address).connect() as client:
+    with cluster.coordinator() as client:
 
         def report(**changes: Any) -> NodeAssignment:
             good = NodeReport("twin", joined.generation, joined.token, "here", [])

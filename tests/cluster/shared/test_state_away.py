@@ -63,7 +63,7 @@ def flows_of(cluster: TestCluster) -> dict[str, FlowView] | None:
 def said_by(cluster: TestCluster) -> str:
     """What a call of the coordinator fails with."""
     try:
-        with cluster.coordinator() as client:
+        with find_cluster(cluster.address).connect() as client:
             client.call("flows")
     except DPFlowError as error:
         return str(error)

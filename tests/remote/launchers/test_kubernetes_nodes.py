@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cluster.shared.test_shared_platform import keys
+from tests.joined_nodes import nodes_of
 from tests.remote.launchers.kube_server import NAMESPACE, kube_server
 from tests.remote.launchers.test_kubernetes_manifest import (
     NEEDED,
@@ -24,11 +25,10 @@ from tests.remote.launchers.test_kubernetes_manifest import (
     printed,
     written,
 )
-from tests.shared_cluster import free_port, open_job, wait
+from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
-from torch_dpflow.cluster.messages.node import NodeView, ProcessView
-from torch_dpflow.cluster.security.connection_file import find_cluster, read_key_file
+from torch_dpflow.cluster.security.connection_file import read_key_file
 from torch_dpflow.cluster.services.joining_node import LEAVE_S
 
 __all__ = ["no_settings", "own_address"]
@@ -141,26 +141,21 @@ def test_a_job_reads_through_nodes_that_are_killed_and_removed(own_address: str,
         wait(lambda: answers(own_address, port) or head.restarts, what="the head")
         assert not head.restarts, head.view()["status"]
 
-        def nodes() -> dict[str, NodeView]:
-            with find_cluster(connection).connect() as client:
-                views: list[NodeView] = client.call("nodes", reply_type=list[NodeView]).body
-            return {view.name: view for view in views}
+        cluster = TestCluster(str(connection), 0, tmp_path / "log")
 
         def incarnation(node: str) -> int:
             """Of its shard; 0: there is none."""
-            with find_cluster(connection).connect() as client:
-                views: list[ProcessView] = client.call("processes", reply_type=list[ProcessView]).body
-            found = [view.incarnation for view in views if (view.node, view.role) == (node, "shard")]
-            return max(found, default=0)
+            views = cluster.processes()
+            return max((view.incarnation for view in views if (view.node, view.role) == (node, "shard")), default=0)
 
         def pods() -> list[str]:
             return sorted(name for name in [*server.pods] if name.startswith("dpflow-nodes-"))
 
-        wait(lambda: sorted(nodes()) == pods(), what="both nodes")
+        wait(lambda: sorted(nodes_of(cluster)) == pods(), what="both nodes")
         with closing(open_job("a/b", SlowNumbers(400, 0.01), address=str(connection), batch_size=8, workers=2)) as job:
             batches = job.traverse(0)
             read = keys([next(batches)])
-            wait(lambda: [one.shards for one in nodes().values()] == [1, 1], what="a shard on each")
+            wait(lambda: [one.shards for one in nodes_of(cluster).values()] == [1, 1], what="a shard on each")
             killed, removed = (server.pods[name] for name in pods())
             assert killed.process is not None
             before = incarnation(killed.name)
@@ -178,5 +173,5 @@ def test_a_job_reads_through_nodes_that_are_killed_and_removed(own_address: str,
         gone = killed if killed.is_ending else removed
         assert gone.process is not None
         assert gone.process.returncode == 0, "it has left, and was not killed"
-        wait(lambda: sorted(nodes()) == pods(), what="that it is none of the cluster's")
+        wait(lambda: sorted(nodes_of(cluster)) == pods(), what="that it is none of the cluster's")
         assert not server.requests, "the head has asked Kubernetes for nothing"
