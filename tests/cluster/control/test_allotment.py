@@ -34,10 +34,11 @@ def test_what_a_modest_flow_leaves_goes_to_the_others() -> None:
     assert [part and part.workers for part in parts_of(wishes, ClusterLimits(workers=8))] == [1, 3, 4]
 
 
-def test_a_flow_that_nobody_reads_keeps_one_worker_where_they_are_scarce() -> None:
+def test_a_flow_without_jobs_has_no_worker_where_they_are_scarce() -> None:
     specs = [spec("a", workers=4, shards=2), spec("b", workers=4)]
     scarce, plenty = ClusterLimits(workers=5), ClusterLimits(workers=8)
-    assert parts_of(specs, scarce, unread=["a:v1"]) == [Part(1, 1, 1 << 30), Part(1, 4, 1 << 30)]
+    assert parts_of(specs, scarce, unread=["a:v1"]) == [Part(2, 0, 1 << 30), Part(1, 4, 1 << 30)]
+    assert parts_of(specs, ClusterLimits(workers=3), unread=["a:v1"])[1] == Part(1, 3, 1 << 30)
     assert parts_of(specs, plenty, unread=["a:v1"]) == [Part(2, 4, 1 << 30), Part(1, 4, 1 << 30)]
 
 

@@ -105,6 +105,20 @@ def test_without_limits_flows_are_watched_and_keep_what_they_ask_for() -> None:
     assert scaling.lingering(flow, 19.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [(ClusterLimits(workers=2), "workers"), (ClusterLimits(workers=2, autoscale=AutoscaleLimits(0, 16)), "budget")],
+)
+def test_a_flow_whose_workers_are_all_there_is_not_limited_by_a_cold_start(limits: ClusterLimits, limit: str) -> None:
+    scaling, flow = FlowScaling(limits), spec(workers=5)
+    for second in range(20):
+        views = processes({"a": second}, float(second))
+        views[0].status["readings"]["a"] |= {"stall_s": 0.9 * second, "reading_s": float(second)}
+        views[1].status.update(late_s=0.9 * second, loads_done=second, busy_s=float(second), requested=second)
+        observe(scaling, {flow.instance: flow}, views, float(second))
+    assert scaling.limited_by(flow.instance) == limit
+
+
 @pytest.mark.parametrize("flow", [spec(shards=3, workers=4), spec(workers=4)], ids=["fixed", "auto"])
 def test_every_shard_has_a_worker_while_there_are_any(flow: FlowSpec) -> None:
     """The keys of a shard without one would not be loaded, and its jobs would wait for ever."""

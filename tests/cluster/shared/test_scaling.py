@@ -165,6 +165,23 @@ def test_flows_share_the_workers_and_the_last_one_has_them_all(
     assert sorted(int(key) for _, keys in second.traverse(1) for key in keys) == list(range(40))
 
 
+def test_flows_without_jobs_give_their_workers_to_others_and_get_them_back(
+    cluster: CommandedCluster, join: Callable[..., SharedJob]
+) -> None:
+    for name in "ab":
+        with join(f"left/{name}", Numbers(10), workers=1, idle_s=600.0) as left:
+            assert len(list(left.traverse(0))) == 10
+    busy = join("left/busy", Numbers(100), workers=WORKERS)
+    wait(lambda: len(processes_of(cluster, "left/busy:v1", "worker")) == WORKERS, what="all workers for its flow")
+    assert sorted(int(key) for _, keys in busy.traverse(0) for key in keys) == list(range(100))
+    assert cluster.flows()["left/a:v1"].state == "ready", "its services run"
+    with join("left/a", Numbers(10), workers=1) as back:
+        assert sorted(int(key) for _, keys in back.traverse(1) for key in keys) == list(range(10))
+    wait(lambda: cluster.flows()["left/a:v1"].state == "ready", what="that its job has left")
+    for name in "ab":
+        dpflow(cluster, "flow", "delete", f"left/{name}")
+
+
 def test_a_flow_for_which_there_is_no_worker_is_told_so(
     cluster: CommandedCluster, join: Callable[..., SharedJob]
 ) -> None:

@@ -190,6 +190,8 @@ class FlowScaling:
             counts = msgspec.structs.replace(counts, refused=SHARD)  # more workers would not help
         flow.law.bound(self._bounds(spec, len(parts)))
         limited_by = flow.law.step(counts, now).limited_by
+        if limited_by == "cold start" and part is not None and counts.working >= part.workers:
+            limited_by = "budget"  # other flows have the rest
         if self._autoscale is None and limited_by == "budget":
             limited_by = "workers"
         flow.limited_by = SHARD if flow.shards.is_limit else limited_by

@@ -279,16 +279,16 @@ def parts_of(
     """Return the part of each flow, by max-min fairness; None if nothing is left for it.
 
     No flow gets more than it requests, and what one leaves goes to the others. Each shard has at least one worker, so
-    a flow with fewer workers than shards gets fewer shards. A flow without any workers keeps its shards: each change of
-    their number moves keys.
+    a flow with fewer workers than shards gets fewer shards. A flow that needs no workers now keeps its shards: each
+    change of their number moves keys.
 
     specs: with their numbers of shards.
-    unread: instances without jobs; if workers or shards are scarce, each keeps one.
+    unread: instances without jobs; if workers are scarce, they have none, and if shards are scarce, one.
     targets: intended number of workers of each flow, if they are autoscaled; 0 while no job reads.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
     if targets is None and limits.workers is not None and sum(requests) > limits.workers:
-        requests = [1 if spec.instance in unread else spec.workers for spec in specs]
+        requests = [0 if spec.instance in unread else spec.workers for spec in specs]
     workers = max_min(requests, limits.workers)
     requested = [spec.shards or 1 for spec in specs]
     wanted = requested
@@ -296,7 +296,8 @@ def parts_of(
         wanted = [1 if spec.instance in unread else many for spec, many in zip(specs, requested)]
     shards = max_min(wanted, limits.shards)
     memory = max_min([spec.memory_bytes for spec in specs], limits.memory_bytes)
-    shards = [many if targets is not None and not has else min(many, has) for many, has in zip(shards, workers)]
+    is_needed = [targets is None and needs > 0 for needs in requests]
+    shards = [min(many, has) if has or needed else many for many, has, needed in zip(shards, workers, is_needed)]
     return [_part(*has) for has in zip(shards, workers, memory)]
 
 
