@@ -132,12 +132,16 @@ def check_fields(
 ) -> None:
     """Set fields of a frozen dataclass to the result of `check`; `limits` are its keyword arguments.
 
-    optional: None is allowed too.
+    optional: None is allowed too, as errors say.
     """
     for name in names:
         value = getattr(options, name)
-        if value is not None or not optional:
+        if value is None and optional:
+            continue
+        try:
             object.__setattr__(options, name, check(name, value, **limits))
+        except (OptionError, OptionTypeError) as error:
+            raise type(error)(f"{error}{', or None' * optional}") from None
 
 
 def _wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:

@@ -156,8 +156,9 @@ def _up_lines(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     yield f"dpflow is up at {cluster.address}"
     yield f"jobs find it by {options.path}"
     workers = counted(cluster.workers, "worker")
-    yield f"it may run {workers} (its limit of open files, `ulimit -Hn`, is {soft_limit()})"
-    if options.nodes:
+    if not options.nodes:
+        yield f"it may run {workers} (its limit of open files, `ulimit -Hn`, is {soft_limit()})"
+    else:
         yield f"platform {options.platform} is to run nodes, {options.nodes} of them: `dpflow status` lists them"
     if options.metrics:
         yield f"metrics are at http://{options.metrics}/metrics"

@@ -304,10 +304,8 @@ class DPFlowDataLoader(DataLoader[T]):
         if self.flow is not None:
             check_shareable(self)
         else:
-            raise OptionError(
-                f"address={self.address!r}, job={self.job!r} without a flow: name the flow that the jobs share, as "
-                "flow='imagenet/train'"
-            )
+            given = "job=JobOptions(...)" if self.address is None else f"address={self.address!r}"
+            raise OptionError(f"{given} without a flow: name the flow that the jobs share, as flow='imagenet/train'")
 
 
 def _dataset_before(dataset: Any) -> Any:

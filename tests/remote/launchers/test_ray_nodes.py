@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -65,6 +66,42 @@ def test_an_epoch_goes_on_when_a_node_goes(cluster: Any, lose: Callable[[Any, An
     assert_same([*seen, *iterator], expected)
     if lose is kill_raylet:
         remove(cluster, node)
+
+
+#: Loses the Ray node to which it is connected, while the cluster lives, and then starts an actor.
+LOST = """
+import sys, time
+import ray
+from ray.cluster_utils import Cluster
+from torch_dpflow.remote import Ray
+from torch_dpflow.remote.launchers.ray import RayLauncher
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+launcher = RayLauncher(Ray(address=cluster.address), owns_process=sys.argv[1] == "service")
+mine = ray.get_runtime_context().get_node_id()
+next(node for node in cluster.list_all_nodes() if node.node_id == mine).kill_raylet()
+while any(node["NodeID"] == mine for node in ray.nodes() if node["Alive"]):
+    time.sleep(0.1)
+try:
+    launcher.start("dpf-1-1", b"", deadline_s=10.0)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["service", "script"])
+def test_a_process_whose_ray_node_has_ended_starts_nothing(process: str) -> None:
+    """A service ends: the process in its place is connected to another node."""
+    env = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", LOST, process], env=env, capture_output=True, text=True, check=False)
+    if process == "service":
+        assert done.returncode == 1
+        assert "the Ray node to which this process is connected has ended; connecting again" in done.stderr
+    else:
+        assert "RejectedError the Ray node to which this process is connected has ended: call" in done.stdout
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray, of its own settings

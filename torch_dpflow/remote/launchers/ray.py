@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from torch_dpflow.errors import (
     RejectedError,
     UnavailableError,
 )
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import (
     AdoptingPlatform,
     Fate,
@@ -135,7 +137,7 @@ class Ray:
         return RayLauncher(self)
 
     def open(self, *, outlived: bool = False) -> AdoptingPlatform:
-        return self._open(RayLauncher(self, detached=outlived))
+        return self._open(RayLauncher(self, detached=outlived, owns_process=outlived))
 
     def _open(self, launcher: Launcher) -> AdoptingPlatform:
         return ThreadedPlatform(launcher, deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
@@ -151,7 +153,7 @@ class Ray:
         return str(ray.util.get_node_ip_address())
 
     def open_nodes(self, module: str) -> RemotePlatform:
-        return self._open(RayLauncher(self, module=module))
+        return self._open(RayLauncher(self, module=module, owns_process=True))
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"
@@ -176,6 +178,8 @@ class RayLauncher:
         settings: of the actors and the cluster.
         module: what workers run, by its `run(launch_spec)`.
         detached: whether actors outlive the process that starts them.
+        owns_process: whether to end this process if its Ray node has ended, as the service's next process connects to
+            another one. Ray itself keeps the connection, and starts nothing any more.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -192,8 +196,12 @@ class RayLauncher:
         start_timeout_s=(30.0, 300.0),
     )
 
-    def __init__(self, settings: Ray, *, module: str = MODULE, detached: bool = False) -> None:
+    def __init__(
+        self, settings: Ray, *, module: str = MODULE, detached: bool = False, owns_process: bool = False
+    ) -> None:
         self._ray = connect(settings.address)
+        self._node = self._ray.get_runtime_context().get_node_id()
+        self._owns_process = owns_process
         self._wait_s = settings.wait_s
         self._module = module
         self._needs = settings.needs
@@ -240,6 +248,7 @@ class RayLauncher:
 
     def start(self, name: str, launch_spec: bytes, *, deadline_s: float) -> Ref:
         self._check_connected()
+        self._check_node()
         if name in self._started:
             return name
         self._wanted.add(_parent(name))
@@ -290,6 +299,16 @@ class RayLauncher:
         """Raise RejectedError without a connection: Ray would connect again, or start a cluster, by itself."""
         if not self._ray.is_initialized():
             raise RejectedError(f"{_LEFT}: call it once loaders are closed")
+
+    def _check_node(self) -> None:
+        """Raise RejectedError, or end the process, if the Ray node to which it is connected has ended."""
+        if any(node["NodeID"] == self._node for node in nodes_of(self._ray)):
+            return
+        text = "the Ray node to which this process is connected has ended"
+        if self._owns_process:
+            SERVICE.error("%s; connecting again in a new process", text)
+            os._exit(1)
+        raise RejectedError(f"{text}: call ray.shutdown() once loaders are closed, and start Ray on this host again")
 
     def _create(self, name: str) -> Any:
         """Create an actor of this name, without a launch spec yet; None if it exists already."""
