@@ -69,13 +69,13 @@ for run, (ranks, batch_size, steps) in enumerate(json.loads(sys.argv[5])):
         children.append(child)
         pipes.append(here)
     for here, child in zip(pipes, children):
-        line = os.read(here, 100)
+        with open(here, "rb") as pipe:  # line by line: unbuffered output comes in parts
+            line = pipe.readline()
         if line.startswith(b"pid"):
             os.kill(child, signal.SIGKILL)
         else:
             assert line == b"ended\\n", line
         os.waitpid(child, 0)
-        os.close(here)
 """
 
 #: Ranks, batch size, and steps until it is killed; the last one reads to the end.
