@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,21 @@ def scale(sample, by=2.0):
 
 def halve(sample):
     return sample / DIVISOR if sample or not __name__ else halve(sample)
+
+@functools.lru_cache
+def cached(sample):
+    return sample + CACHED
+
+class Counted:
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.calls = 0
+    def __call__(self, *given):
+        return self.__wrapped__(*given)
+
+@Counted
+def counted(sample):
+    return sample + COUNTED
 
 class Base(abc.ABC):
     limit = LIMIT
@@ -37,9 +53,12 @@ class Data(Base):
         return self[0]
     @functools.cached_property
     def last(self):
-        return self[-1]
+        return self[LAST]
+    @functools.lru_cache
+    def most(self):
+        return MOST
     def __getitem__(self, index):
-        return CHANGE
+        return cached(counted(CHANGE))
 
 factor = FACTOR
 steps = [scale, functools.partial(scale, by=3.0), lambda sample: sample * 2, (lambda f: lambda x: x * f)(factor)]
@@ -53,9 +72,11 @@ VARIANTS = [
     {"FACTOR": "2.0"},
     {"sample * 2": "sample * 3"},
     {"DIVISOR": "3"},
+    *({name: "3"} for name in ("CACHED", "COUNTED", "LAST", "MOST")),
     {"halve(sample)\n": "halve(-sample)\n"},
 ]
 AS_IT_IS = {"LIMIT": "10", "CHANGE": "self.transform[0](halve(index))", "FACTOR": "1.0", "DIVISOR": "2"}
+AS_IT_IS |= {"CACHED": "1", "COUNTED": "1", "LAST": "-1", "MOST": "1"}
 #: Tells the fingerprints of what the scripts make and of tensors.
 PROGRAM = """
 import sys
@@ -82,6 +103,51 @@ def scripts() -> list[str]:
             script = script.replace(name, value)
         made.append(script)
     return made
+
+
+#: Global variables, the code that reads them, and whether the two digests are equal.
+GLOBALS = [
+    ("(0.5, 0.2)", "(0.5, 0.3)", "given", False),
+    ("[0.5, 0.2]", "[0.5, 0.3]", "index - given[0]", True),
+    ("[0.5, 0.2]", "[0.6, 0.2]", "index - given[0]", False),
+    ("torch.arange(3)", "torch.arange(1, 4)", "given", False),
+    ("np.arange(3)", "np.arange(1, 4)", "(lambda: given[index])()", False),
+    ("None", "1", "given", False),
+    ("argparse.Namespace(size=3, lr=1)", "argparse.Namespace(size=3, lr=2)", "given.size", True),
+    ("argparse.Namespace(size=3, lr=1)", "argparse.Namespace(size=4, lr=1)", "given.size", False),
+    ("argparse.Namespace(size=3, lr=1)", "argparse.Namespace(size=3, lr=2)", "str(given)", False),
+    ("{'size': 3, 'lr': 1}", "{'size': 3, 'lr': 2}", "given['size']", True),
+    ("{'size': 3, 'lr': 1}", "{'size': 4, 'lr': 1}", "given['size']", False),
+    ("{'size': 3, 'lr': 1}", "{'size': 4, 'lr': 1}", "given.get('size')", False),
+    ("{'size': 3, 'lr': 1}", "{'size': 4, 'lr': 1}", "given['other']", False),
+    ("functools.partial(round, ndigits=1)", "functools.partial(round, ndigits=2)", "given(index)", False),
+    ("pathlib.PurePath('a')", "pathlib.PurePath('b')", "given / 'c'", False),
+    ("random.Random(1)", "random.Random(2)", "given.random()", True),
+    ("logging.getLogger('a')", "logging.getLogger('b')", "given.info('c')", True),
+    ("json", "random", "given.dumps", True),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "code", "equal"), GLOBALS)
+def test_global_variables_of_a_script_count_as_far_as_its_code_reads_them(
+    one: str, other: str, code: str, equal: bool
+) -> None:
+    found = []
+    for value in (one, other, one):
+        script = f"""
+import argparse, functools, json, logging, pathlib, random
+import numpy as np
+import torch
+given = {value}
+class Data:
+    def __getitem__(self, index):
+        return {code}
+"""
+        own: dict[str, Any] = {"__name__": "__main__"}
+        exec(script, own)
+        found.append(fingerprint(own["Data"]()))
+    assert (found[0] == found[1]) is equal
+    assert found[0] == found[2]
 
 
 def test_it_is_the_same_in_every_process_and_another_where_code_state_or_values_differ(

@@ -7,29 +7,37 @@ by its bytecode, and everything else by its pickle.
 from __future__ import annotations
 
 import dis
+import functools
 import hashlib
 import io
+import logging
 import pickle
+import random
 import types
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from torch_dpflow.ipc.serialization import SCRIPT
 
 #: Members of a class that do not affect what it does, or differ from process to process.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
-#: The types of a script's global variables that are digested with the functions that read them. Others, such as parsed
-#: arguments, may differ between jobs that read the same data.
-_CONSTANTS = (bool, int, float, complex, str, bytes)
+#: Digested by type: random generators change with each number that is drawn, and loggers are named after modules.
+_BY_TYPE = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator, logging.Logger)
+#: What code reads of a global variable: an attribute, an item, or None for all of it.
+_Part: TypeAlias = "tuple[str, Any] | None"
 
 
 def fingerprint(obj: Any) -> str:
     """Return a digest of `obj`, 16 hexadecimal digits.
 
-    Classes and functions of imported modules are digested by name, those of a script by their code, with the functions,
-    classes and constants of the script that they use. An object that cannot be pickled is digested by its type.
+    Classes and functions of imported modules are digested by name, those of a script by their code, with the global
+    variables that they read. If code reads single attributes or items of a variable, such as `args.size`, only these
+    are digested: jobs that read the same data may differ in others. An object that cannot be pickled is digested by its
+    type, and so are random generators and loggers.
     """
     return _digest(obj, {})
 
@@ -69,6 +77,10 @@ class _Digester(pickle.Pickler):
             return str, (type(obj).__qualname__, obj.dtype, tuple(obj.shape), _content(obj), vars(obj))
         if isinstance(obj, type | types.FunctionType) and not _is_importable(obj):
             return str, (self._tell(obj),)
+        if isinstance(obj, _BY_TYPE):
+            return str, (type(obj).__qualname__,)
+        if _is_wrapper(obj):
+            return str, (type(obj), {name: value for name, value in vars(obj).items() if name not in _NO_CODE})
         return NotImplemented
 
     def _tell(self, obj: Any) -> str:
@@ -84,8 +96,12 @@ class _Digester(pickle.Pickler):
         return {name: _digest(value, self._memo) for name, value in sorted(named.items())}
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
-        used = {name: function.__globals__.get(name) for name in _globals(function.__code__)}
-        used = {name: value for name, value in used.items() if _counts(value)}
+        variables = function.__globals__
+        used: dict[tuple[str, str], Any] = {}
+        if variables.get("__name__") in SCRIPT:  # a library's are those of its version
+            for name, parts in _globals(function.__code__).items():
+                if name in variables:
+                    used |= {(name, str(part)): value for part, value in _parts(variables[name], parts).items()}
         cells = dict(zip(function.__code__.co_freevars, map(_cell, function.__closure__ or ()), strict=True))
         defaults = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
         return _code(function.__code__), [self._each(one) for one in (*defaults, cells, used)]
@@ -104,6 +120,8 @@ def _content(tensor: torch.Tensor) -> str:
 def _member(value: Any) -> Any:
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
+    if isinstance(value, functools.cached_property):
+        return value.func
     if isinstance(value, property):
         return [value.fget, value.fset]
     if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
@@ -111,10 +129,31 @@ def _member(value: Any) -> Any:
     return value
 
 
-def _counts(value: Any) -> bool:
-    """Return whether a variable of the script is digested with the functions that read it."""
-    is_code = isinstance(value, type | types.FunctionType) and not _is_importable(value)
-    return is_code or isinstance(value, _CONSTANTS)
+def _parts(value: Any, parts: set[_Part]) -> dict[_Part, Any]:
+    """Return these parts of a global variable; all of it if that is a part, or if a method of it is called."""
+    if isinstance(value, types.ModuleType):
+        return {}
+    found: dict[_Part, Any] = {}
+    for part in parts:
+        kind, name = part or ("", "")
+        try:
+            found[part] = getattr(value, name) if kind == "attribute" else value[name] if kind else value
+        except Exception:  # the code would fail, or finds something else in a worker
+            return {None: value}
+        if kind and getattr(found[part], "__self__", None) is value:
+            return {None: value}
+    return found
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Return whether a decorator, such as `functools.lru_cache`, has made it of a function of the script.
+
+    It has that function in its attributes. Pickle would record a name, which differs in spawned processes.
+    """
+    own = getattr(value, "__dict__", None)
+    return (
+        isinstance(own, dict) and not isinstance(value, type | types.FunctionType) and own.get("__module__") in SCRIPT
+    )
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -130,11 +169,29 @@ def _code(code: types.CodeType) -> str:
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, constants))
 
 
-def _globals(code: types.CodeType) -> set[str]:
-    """Return the global names that the code, or a function inside it, looks up."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    found -= {"__name__", "__file__"}  # they depend on where the script runs
-    return found.union(*(_globals(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+def _globals(code: types.CodeType) -> dict[str, set[_Part]]:
+    """Return the global names that the code, or a function inside it, looks up, and what it reads of each."""
+    found: defaultdict[str, set[_Part]] = defaultdict(set)
+    steps = [*dis.get_instructions(code)]
+    for at, step in enumerate(steps):
+        if step.opname != "LOAD_GLOBAL":
+            continue
+        following, after = (steps[at + 1], steps[at + 2]) if at + 2 < len(steps) else (step, step)
+        if following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            found[step.argval].add(("attribute", following.argval))
+        elif following.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and (
+            after.opname == "BINARY_SUBSCR" or after.argrepr == "[]"
+        ):
+            found[step.argval].add(("item", following.argval))
+        else:
+            found[step.argval].add(None)
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            for name, parts in _globals(one).items():
+                found[name] |= parts
+    for name in ("__name__", "__file__"):  # they depend on where the script runs
+        found.pop(name, None)
+    return found
 
 
 def _constant(value: Any) -> str:

@@ -95,7 +95,7 @@ class ShardLinks:
         self._clients: dict[str, RpcClient] = {}
         #: Tickets of received samples that are to be released, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
-        #: How many samples each shard has served and loaded since its start.
+        #: How many samples each shard has served and loaded, as far as answers have reported.
         self.tallies: dict[str, tuple[int, int]] = {}
         #: Samples that will be needed and have not been requested yet, by shard.
         self._unsent: defaultdict[str, list[Wanted]] = defaultdict(list)
@@ -149,7 +149,9 @@ class ShardLinks:
             outcome.error = error
             return outcome
         self.router.outages.on_answer()
-        self.tallies[fetch.address] = served.served, served.decodes
+        # Of calls that overlap, an earlier one may be answered later.
+        seen = self.tallies.get(fetch.address, (0, 0))
+        self.tallies[fetch.address] = max(seen[0], served.served), max(seen[1], served.decodes)
         taken = self._taken[fetch.address]
         for group, payloads in groups:
             kind, table = group.kind, group.payload

@@ -217,6 +217,9 @@ def _sent(call: Any, *arguments: Any, **options: Any) -> Any:
 
 def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     status = getattr(error, "status", None)
+    if type(error).__name__ == "ValidationError":  # the client checks what it sends, from its version 37 on
+        wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
+        return RejectedError(f"{what}: {'; '.join(wrong)[:600]}")
     if not isinstance(status, int) or status == 0:
         names = {type(one).__name__ for one in (error, getattr(error, "reason", None))}
         # The client reports urllib3's errors of certificates as an answer of status 0.
