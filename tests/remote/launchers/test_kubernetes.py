@@ -350,9 +350,7 @@ def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(listener
     said = r'unknown field "spec\.tolerration"|: spec\.tolerration: Extra inputs'  # by the server, or by its client
     with closing(launcher_of(pod={"tolerration": []})) as launcher:
         for begin in (launcher.check, partial(start, launcher, listener)):
-            with pytest.raises(
-                RejectedError, match=r'unknown field "spec\.tolerration"|: spec\.tolerration: Extra inputs'
-            ):
+            with pytest.raises(RejectedError, match=said):
                 begin()
 
 
