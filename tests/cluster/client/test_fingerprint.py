@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,9 @@ GLOBALS = [
     ("random.Random(1)", "random.Random(2)", "given.random()", True),
     ("logging.getLogger('a')", "logging.getLogger('b')", "given.info('c')", True),
     ("json", "random", "given.dumps", True),
+    # What code changes is state, and differs between processes.
+    ("{}", "{1: 2}", "given.setdefault(index, index)", True),
+    ("[]", "[1]", "given.append(index)", True),
 ]
 
 
@@ -148,6 +152,64 @@ class Data:
         found.append(fingerprint(own["Data"]()))
     assert (found[0] == found[1]) is equal
     assert found[0] == found[2]
+
+
+#: A dataset and a helper of the user's own modules; what is replaced there; and whether the two digests are equal.
+OWN = {
+    "own_data": """
+import math
+import own_helper
+from own_helper import scaled
+kept, opened = {}, None
+class Data:
+    def __getitem__(self, index):
+        global opened
+        opened = opened or object()
+        kept[index] = scaled(index)
+        return kept[index] + own_helper.SHIFT + math.pi
+""",
+    "own_helper": """
+SHIFT, FACTOR, LR = 1, (2, 3), 4
+def scaled(index):
+    return index * FACTOR[1]
+def other(index):
+    return LR
+""",
+}
+CHANGES = [
+    ("import math", "# another comment\nimport math", True),
+    ("index * FACTOR", "index + FACTOR", False),
+    ("(2, 3)", "(2, 4)", False),
+    ("(2, 3)", "(9, 3)", True),
+    ("SHIFT, FACTOR, LR = 1", "SHIFT, FACTOR, LR = 2", False),
+    ("return LR", "return 2 * LR", True),
+    ("{}, None", "{1: 2}, object()", True),
+]
+
+
+def test_code_of_the_users_own_modules_counts(tmp_path: Path) -> None:
+    """Each version is imported from its own directory by a process of its own."""
+    program = """
+import os, sys
+from torch_dpflow.cluster.client.fingerprint import fingerprint
+for folder in sys.argv[1:]:
+    if not os.fork():
+        sys.path.insert(0, folder)
+        from own_data import Data
+        print(fingerprint(Data()), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    folders = []
+    for number, (before, after, _) in enumerate([("", "", True), *CHANGES]):
+        folders.append(tmp_path / str(number))
+        folders[-1].mkdir()
+        for name, code in OWN.items():
+            (folders[-1] / f"{name}.py").write_text(code.replace(before, after) if before else code)
+    done = run_interpreter(program, *map(str, folders))
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stdout.split()
+    assert [one == first for one in others] == [equal for _, _, equal in CHANGES]
 
 
 def test_it_is_the_same_in_every_process_and_another_where_code_state_or_values_differ(

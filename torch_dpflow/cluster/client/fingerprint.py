@@ -13,20 +13,38 @@ import io
 import logging
 import pickle
 import random
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from torch_dpflow.ipc.serialization import SCRIPT
+from torch_dpflow.remote.shipping.modules import is_own_path
 
 #: Members of a class that do not affect what it does, or differ from process to process.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
 #: Digested by type: random generators change with each number that is drawn, and loggers are named after modules.
 _BY_TYPE = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator, logging.Logger)
+#: Methods that change a container.
+_CHANGING = {
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+}
+_THIS = __name__.partition(".")[0]
 #: What code reads of a global variable: an attribute, an item, or None for all of it.
 _Part: TypeAlias = "tuple[str, Any] | None"
 
@@ -34,16 +52,18 @@ _Part: TypeAlias = "tuple[str, Any] | None"
 def fingerprint(obj: Any) -> str:
     """Return a digest of `obj`, 16 hexadecimal digits.
 
-    Classes and functions of imported modules are digested by name, those of a script by their code, with the global
-    variables that they read. If code reads single attributes or items of a variable, such as `args.size`, only these
-    are digested: jobs that read the same data may differ in others. An object that cannot be pickled is digested by its
-    type, and so are random generators and loggers.
+    Classes and functions of installed modules are digested by name, those of a script and of the user's own modules by
+    their code, with the global variables that they read. If code reads single attributes or items of a variable, such
+    as `args.size`, only these are digested: jobs that read the same data may differ in others. So may variables that
+    the code itself changes, such as a cache. An object that cannot be pickled is digested by its type, and so are
+    random generators and loggers.
     """
     return _digest(obj, {})
 
 
-#: Functions and classes that have been digested, by id, with the digest of each.
-_Memo: TypeAlias = dict[int, tuple[Any, str]]
+#: Functions and classes that have been digested, by id, with the digest of each; and the variables of modules that they
+#: belong to, with the names of those that change.
+_Memo: TypeAlias = dict[int, tuple[Any, Any]]
 
 
 def _digest(obj: Any, memo: _Memo) -> str:
@@ -75,7 +95,7 @@ class _Digester(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.layout is torch.strided and not obj.is_quantized:
             return str, (type(obj).__qualname__, obj.dtype, tuple(obj.shape), _content(obj), vars(obj))
-        if isinstance(obj, type | types.FunctionType) and not _is_importable(obj):
+        if isinstance(obj, type | types.FunctionType) and not _is_installed(obj):
             return str, (self._tell(obj),)
         if isinstance(obj, _BY_TYPE):
             return str, (type(obj).__qualname__,)
@@ -89,19 +109,21 @@ class _Digester(pickle.Pickler):
             self._memo[id(obj)] = obj, obj.__qualname__  # stands for it where it refers to itself
             parts = self._class(obj) if isinstance(obj, type) else self._function(obj)
             self._memo[id(obj)] = obj, _digest(parts, self._memo)
-        return self._memo[id(obj)][1]
+        digest: str = self._memo[id(obj)][1]
+        return digest
 
     def _each(self, named: Mapping[Any, Any]) -> dict[Any, str]:
         """Return a digest of each value separately, so that one that cannot be pickled does not affect the others."""
         return {name: _digest(value, self._memo) for name, value in sorted(named.items())}
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
-        variables = function.__globals__
+        variables, read = function.__globals__, _uses(function.__code__).read
         used: dict[tuple[str, str], Any] = {}
-        if variables.get("__name__") in SCRIPT:  # a library's are those of its version
-            for name, parts in _globals(function.__code__).items():
-                if name in variables:
-                    used |= {(name, str(part)): value for part, value in _parts(variables[name], parts).items()}
+        if _is_own(str(variables.get("__name__"))):  # a library's are those of its version
+            if id(variables) not in self._memo:
+                self._memo[id(variables)] = variables, _changed(variables)
+            for name in read.keys() & variables.keys() - self._memo[id(variables)][1]:
+                used |= {(name, str(part)): value for part, value in _parts(variables[name], read[name]).items()}
         cells = dict(zip(function.__code__.co_freevars, map(_cell, function.__closure__ or ()), strict=True))
         defaults = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
         return _code(function.__code__), [self._each(one) for one in (*defaults, cells, used)]
@@ -131,7 +153,7 @@ def _member(value: Any) -> Any:
 
 def _parts(value: Any, parts: set[_Part]) -> dict[_Part, Any]:
     """Return these parts of a global variable; all of it if that is a part, or if a method of it is called."""
-    if isinstance(value, types.ModuleType):
+    if isinstance(value, types.ModuleType) and not _is_own(value.__name__):
         return {}
     found: dict[_Part, Any] = {}
     for part in parts:
@@ -151,9 +173,7 @@ def _is_wrapper(value: Any) -> bool:
     It has that function in its attributes. Pickle would record a name, which differs in spawned processes.
     """
     own = getattr(value, "__dict__", None)
-    return (
-        isinstance(own, dict) and not isinstance(value, type | types.FunctionType) and own.get("__module__") in SCRIPT
-    )
+    return isinstance(own, dict) and not isinstance(value, type | types.FunctionType) and _is_own(own.get("__module__"))
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -169,28 +189,55 @@ def _code(code: types.CodeType) -> str:
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, constants))
 
 
-def _globals(code: types.CodeType) -> dict[str, set[_Part]]:
-    """Return the global names that the code, or a function inside it, looks up, and what it reads of each."""
-    found: defaultdict[str, set[_Part]] = defaultdict(set)
+class _Uses(NamedTuple):
+    """What code does with global variables, by name: what it reads of each, and which it assigns or changes."""
+
+    read: Mapping[str, set[_Part]]
+    changed: set[str]
+
+
+@lru_cache(maxsize=4096)
+def _uses(code: types.CodeType) -> _Uses:
+    """Return what the code, and functions inside it, do with global variables."""
+    read, changed = defaultdict[str, set[_Part]](set), set[str]()
     steps = [*dis.get_instructions(code)]
-    for at, step in enumerate(steps):
-        if step.opname != "LOAD_GLOBAL":
+    for step, following, after in zip(steps, steps[1:], [*steps[2:], steps[-1]]):
+        name, is_attribute = step.argval, following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if step.opname == "STORE_GLOBAL":
+            changed.add(name)
+        elif step.opname != "LOAD_GLOBAL":
             continue
-        following, after = (steps[at + 1], steps[at + 2]) if at + 2 < len(steps) else (step, step)
-        if following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found[step.argval].add(("attribute", following.argval))
+        elif is_attribute:
+            read[name].add(("attribute", following.argval))
+            if following.argval in _CHANGING:
+                changed.add(name)
+        elif following.opname == "STORE_ATTR" or after.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            changed.add(name)
         elif following.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and (
             after.opname == "BINARY_SUBSCR" or after.argrepr == "[]"
         ):
-            found[step.argval].add(("item", following.argval))
+            read[name].add(("item", following.argval))
         else:
-            found[step.argval].add(None)
+            read[name].add(None)
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            for name, parts in _globals(one).items():
-                found[name] |= parts
+            inside = _uses(one)
+            changed |= inside.changed
+            for name, parts in inside.read.items():
+                read[name] |= parts
     for name in ("__name__", "__file__"):  # they depend on where the script runs
-        found.pop(name, None)
+        read.pop(name, None)
+    return _Uses(read, changed)
+
+
+def _changed(variables: Mapping[str, Any]) -> set[str]:
+    """Return the global variables that a module's own functions change: they differ from process to process."""
+    found: set[str] = set()
+    for value in [*variables.values()]:
+        for one in [*vars(value).values()] if isinstance(value, type) else [value]:
+            function = _member(one)
+            if isinstance(function, types.FunctionType) and function.__globals__ is variables:
+                found |= _uses(function.__code__).changed
     return found
 
 
@@ -198,6 +245,15 @@ def _constant(value: Any) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _is_importable(obj: Any) -> bool:
-    """Return whether another process can import it by name, so that its code is not sent."""
-    return obj.__module__ not in SCRIPT and "<" not in obj.__qualname__
+def _is_installed(obj: Any) -> bool:
+    """Return whether a class or function belongs to a library, whose name and version say what it does."""
+    return not _is_own(obj.__module__) and "<" not in obj.__qualname__
+
+
+@lru_cache(maxsize=4096)
+def _is_own(module: str | None) -> bool:
+    """Return whether this is the script, or a module of the user's own."""
+    if module in SCRIPT:
+        return True
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return isinstance(file, str) and (module or "").partition(".")[0] != _THIS and is_own_path(file)
