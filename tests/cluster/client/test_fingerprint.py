@@ -126,9 +126,10 @@ GLOBALS = [
     ("random.Random(1)", "random.Random(2)", "given.random()", True),
     ("logging.getLogger('a')", "logging.getLogger('b')", "given.info('c')", True),
     ("json", "random", "given.dumps", True),
-    # What code changes is state, and differs between processes.
+    # What a function changes is state, and differs between processes. Other functions do not make it so.
     ("{}", "{1: 2}", "given.setdefault(index, index)", True),
     ("[]", "[1]", "given.append(index)", True),
+    ("[]", "[1]", "len(given)", False),
 ]
 
 
@@ -143,6 +144,8 @@ import argparse, functools, json, logging, pathlib, random
 import numpy as np
 import torch
 given = {value}
+def main():
+    given.append(1)
 class Data:
     def __getitem__(self, index):
         return {code}

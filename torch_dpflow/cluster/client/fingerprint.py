@@ -54,16 +54,15 @@ def fingerprint(obj: Any) -> str:
 
     Classes and functions of installed modules are digested by name, those of a script and of the user's own modules by
     their code, with the global variables that they read. If code reads single attributes or items of a variable, such
-    as `args.size`, only these are digested: jobs that read the same data may differ in others. So may variables that
-    the code itself changes, such as a cache. An object that cannot be pickled is digested by its type, and so are
+    as `args.size`, only these are digested: jobs that read the same data may differ in others. So may a variable
+    in functions that change it, such as a cache. An object that cannot be pickled is digested by its type, and so are
     random generators and loggers.
     """
     return _digest(obj, {})
 
 
-#: Functions and classes that have been digested, by id, with the digest of each; and the variables of modules that they
-#: belong to, with the names of those that change.
-_Memo: TypeAlias = dict[int, tuple[Any, Any]]
+#: Functions and classes that have been digested, by id, with the digest of each.
+_Memo: TypeAlias = dict[int, tuple[Any, str]]
 
 
 def _digest(obj: Any, memo: _Memo) -> str:
@@ -109,20 +108,17 @@ class _Digester(pickle.Pickler):
             self._memo[id(obj)] = obj, obj.__qualname__  # stands for it where it refers to itself
             parts = self._class(obj) if isinstance(obj, type) else self._function(obj)
             self._memo[id(obj)] = obj, _digest(parts, self._memo)
-        digest: str = self._memo[id(obj)][1]
-        return digest
+        return self._memo[id(obj)][1]
 
     def _each(self, named: Mapping[Any, Any]) -> dict[Any, str]:
         """Return a digest of each value separately, so that one that cannot be pickled does not affect the others."""
         return {name: _digest(value, self._memo) for name, value in sorted(named.items())}
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
-        variables, read = function.__globals__, _uses(function.__code__).read
+        variables, (read, changed) = function.__globals__, _uses(function.__code__)
         used: dict[tuple[str, str], Any] = {}
         if _is_own(str(variables.get("__name__"))):  # a library's are those of its version
-            if id(variables) not in self._memo:
-                self._memo[id(variables)] = variables, _changed(variables)
-            for name in read.keys() & variables.keys() - self._memo[id(variables)][1]:
+            for name in read.keys() & variables.keys() - changed:  # what it changes differs from process to process
                 used |= {(name, str(part)): value for part, value in _parts(variables[name], read[name]).items()}
         cells = dict(zip(function.__code__.co_freevars, map(_cell, function.__closure__ or ()), strict=True))
         defaults = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
@@ -228,17 +224,6 @@ def _uses(code: types.CodeType) -> _Uses:
     for name in ("__name__", "__file__"):  # they depend on where the script runs
         read.pop(name, None)
     return _Uses(read, changed)
-
-
-def _changed(variables: Mapping[str, Any]) -> set[str]:
-    """Return the global variables that a module's own functions change: they differ from process to process."""
-    found: set[str] = set()
-    for value in [*variables.values()]:
-        for one in [*vars(value).values()] if isinstance(value, type) else [value]:
-            function = _member(one)
-            if isinstance(function, types.FunctionType) and function.__globals__ is variables:
-                found |= _uses(function.__code__).changed
-    return found
 
 
 def _constant(value: Any) -> str:
