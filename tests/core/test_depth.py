@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_dpflow._core.checks import MAX_DEPTH, check_json, check_msgpack, is_too_deep, load_json
@@ -60,6 +60,9 @@ def test_what_no_decoder_takes_is_refused_alike(levels: int) -> None:
 
 
 @given(values, st.integers(0, 2 * MAX_DEPTH))
+@example([], MAX_DEPTH)
+@example({}, MAX_DEPTH)
+@example([], MAX_DEPTH - 1)
 def test_any_value_is_refused_where_it_is_deeper(value: Any, levels: int) -> None:
     value = nested(value, levels, "both")
     assert is_too_deep(value) == (depth(value) > MAX_DEPTH)

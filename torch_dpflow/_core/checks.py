@@ -247,7 +247,8 @@ def may_be_too_deep(data: bytes | bytearray | memoryview | str) -> bool:
 
 def check_msgpack(data: bytes | bytearray | memoryview) -> None:
     """Raise RecursionError if this msgpack is nested too deep. Invalid msgpack is left to its decoder."""
-    if len(data) > MAX_DEPTH and len(bytes(data).translate(None, _NO_CONTAINERS)) > MAX_DEPTH:
+    # The deepest container may have no elements.
+    if len(data) > MAX_DEPTH and len(bytes(data).translate(None, _NO_CONTAINERS)) >= MAX_DEPTH:
         _check(partial(msgspec.msgpack.decode, data, ext_hook=_no_value))
 
 
