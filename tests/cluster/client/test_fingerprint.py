@@ -169,9 +169,14 @@ class Data:
         global opened
         opened = opened or object()
         kept[index] = scaled(index)
-        return kept[index] + own_helper.SHIFT + math.pi
+        return kept[index] + own_helper.SHIFT + own_helper.own_part.end() + math.pi
+""",
+    "own_part": """
+def end():
+    return 5
 """,
     "own_helper": """
+import own_part
 SHIFT, FACTOR, LR = 1, (2, 3), 4
 def scaled(index):
     return index * FACTOR[1]
@@ -186,6 +191,7 @@ CHANGES = [
     ("(2, 3)", "(9, 3)", True),
     ("SHIFT, FACTOR, LR = 1", "SHIFT, FACTOR, LR = 2", False),
     ("return LR", "return 2 * LR", True),
+    ("return 5", "return 6", False),
     ("{}, None", "{1: 2}, object()", True),
 ]
 

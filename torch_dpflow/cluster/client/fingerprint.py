@@ -7,17 +7,17 @@ by its bytecode, and everything else by its pickle.
 from __future__ import annotations
 
 import dis
-import functools
 import hashlib
 import io
+import itertools
 import logging
 import pickle
 import random
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,8 +52,8 @@ _Part: TypeAlias = "tuple[str, Any] | None"
 def fingerprint(obj: Any) -> str:
     """Return a digest of `obj`, 16 hexadecimal digits.
 
-    Classes and functions of installed modules are digested by name, those of a script and of the user's own modules by
-    their code, with the global variables that they read. If code reads single attributes or items of a variable, such
+    Classes and functions of installed modules are digested by name. In a script and the user's own modules, their code
+    is digested, with the global variables that they read. If code reads single attributes or items of a variable, such
     as `args.size`, only these are digested: jobs that read the same data may differ in others. So may a variable
     in functions that change it, such as a cache. An object that cannot be pickled is digested by its type, and so are
     random generators and loggers.
@@ -117,7 +117,7 @@ class _Digester(pickle.Pickler):
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
         variables, (read, changed) = function.__globals__, _uses(function.__code__)
         used: dict[tuple[str, str], Any] = {}
-        if _is_own(str(variables.get("__name__"))):  # a library's are those of its version
+        if _is_own(str(variables.get("__name__"))):  # a library's variables follow from its version
             for name in read.keys() & variables.keys() - changed:  # what it changes differs from process to process
                 used |= {(name, str(part)): value for part, value in _parts(variables[name], read[name]).items()}
         cells = dict(zip(function.__code__.co_freevars, map(_cell, function.__closure__ or ()), strict=True))
@@ -138,7 +138,7 @@ def _content(tensor: torch.Tensor) -> str:
 def _member(value: Any) -> Any:
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
-    if isinstance(value, functools.cached_property):
+    if isinstance(value, cached_property):
         return value.func
     if isinstance(value, property):
         return [value.fget, value.fset]
@@ -155,12 +155,21 @@ def _parts(value: Any, parts: set[_Part]) -> dict[_Part, Any]:
     for part in parts:
         kind, name = part or ("", "")
         try:
-            found[part] = getattr(value, name) if kind == "attribute" else value[name] if kind else value
+            found[part] = _attribute(value, name) if kind == "attribute" else value[name] if kind else value
         except Exception:  # the code would fail, or finds something else in a worker
             return {None: value}
         if kind and getattr(found[part], "__self__", None) is value:
             return {None: value}
     return found
+
+
+def _attribute(value: Any, path: Iterable[str]) -> Any:
+    """Return the first attribute on this path that is no module."""
+    for name in path:
+        value = getattr(value, name)
+        if not isinstance(value, types.ModuleType):
+            break
+    return value
 
 
 def _is_wrapper(value: Any) -> bool:
@@ -197,14 +206,15 @@ def _uses(code: types.CodeType) -> _Uses:
     """Return what the code, and functions inside it, do with global variables."""
     read, changed = defaultdict[str, set[_Part]](set), set[str]()
     steps = [*dis.get_instructions(code)]
-    for step, following, after in zip(steps, steps[1:], [*steps[2:], steps[-1]]):
+    for at, (step, following, after) in enumerate(zip(steps, steps[1:], [*steps[2:], steps[-1]])):
         name, is_attribute = step.argval, following.opname in ("LOAD_ATTR", "LOAD_METHOD")
         if step.opname == "STORE_GLOBAL":
             changed.add(name)
         elif step.opname != "LOAD_GLOBAL":
             continue
         elif is_attribute:
-            read[name].add(("attribute", following.argval))
+            path = itertools.takewhile(lambda one: one.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at + 1 :])
+            read[name].add(("attribute", tuple(one.argval for one in path)))
             if following.argval in _CHANGING:
                 changed.add(name)
         elif following.opname == "STORE_ATTR" or after.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
