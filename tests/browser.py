@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 import time
@@ -18,19 +17,6 @@ from typing import Any
 import websocket
 
 from tests.shared_cluster import PATIENCE_S, wait
-
-#: By what names a Chromium may be installed.
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-MISSING = (
-    "no Chromium: the page is not looked at in a browser; get one by `apt-get install chromium`, or name one by "
-    "DPFLOW_TEST_CHROMIUM"
-)
-
-
-def find_chromium() -> str | None:
-    """The path of a Chromium; None: there is none."""
-    named = os.environ.get("DPFLOW_TEST_CHROMIUM")
-    return named or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:

@@ -18,10 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import huge_pages
+from tests import huge_pages, missing_parts
 from tests.holdings import Holdings
 from tests.shared_cluster import PATIENCE_S, TestCluster
 from tests.support import hosts
+from tests.time_outs import EndsOfWorkers, TimeOuts
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
@@ -71,10 +72,18 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     own = tempfile.mkdtemp(prefix="t-", dir=shared)
     os.environ["TMPDIR"] = tempfile.tempdir = own
+    starts_workers = config.option.dist != "no" and not hasattr(config, "workerinput")
+    config.pluginmanager.register(EndsOfWorkers() if starts_workers else TimeOuts(config))
     # Until the tests are collected: what is made until then stays.
     gc.disable()
     # After multiprocessing has removed its directory inside, at priority -100.
     util.Finalize(None, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if hasattr(config, "workerinput"):
+        return []
+    return ["skipped here:", *(f"  {line}" for line in missing_parts.skipped())]
 
 
 @pytest.hookimpl(trylast=True)

@@ -34,7 +34,7 @@ class Holdings:
         return cls(
             threads=frozenset(threading.enumerate()),
             descriptors=frozenset(_descriptors()),
-            processes=frozenset(_descendants()),
+            processes=frozenset(descendants()),
             shared_memory=frozenset(_shared_memory()),
             temporaries=frozenset(_temporaries()),
         )
@@ -60,7 +60,8 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), target
 
 
-def _descendants() -> Iterator[int]:
+def descendants() -> Iterator[int]:
+    """Children, their children and so on, but for the processes that multiprocessing starts once."""
     singletons = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
     pending = list(_children(os.getpid()))
     while pending:

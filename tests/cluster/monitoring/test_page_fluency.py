@@ -10,7 +10,8 @@ from itertools import count
 
 import pytest
 
-from tests.browser import MISSING, find_chromium, opened
+from tests.browser import opened
+from tests.missing_parts import NO_CHROMIUM, find_chromium
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.cluster.monitoring.page_access import PagePlace, listen_at
 from torch_dpflow.cluster.monitoring.page_figures import Observation, ProcessRow
@@ -107,7 +108,7 @@ def served() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+@pytest.mark.skipif(find_chromium() is None, reason=NO_CHROMIUM)
 def test_many_jobs_and_workers_are_shown_fluently() -> None:
     with served() as url, opened(str(find_chromium())) as browser:
         browser.open(url)

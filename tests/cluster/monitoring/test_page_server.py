@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser import MISSING, find_chromium, opened
+from tests.browser import opened
+from tests.missing_parts import NO_CHROMIUM, find_chromium
 from tests.shared_cluster import wait
 from torch_dpflow.cluster.monitoring import page_server
 from torch_dpflow.cluster.monitoring.cluster_figures import FlowRow, JobRow, ShardFigures
@@ -265,7 +266,7 @@ def is_seen(id: str) -> str:
     return f"{box}.height > 0 && {box}.top >= 0 && {box}.top < innerHeight"
 
 
-@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+@pytest.mark.skipif(find_chromium() is None, reason=NO_CHROMIUM)
 def test_a_browser_shows_first_what_limits_and_nothing_of_what_has_passed(
     serve: Callable[..., Served], tmp_path: Path
 ) -> None:

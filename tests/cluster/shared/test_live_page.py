@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.browser import MISSING, find_chromium, opened
+from tests.browser import opened
 from tests.cluster_command import CommandedCluster
+from tests.missing_parts import NO_CHROMIUM, find_chromium
 from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
@@ -144,7 +145,7 @@ def test_nothing_secret_is_shown(cluster: CommandedCluster) -> None:
     assert not [secret for secret in secrets if secret in shown]
 
 
-@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+@pytest.mark.skipif(find_chromium() is None, reason=NO_CHROMIUM)
 def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
     cluster: CommandedCluster, job: SharedJob
 ) -> None:

@@ -1,0 +1,120 @@
+"""A test that takes too long fails alone: what it started is ended, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.new_process import ROOT
+from tests.time_outs import MARK, started_by
+
+#: Each hangs somewhere else; every second test passes.
+TESTS = """
+import signal, subprocess, threading, time
+import pytest
+from tests.shared_cluster import TestCluster
+
+def time_out():
+    "Let this test's time end soon: how long a machine takes for what comes before does not matter."
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 30.0)
+
+def hang():
+    time_out()
+    while True:
+        threading.Event().wait(1)
+
+class Hanging:
+    "Where an exception cannot be raised: past the time at which one would be."
+    def __repr__(self):
+        time_out()
+        begun = time.monotonic()
+        while time.monotonic() < begun + 0.3:
+            threading.Event().wait(0.01)
+        return "<Hanging>"
+
+    def __del__(self):
+        repr(self)
+
+    def tries(self):
+        self.tried = getattr(self, "tried", 0) + 1
+        return self.tried > 30
+
+@pytest.fixture(scope="module")
+def kept():
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+@pytest.fixture
+def hangs_at_its_start():
+    subprocess.Popen(["sleep", "1000"])
+    hang()
+
+@pytest.fixture
+def hangs_at_its_end():
+    yield
+    hang()
+
+def test_in_the_call(tmp_path, kept):
+    cluster = TestCluster.start(tmp_path)
+    subprocess.Popen(["setsid", "-f", "sleep", "1000"])
+    print("started", cluster.pid)
+    hang()
+
+def test_1(kept):
+    assert kept.poll() is None
+
+def test_in_setup(hangs_at_its_start): pass
+
+def test_2(kept):
+    assert kept.poll() is None
+
+def test_in_teardown(hangs_at_its_end): pass
+
+def test_after_an_error(hangs_at_its_end):
+    raise ValueError("an error of the test")
+
+@pytest.mark.parametrize("argument", [Hanging()], ids=["object"])
+def test_in_the_report(argument):
+    raise ValueError("an error of the test")
+
+def test_3(): pass
+
+def test_in_a_finalizer():
+    Hanging()
+    hang()
+
+def test_4(kept):
+    assert kept.poll() is None
+"""
+
+
+#: What the summary says of each test.
+OUTCOMES = {
+    "in_the_call": "FAILED: TestTimedOut",
+    "in_setup": "ERROR: TestTimedOut",
+    "in_teardown": "ERROR: TestTimedOut",
+    "after_an_error": "FAILED: ValueError, ERROR: TestTimedOut",
+    "in_the_report[object]": "FAILED: ValueError",
+    "in_a_finalizer": "FAILED: TestTimedOut",
+}
+
+
+def test_a_time_out_fails_one_test(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "setup.cfg"), "-n", "1"]
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnraisableExceptionWarning", "--tb", "line"]
+    env = {**os.environ, "COLUMNS": "300"}
+    done = subprocess.run([*command, *options, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "skipped here:\n" in done.stdout
+    assert "INTERNALERROR" not in done.stdout + done.stderr
+    said = re.findall(r"^(FAILED|ERROR) \S+::test_(\S+) - (?:tests.time_outs.)?(\w+)", done.stdout, re.MULTILINE)
+    outcomes: dict[str, str] = {}
+    for outcome, test, error in sorted(said, reverse=True):
+        outcomes[test] = ", ".join(filter(None, [outcomes.get(test), f"{outcome}: {error}"]))
+    assert outcomes == OUTCOMES, done.stdout
+    assert re.search(r"\b4 failed, 5 passed, 3 errors\b", done.stdout), done.stdout
+    assert not started_by(os.environ[MARK].split()[-1]), "processes of the tests still run"
