@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +237,23 @@ def test_it_is_the_same_in_every_process_and_another_where_code_state_or_values_
     assert capsys.readouterr().out.split() == told
     assert len(told) == len(set(told)) == len(VARIANTS) + 6
     assert {len(one) for one in told} == {16}
+
+
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps, lambda part: type(part).__annotations__, str])
+def test_use_of_an_object_leaves_the_digest_of_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Any], object]
+) -> None:
+    """Copying and pickling add members to a class; a loader's own epochs would differ by them."""
+    code = "class Crop:\n    size = 1\n    def __call__(self, index):\n        return index * self.size\n"
+    (tmp_path / "own_crop.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_crop", raising=False)
+    kind = importlib.import_module("own_crop").Crop
+    before = fingerprint(kind)
+    use(kind())
+    assert fingerprint(kind) == before
+    kind.size = 2
+    assert fingerprint(kind) != before
 
 
 def test_what_cannot_be_pickled_counts_by_its_type() -> None:

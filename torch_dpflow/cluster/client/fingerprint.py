@@ -26,8 +26,10 @@ import torch
 from torch_dpflow.ipc.serialization import SCRIPT
 from torch_dpflow.remote.shipping.modules import is_own_path
 
-#: Members of a class that do not affect what it does, or differ from process to process.
+#: Members of a class that do not affect what it does, differ from process to process, or are added when it is used:
+#: `copyreg` adds `__slotnames__` when an object of the class is copied or pickled.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
+_NO_CODE |= {"__slotnames__", "__annotations_cache__"}
 #: Digested by type: random generators change with each number that is drawn, and loggers are named after modules.
 _BY_TYPE = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator, logging.Logger)
 #: Methods that change a container.
@@ -126,6 +128,8 @@ class _Digester(pickle.Pickler):
 
     def _class(self, kind: type) -> tuple[Any, ...]:
         members = {name: _member(value) for name, value in vars(kind).items() if name not in _NO_CODE}
+        if not members.get("__annotations__", True):
+            del members["__annotations__"]  # reading the annotations of a class without any adds an empty dict
         return kind.__qualname__, kind.__bases__, self._each(members)
 
 
