@@ -5,14 +5,18 @@ Iterating never depends on them. If a `state_dict` fails, its error is kept and 
 
 import copy
 import inspect
+import io
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from torch_dpflow._core.checks import working
 from torch_dpflow._core.torch_private import ExceptionWrapper
+from torch_dpflow.epoch.rng import preserved_rng
 from torch_dpflow.errors import StateError, UsageError
 
 
@@ -170,25 +174,57 @@ def ended(kept: Any) -> Any:
 def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
     """Restore `dataset`, so that its next iteration begins as it would have after the saved one.
 
+    The process's generators stay unchanged.
+
     Raises StateError: it, or its iterator, cannot restore its state.
     """
+    of_dataset, of_iterator = kept["dataset"], kept["iterator"]
+    if of_dataset is None and kept["ended"] and has_state(dataset):  # it is its own iterator
+        of_dataset, of_iterator = of_iterator, None
+    with preserved_rng():
+        _restore_dataset(dataset, of_dataset)
+        if kept["ended"] and not _is_over(dataset, of_dataset, of_iterator):
+            _restore_dataset(dataset, of_dataset)  # it is at the beginning of its next iteration already
+
+
+def _restore_dataset(dataset: Any, state: Any) -> None:
     # An iterable dataset that loads a state may begin its next iteration there, even if it was there already.
-    if kept["dataset"] is not None and not (
-        isinstance(dataset, IterableDataset) and _equals_state(dataset, kept["dataset"])
-    ):
-        restore_state(dataset, kept["dataset"], "dataset")
-    if kept["ended"]:
-        # Restored to the end of its iteration; the next `iter` begins the next one.
-        iterator = iter(dataset)
-        if kept["iterator"] is not None:
-            restore_state(iterator, kept["iterator"], "dataset")
+    if state is not None and not (isinstance(dataset, IterableDataset) and _equals_state(dataset, state)):
+        restore_state(dataset, state, "dataset")
+
+
+def _is_over(dataset: Any, of_dataset: Any, of_iterator: Any) -> bool:
+    """Iterate a dataset that was restored to the end of an iteration; return whether it yields nothing.
+
+    Only then has it used the position that it was given: an iteration that is not read has run none of its code, if
+    that is a generator's.
+    """
+    iterator = iter(dataset)
+    if of_iterator is not None:
+        restore_state(iterator, of_iterator, "dataset")
+    try:
+        next(iterator)
+    except StopIteration:
+        # Another state: to begin the iteration has changed it, as one that counts epochs.
+        return of_dataset is None or _equals_state(dataset, of_dataset)
+    except Exception:  # of its first sample, which will be read again
+        return False
+    return False
 
 
 def _equals_state(dataset: Any, state: Any) -> bool:
-    try:
-        return bool(state_of(dataset) == state)
-    except Exception:  # such as tensors, whose comparison has no truth value
-        return False
+    own = state_of(dataset)
+    with suppress(Exception):  # such as tensors, whose comparison has no truth value
+        return bool(own == state)
+    with suppress(Exception):
+        return _as_bytes(own) == _as_bytes(state)
+    return False
+
+
+def _as_bytes(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 class Stream:
@@ -199,11 +235,19 @@ class Stream:
         make_fetcher: makes torch's fetcher for it, which calls `iter(dataset)`.
         state: an earlier result of `state()`; None for the beginning.
         skip: batches to skip; only without `state`.
+        failed: how many of these raised an error, which the training loop has caught.
         batch_size: samples in one batch, None if the dataset yields whole batches.
     """
 
     def __init__(
-        self, dataset: Any, make_fetcher: Callable[[], Any], *, state: Any, skip: int, batch_size: int | None
+        self,
+        dataset: Any,
+        make_fetcher: Callable[[], Any],
+        *,
+        state: Any,
+        skip: int,
+        batch_size: int | None,
+        failed: int = 0,
     ) -> None:
         self._dataset = dataset
         # The dataset first: its iterator may start from the dataset's position.
@@ -214,12 +258,16 @@ class Stream:
             restore_state(self._fetcher.dataset_iter, state["iterator"], "dataset")
         if state is not None and state["ended"]:
             self._fetcher.ended = True
-        if state is None and skip:
-            self._skip(skip * (batch_size or 1))
+        if state is None:
+            self._skip(skip, batch_size or 1, failed)
 
     def fetch(self, index: Any) -> Any:
-        """Return the next batch. Raises StopIteration at the end of the stream."""
-        return self._fetcher.fetch(index)
+        """Return the next batch. Raises StopIteration at the end of the stream, and every time after it."""
+        try:
+            return self._fetcher.fetch(index)
+        except StopIteration:
+            self._fetcher.ended = True  # an iterator that is asked again may begin another epoch
+            raise
 
     @property
     def keeps_state(self) -> bool:
@@ -241,11 +289,17 @@ class Stream:
             return None
         return {"dataset": of_dataset, "iterator": of_iterator, "ended": short}
 
-    def _skip(self, samples: int) -> None:
-        for _ in range(samples):
+    def _skip(self, batches: int, batch_size: int, failed: int) -> None:
+        for _ in range(batches):
             try:
-                next(self._fetcher.dataset_iter)
+                for _ in range(batch_size):
+                    next(self._fetcher.dataset_iter)
             except StopIteration:
                 # The last, short batch was delivered before: the stream was at its end.
                 self._fetcher.ended = True
                 return
+            except Exception:
+                # The error ended its batch, as it did in the saved iteration.
+                if not failed:
+                    raise
+                failed -= 1

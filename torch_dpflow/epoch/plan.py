@@ -126,14 +126,16 @@ class Plan:
         return self.drawn, self.held[0]
 
     def prefetch_one(self) -> None:
-        """Draw the sampler's next batch now, and keep it for the next `draw`."""
+        """Draw the sampler's next batch now, and keep it for the next `draw`; nothing once the sampler has ended."""
+        if self.ended_at is not None:  # an iterator that is asked again may begin another epoch
+            return
         self._is_begun = True
         try:
             self.held.extend(islice(self._batches, 1))
         except KeyboardInterrupt:
             self.is_torn = not self.held
             raise
-        if not self.held and self.ended_at is None:
+        if not self.held:
             # Its state may be that of its next epoch now.
             self._snapshot(self.drawn)
             self.ended_at = self.drawn

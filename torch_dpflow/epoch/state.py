@@ -30,6 +30,8 @@ class StreamState:
 
     #: Batches of this worker that were delivered.
     delivered: int = 0
+    #: How many of them raised an error in place of a batch.
+    failed: int = 0
     #: Whether its dataset has ended.
     ended: bool = False
     #: The own states of the "dataset" and its "iterator" after these batches, and whether the dataset has "ended" in a
@@ -174,6 +176,8 @@ class LoaderState:
         _check_own("sampler", self.sampler, {"sampler", "iterator"})
         for kept in (self.dataset, *(stream.dataset for stream in self.streams)):
             _check_own("dataset", kept, {"dataset", "iterator", "ended"})
+        if any(not 0 <= stream.failed <= max(0, stream.delivered) for stream in self.streams):
+            raise StateError("the state is damaged: a worker's stream has more failed batches than delivered ones")
         if len(self.ahead_samples) != len(self.ahead) or any(samples < 0 for samples in self.ahead_samples):
             raise StateError(f"the state is damaged: ahead={self.ahead!r:.80}, samples {self.ahead_samples!r:.80}")
         if any(worker not in range(len(self.streams)) for worker in self.due):

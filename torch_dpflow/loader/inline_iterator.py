@@ -86,10 +86,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._progress.note_taken()
         due = self._due or self._draw()
         try:
-            data = self._fetch(due)
-            if self._progress.streams:
-                due.worker, due.stream = 0, StreamState(delivered=self._progress.streams[0].delivered + 1)
-            due.outcome = data
+            due.outcome = self._fetch(due)
             self._head = self._progress.head = due
             self._due = None
         except KeyboardInterrupt:
@@ -98,6 +95,11 @@ class SingleProcessIterator(BaseDataLoaderIter):
 
     def _fetch(self, due: PlannedBatch) -> Any:
         due.samples = samples_in(due.index) if self._auto_collation else 1
+        stream = None
+        if self._progress.streams:
+            last = self._progress.streams[0]
+            stream = StreamState(delivered=last.delivered + 1, failed=last.failed)
+            due.worker, due.stream = 0, stream
         before = EPOCH_HERE.get()
         try:
             EPOCH_HERE.set(self._progress.epoch)
@@ -106,6 +108,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
         except (StopIteration, KeyboardInterrupt):
             raise
         except Exception:
+            if stream is not None:
+                stream.failed += 1
             due.outcome = TAKEN
             self._progress.head, self._due = due, None
             raise
@@ -151,7 +155,14 @@ class SingleProcessIterator(BaseDataLoaderIter):
         if not stream.delivered and stream.dataset is None:
             return Stream(self._dataset, torchs, state=None, skip=0, batch_size=batch_size)
         with preserved_rng():
-            return Stream(self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size)
+            return Stream(
+                self._dataset,
+                torchs,
+                state=stream.dataset,
+                skip=stream.delivered,
+                failed=stream.failed,
+                batch_size=batch_size,
+            )
 
     def _dataset_state(self) -> Callable[[], Any] | None:
         """Return a function that returns the dataset's own state; None if it has none."""

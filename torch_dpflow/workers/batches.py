@@ -107,7 +107,7 @@ class BatchSource:
         self._epoch: EpochSpec | None = None
         self._fetcher: Any = None
         self._broken: Any = None
-        self._delivered = 0
+        self._delivered = self._failed = 0
         _become_worker(spec, worker)
 
     def begin(self, epoch: EpochSpec) -> Begun | None:
@@ -118,7 +118,7 @@ class BatchSource:
         first = self._epoch is None
         self._epoch = epoch
         begin_epoch_of_worker(epoch.epoch)
-        self._delivered = epoch.stream.delivered if epoch.stream is not None else 0
+        self._delivered, self._failed = (epoch.stream.delivered, epoch.stream.failed) if epoch.stream else (0, 0)
         self._broken = None
         try:
             epoch = self._epoch = _opened(epoch, lives_on=not first and not epoch.resumes)
@@ -152,9 +152,10 @@ class BatchSource:
                 kept = sealed(self._dataset, ended(self._fetcher.state()))
                 stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
                 return LoadedBatch(END, None, stream)
-            return LoadedBatch(FAILURE, failure(self._worker), self._stream_state())
+            return LoadedBatch(FAILURE, failure(self._worker), self._stream_state(failed=1))
         except Exception:
-            return LoadedBatch(FAILURE, failure(self._worker, dataset=self._dataset, index=index), self._stream_state())
+            caught = failure(self._worker, dataset=self._dataset, index=index)
+            return LoadedBatch(FAILURE, caught, self._stream_state(failed=1))
         return LoadedBatch(BATCH, value, self._stream_state())
 
     def _begin_stream(self, stream: StreamState | None) -> None:
@@ -192,6 +193,7 @@ class BatchSource:
             self._torch_fetcher,
             state=kept,
             skip=stream.delivered if stream is not None else 0,
+            failed=stream.failed if stream is not None else 0,
             batch_size=spec.batch_size if spec.auto_collation else None,
         )
 
@@ -213,19 +215,17 @@ class BatchSource:
             return None
         return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
 
-    def _stream_state(self) -> StreamState | None:
-        self._delivered += 1
+    def _stream_state(self, failed: int = 0) -> StreamState | None:
+        self._delivered, self._failed = self._delivered + 1, self._failed + failed
         if not self._load_spec.own_stream:
             return None
-        kept = self._kept()
-        if not self._iterable:
-            return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
-        if kept is not None and not isinstance(kept, Unsaved):
-            return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
-        # Resuming skips the stream's beginning, which draws the same numbers from the generators again.
-        assert self._epoch is not None
-        start = self._epoch.stream.rng if self._epoch.stream is not None else None
-        return StreamState(delivered=self._delivered, dataset=kept, rng=start)
+        kept, rng = self._kept(), None
+        if not self._iterable or (kept is not None and not isinstance(kept, Unsaved)):
+            rng = capture_rng()
+        elif self._epoch is not None and self._epoch.stream is not None:
+            # Resuming skips the stream's beginning, which draws the same numbers from the generators again.
+            rng = self._epoch.stream.rng
+        return StreamState(delivered=self._delivered, failed=self._failed, dataset=kept, rng=rng)
 
 
 def _opened(epoch: EpochSpec, *, lives_on: bool) -> EpochSpec:
