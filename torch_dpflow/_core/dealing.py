@@ -85,6 +85,30 @@ def dealt(places: Places, rank: int, replicas: int, *, drop_last: bool) -> NDArr
     return even[rank::replicas]
 
 
+class RankPart:
+    """One rank's part of an order, as by DistributedSampler: every `replicas`-th number from the `rank`-th on.
+
+    An uneven end is filled up with the order's first numbers, or dropped. Slices are arrays, cut from the order as they
+    are read.
+    """
+
+    def __init__(self, order: Any, rank: int, replicas: int, *, drop_last: bool) -> None:
+        self._order = order
+        self._places = range(rank, share(len(order), replicas, drop_last=drop_last) * replicas, replicas)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, numbers: slice) -> NDArray[np.signedinteger[Any]]:
+        places, length = self._places[numbers], len(self._order)
+        whole = min(len(places), max(0, -(-(length - places.start) // places.step)))
+        found: NDArray[np.signedinteger[Any]] = self._order[places.start : places[:whole].stop : places.step]
+        if whole == len(places):
+            return found
+        filled = np.array(places[whole:]) % length
+        return np.concatenate([found, self._order[: int(filled.max()) + 1][filled]])
+
+
 def as_lists(places: Places) -> list[list[int]]:
     """Return the places as plain data for a state."""
     return [[p.start, p.stop, p.step] for p in places]

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from torch_dpflow._core.checks import working
+from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_here
 from torch_dpflow.epoch.own_state import (
     Unsaved,
     copied_state_of,
@@ -234,7 +235,9 @@ def new_plan(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Plan:
     """Return the plan of a whole epoch, whose batches are the running iteration of the index sampler."""
     part = stateful_part(index_sampler, sampler)
     if part is None and (part := RankOrder.of(index_sampler, sampler)) is not None:
-        batches = part.begun(batches)
+        batches = part.begun(index_sampler)
+    elif part is None and is_drawn_here(inner_sampler(index_sampler, sampler)):
+        batches = batches_of(index_sampler)  # `batches` is torch's iteration, which has drawn nothing yet
     return Plan(batches, sampler=part)
 
 
@@ -270,7 +273,7 @@ def open_order(opening: Sequence[OpeningStep], index_sampler: Any, generator: to
     batches: Iterator[Any] = iter(())
     for step in opening:
         if step == "order":
-            batches = iter(index_sampler)
+            batches = batches_of(index_sampler)
         else:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
     return batches
@@ -314,6 +317,9 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
 
 def _after(samples: int, sampler: Any) -> _Iterated:
     """Draw and drop so many samples; return the iteration of the rest. Raises StateError if there are fewer."""
+    length = length_or_none(sampler)
+    if is_drawn_here(sampler) and length is not None and samples <= length:
+        return _Iterated(indices_of(sampler, samples))
     indices = iter(sampler)
     dropped = sum(1 for _ in islice(indices, samples))
     if dropped < samples:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from torch_dpflow._core.dealing import RankPosition, dealt
+from torch_dpflow._core.dealing import RankPart, RankPosition, dealt
+from torch_dpflow._core.permutation import torch_order
+from torch_dpflow.epoch.index_order import in_chunks
 from torch_dpflow.errors import StateError
 
 
@@ -52,10 +54,10 @@ class RankOrder:
         assert self._at is not None
         return self._at.end(self._sampler.num_replicas, drop_last=self._sampler.drop_last) - self._at.position
 
-    def begun(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def begun(self, index_sampler: Any) -> Iterator[Any]:
         """Iterate over the batches of a whole epoch, whose number is the sampler's at the first draw."""
         self._epoch, self._at = self._sampler.epoch, RankPosition.beginning(len(self._sampler.dataset))
-        yield from batches
+        yield from regrouped(index_sampler, self.rest())
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any] | None:
         """Return the position after `consumed` samples; None before the first draw of a whole epoch."""
@@ -73,19 +75,17 @@ class RankOrder:
         self._at = RankPosition.restored(state, length, replicas, drop_last=self._sampler.drop_last)
         self._epoch = self._sampler.epoch
 
-    def rest(self) -> list[int]:
-        """Return the indices that are left of the epoch."""
+    def rest(self) -> Iterator[int]:
+        """Yield the indices that are left of the epoch, drawn as they are read unless the epoch was dealt again."""
         assert self._at is not None
         sampler, at = self._sampler, self._at
-        places = dealt(at.places, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)
-        places = places[at.position - at.dealt_at :]
-        if not sampler.shuffle:
-            return [int(place) for place in places]
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + self._epoch)
-        order = torch.randperm(len(sampler.dataset), generator=generator).numpy()
-        rest: list[int] = order[places].tolist()
-        return rest
+        length = len(sampler.dataset)
+        order: Any = torch_order(length, sampler.seed + self._epoch) if sampler.shuffle else np.arange(length)
+        if at.dealt_at:
+            part = order[:][dealt(at.places, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)]
+        else:
+            part = RankPart(order, sampler.rank, sampler.num_replicas, drop_last=sampler.drop_last)
+        return in_chunks(part, at.position - at.dealt_at, len(part))
 
     def _identity(self) -> dict[str, Any]:
         sampler = self._sampler

@@ -4,14 +4,19 @@ from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from torch_dpflow._core.dealing import RankPart
+from torch_dpflow._core.permutation import Permutation
 from torch_dpflow.errors import StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray
+
+#: Slices of it are arrays of sample numbers.
+Order: TypeAlias = CompactArray | Permutation | RankPart
 
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
@@ -37,11 +42,9 @@ class RankShares:
         """Number of samples of all ranks together."""
         return self.per_rank * self.replicas
 
-    def of(self, order: CompactArray, rank: int) -> CompactArray:
+    def of(self, order: Order, rank: int) -> RankPart:
         """Return one rank's part of an order: every `replicas`-th sample, as in DistributedSampler."""
-        even = np.resize(order, self.total) if self.total > len(order) else order[: self.total]
-        part: CompactArray = even[rank :: self.replicas]
-        return part
+        return RankPart(order, rank, self.replicas, drop_last=self.drop_last)
 
 
 class GlobalBatches:
@@ -131,9 +134,10 @@ class PrivatePass(Pass):
         part: this rank's samples, of those that were dealt at position `dealt_at` of the epoch.
     """
 
-    def __init__(self, epoch: int, position: int, part: CompactArray, *, dealt_at: int = 0) -> None:
+    def __init__(self, epoch: int, position: int, part: Order, *, dealt_at: int = 0) -> None:
         super().__init__(epoch, position)
-        self._part, self._dealt_at = part, dealt_at
+        self._part: Order = part
+        self._dealt_at = dealt_at
 
     def __iter__(self) -> Iterator[int]:
         for start in range(self.position - self._dealt_at, len(self._part), _CHUNK):
@@ -146,7 +150,7 @@ class PrivatePass(Pass):
         """Return None: the order can be drawn again."""
 
     def lookahead(self) -> Lookahead:
-        return Lookahead.of_order(self._part, epoch=self.epoch, position=self.position - self._dealt_at)
+        return Lookahead.of_order(self._part[:], epoch=self.epoch, position=self.position - self._dealt_at)
 
 
 class SharedPass(Pass):

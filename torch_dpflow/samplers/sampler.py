@@ -11,18 +11,15 @@ from torch.utils.data import Sampler, get_worker_info
 from torch_dpflow._core import dealing
 from torch_dpflow._core.checks import check_flag, check_int, check_number
 from torch_dpflow._core.dealing import Places, RankPosition
+from torch_dpflow._core.permutation import Permutation, torch_order
 from torch_dpflow._core.ranks import own_rank
 from torch_dpflow._core.sample_numbers import describe_numbers
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.given_indices import given_indices
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import (
-    MAX_SEED,
-    CompactArray,
-    permutation,
-)
-from torch_dpflow.samplers.passes import Pass, PrivatePass, RankShares, SharedPass
+from torch_dpflow.samplers.indices import MAX_SEED, CompactArray, compact
+from torch_dpflow.samplers.passes import Order, Pass, PrivatePass, RankShares, SharedPass
 from torch_dpflow.samplers.sampler_iterator import SamplerIterator
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
@@ -220,7 +217,7 @@ class DynaGCSSampler(Sampler[int]):
         if self.group is not None:
             return self._upcoming_in_group() if latest is None else latest.lookahead()
         ahead = (latest or self._begin(*self._upcoming())).lookahead()
-        return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
+        return ahead if self.is_distributed else replace(ahead, following=self._part(ahead.epoch + 1)[:])
 
     def _next_pass(self, upcoming: tuple[int, RankPosition, dict[str, Any] | None]) -> Pass:
         epoch, self._start, shared = upcoming
@@ -275,17 +272,25 @@ class DynaGCSSampler(Sampler[int]):
         )
         return self._running
 
-    def _part(self, epoch: int, places: Places | None = None) -> CompactArray:
-        """Return this rank's part of an epoch of its own, or of these places of it."""
+    def _part(self, epoch: int, places: Places | None = None) -> Order:
+        """Return this rank's part of an epoch of its own, or of these places of it; drawn as it is read."""
         order = self._order(epoch)
         if places is not None and places != dealing.all_places(self.size):
-            order = order[dealing.dealt(places, self.rank, self.num_replicas, drop_last=self.drop_last)]
-            return order if self.indices is None else self.indices[order]
-        return self._shares.of(order if self.indices is None else self.indices[order], self.rank)
+            dealt = dealing.dealt(places, self.rank, self.num_replicas, drop_last=self.drop_last)
+            return order[:][dealt] if self.indices is None else self.indices[order[:][dealt]]
+        if self.indices is not None:
+            order = self.indices[order[:]]
+        if self.num_replicas == 1:
+            return order
+        return self._shares.of(order, self.rank)
 
-    def _order(self, epoch: int) -> CompactArray:
+    def _order(self, epoch: int) -> CompactArray | Permutation:
         """Return the order of an epoch, before it is dealt to ranks, as positions in `indices`."""
-        return permutation(self.size, self.seed, epoch) if self.shuffle else np.arange(self.size)
+        return (
+            torch_order(self.size, self.seed + epoch)
+            if self.shuffle
+            else np.arange(self.size, dtype=compact(self.size))
+        )
 
     def _end_running(self, why: str) -> None:
         if self._running is not None:
