@@ -17,13 +17,6 @@ from torch_dpflow.pool import DataClient, PooledArray
 ROWS = np.random.default_rng(0).random((512, 1000), dtype=np.float32)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def gpu() -> None:
-    """What all of these take."""
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no GPU with CUDA here")
-
-
 @pytest.fixture
 def pooled(tmp_path: Path) -> Iterator[PooledArray]:
     """An array that is in the memory of a server."""
