@@ -33,7 +33,7 @@ if os.fork():
     os._exit(0)
 os.setsid()
 from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
-from torch_dpflow.cluster.services.node import stopped_by_signals
+from torch_dpflow.cluster.services.node_host import stopped_by_signals
 cluster = LocalCluster(
     ClusterOptions(
         connection_file=sys.argv[1],
@@ -93,7 +93,9 @@ class TestCluster:
             assert process.stderr is not None
             line = process.stdout.readline()
             assert line, process.stderr.read()
-        return cls(str(connection), int(line), log)
+        pid = int(line)
+        wait(lambda: connection.exists() or has_ended(pid), what="the connection file")
+        return cls(str(connection), pid, log)
 
     @classmethod
     def start_over_tcp(cls, folder: Path, host: str = "127.0.0.1") -> TestCluster:

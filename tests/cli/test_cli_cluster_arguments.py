@@ -209,7 +209,8 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first_which_ends_its_fo
 ) -> None:
     first = CommandedCluster.up(tmp_path, "--state", str(tmp_path / "state"))
     try:
-        children = map(int, Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
+        threads = Path(f"/proc/{first.pid}/task").glob("*/children")
+        children = [int(child) for thread in threads for child in thread.read_text().split()]
         (fork_server,) = (pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
         state = ["--state", str(tmp_path / "state"), "--connection-file", str(tmp_path / "other")]
         refused(run("up", *state), "another cluster stores its flows there")

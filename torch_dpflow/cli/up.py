@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: End of an announcement; processes that the command starts may keep its pipe open.
 _END = b"\0"
+#: How long a start takes before its log is named, seconds.
+_NOTICE_S = 10.0
 #: Most characters of a log in an error.
 _MAX_TAIL = 2000
 
@@ -111,9 +114,9 @@ def up(
     """
     from torch_dpflow.cluster.messages.coordinator import ClusterLimits
     from torch_dpflow.cluster.services.local_cluster import ClusterOptions, LocalCluster
-    from torch_dpflow.cluster.services.node import stopped_by_signals
+    from torch_dpflow.cluster.services.node_host import stopped_by_signals
     from torch_dpflow.ipc.memory.headroom import check_memory
-    from torch_dpflow.workers.local_platform import end_fork_server
+    from torch_dpflow.workers.fork_server import end_fork_server
 
     if memory is not None and given["listen"] is given["nodes"] is None:  # else nodes may have a part of it
         check_memory("--memory", memory)
@@ -225,7 +228,11 @@ def _print_announced(reader: int, child: int, log: Path, begins_at: int) -> None
     found = b""
     try:
         with open(reader, "rb", buffering=0) as pipe:
-            while not found.endswith(_END) and (part := pipe.read(4096)):
+            while not found.endswith(_END):
+                if not _is_readable(pipe, _NOTICE_S):
+                    click.echo(f"the cluster is still starting; {log} has what it waits for", err=True)
+                if not (part := pipe.read(4096)):
+                    break
                 found += part
     except KeyboardInterrupt:
         os.kill(child, signal.SIGTERM)
@@ -236,6 +243,12 @@ def _print_announced(reader: int, child: int, log: Path, begins_at: int) -> None
             said = file.read().decode(errors="replace")[-_MAX_TAIL:].strip()
         raise click.ClickException(f"the cluster has not started; {log} has:\n{said}")
     click.echo(found.removesuffix(_END).decode())
+
+
+def _is_readable(pipe: BinaryIO, within_s: float) -> bool:
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN)
+    return bool(poller.poll(1000 * within_s))
 
 
 @click.command()
@@ -270,8 +283,8 @@ def node(
     """
     from torch_dpflow.cluster.services.joining_node import JoiningNode
     from torch_dpflow.cluster.services.joining_options import NodeOptions
-    from torch_dpflow.cluster.services.node import stopped_by_signals
-    from torch_dpflow.workers.local_platform import end_fork_server
+    from torch_dpflow.cluster.services.node_host import stopped_by_signals
+    from torch_dpflow.workers.fork_server import end_fork_server
 
     sys.path.insert(0, os.getcwd())  # as `dpflow up` does
     joined = JoiningNode(

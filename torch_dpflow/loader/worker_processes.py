@@ -21,7 +21,7 @@ from torch_dpflow.options import LoaderOptions
 from torch_dpflow.workers import batch_worker
 from torch_dpflow.workers.batch_worker import DeferredPickle, WorkerSpec
 from torch_dpflow.workers.batches import SHARED_FRACTION, LoadSpec
-from torch_dpflow.workers.local_platform import local_platform
+from torch_dpflow.workers.fork_server import local_platform
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.workers.script_settings import ScriptSettings
 from torch_dpflow.workers.stream_items import StreamItem

@@ -3,6 +3,10 @@
 With it the fork server drops a connection that does not speak its protocol. Python's own would end, and start again for
 seconds, in which no process starts. It also ignores SIGINT from here on. Python's own does so only after all imports,
 and Control-C, which reaches every process of a terminal, would print a traceback until then.
+
+Python's fork server has no other hook while it imports: it passes over modules that are not found. So a list of modules
+can have marks between them, names that no module has; each becomes the name of the process in `top` and for
+`ForkServerPlatform`.
 """
 
 from __future__ import annotations
@@ -10,10 +14,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
+from contextlib import suppress
 from multiprocessing import forkserver, reduction
 from socket import socket
 from types import SimpleNamespace
 from typing import Any
+
+from torch_dpflow.workers.process_control import FORK_SERVER_NAME
 
 #: The timeout of a request, seconds; requests are served one at a time.
 REQUEST_S = 5.0
@@ -32,6 +40,19 @@ def receive(connection: socket, limit: int) -> list[int]:
         os.close(descriptor)
     raise ConnectionAbortedError(errno.ECONNABORTED, "no request for a process")
 
+
+class Marks:
+    """Finder of modules that finds none. It gives this process the name of each mark."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        """Return None (Python's name)."""
+        if name.startswith(FORK_SERVER_NAME):
+            with suppress(OSError), open("/proc/self/comm", "w") as file:
+                file.write(name)
+
+
+sys.meta_path.insert(0, Marks)
 
 _server: Any = forkserver
 _server.reduction = SimpleNamespace(**{**vars(reduction), "recvfds": receive})

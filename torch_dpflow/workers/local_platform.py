@@ -1,27 +1,21 @@
-"""Processes of this machine: forked from this one, started anew, or forked by a fork server."""
+"""Processes of this machine: forked from this one, or started from scratch. `fork_server` has a third kind."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import multiprocessing
 import os
 import pickle
 import select
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
-from multiprocessing import forkserver, resource_tracker, spawn
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch_dpflow._core import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.log import SERVICE
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Limits, ProcessSpec
 from torch_dpflow.workers.process_control import exit_with
 
@@ -80,6 +74,9 @@ class LocalPlatform:
         self._running[handle.descriptor] = handle
         self._poller.register(handle.descriptor, select.EPOLLIN)
         return handle
+
+    def interrupt(self) -> None:
+        """Do nothing: no launch waits."""
 
     def take_ended(self) -> list[LocalHandle]:
         ended = [self._running[descriptor] for descriptor, _ in self._poller.poll(0)]
@@ -229,157 +226,3 @@ def _descriptor_of(process: BaseProcess) -> tuple[int, bool]:
         process.kill()
         process.join()
         raise
-
-
-#: Lets a fork server survive invalid requests.
-GUARD = "torch_dpflow.workers.fork_server_guard"
-
-
-class ForkServerPlatform(LocalPlatform):
-    """Starts processes by this process's fork server, which has imported what they need: they start at once.
-
-    Args:
-        context: a multiprocessing context of this kind; None: Python's own.
-        preload: modules that the fork server imports, read at its first start only. With them it survives connections
-            that do not speak its protocol.
-        timeouts_s: seconds for the fork server to fork a process, and to start. A slower one is killed, and another is
-            started. None: no limit, as other code may use the fork server.
-        outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
-            including those that never release the interpreter's lock.
-    """
-
-    def __init__(
-        self,
-        context: Any = None,
-        *,
-        preload: Sequence[str] = (),
-        timeouts_s: tuple[float, float] | None = None,
-        outlived: bool = False,
-    ) -> None:
-        super().__init__(context or multiprocessing.get_context("forkserver"))
-        self._has_guard = bool(preload)
-        if preload:
-            self._context.set_forkserver_preload([*dict.fromkeys([GUARD, *preload])])
-        self._timeouts_s = timeouts_s
-        self._may_be_killed_by_kernel = not outlived
-        #: The pid of the fork server that forked the latest process.
-        self._known: int | None = None
-
-    def begin(self) -> None:
-        """Wait until the fork server has imported its modules, for which the first launch would wait."""
-        process = self._context.Process(target=_nothing, daemon=True)
-        self._start(process)
-        process.join()
-
-    def take_ended(self) -> list[LocalHandle]:
-        pid = _fork_server()
-        if pid is not None and pid == self._known:
-            # If it has died, another starts now: importing takes seconds, for which the next launch would wait. Once
-            # only: one that dies before it has forked anything is replaced at that launch.
-            self._ensure_running()
-            if _fork_server() != pid:
-                SERVICE.warning("the fork server (pid %d) has ended; another takes its place", pid)
-        return super().take_ended()
-
-    def _start(self, process: BaseProcess) -> None:
-        try:
-            self._fork(process)
-            return
-        except EOFError:  # it hung and was killed
-            end_fork_server()
-        except ConnectionError as error:
-            # Without a guard any data that its user sends to its socket ends it, which takes seconds with many imports.
-            _kill_fork_server(f"has closed its socket ({error})")
-        self._fork(process)
-
-    def _fork(self, process: BaseProcess) -> None:
-        self._ensure_running()
-        # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
-        if self._timeouts_s is None:
-            process.start()
-            return
-        (fork_s, begin_s), known, made = self._timeouts_s, self._known, threading.Event()
-
-        def watch() -> None:
-            if not made.wait(fork_s) and (known == _fork_server() or not made.wait(begin_s)):
-                _kill_fork_server("does not fork a process")
-
-        threading.Thread(target=watch, name="dpflow-fork", daemon=True).start()
-        try:
-            process.start()
-        finally:
-            made.set()
-        self._known = _fork_server()
-
-    def _ensure_running(self) -> None:
-        """Start the fork server, unless it runs. SIGINT is blocked in it until its guard ignores and unblocks it."""
-        if not self._has_guard:
-            forkserver.ensure_running()
-            return
-        resource_tracker.ensure_running()  # which the fork server's start would do, and unblocks SIGINT
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _nothing() -> None:
-    """Main function of a process that only tests whether the fork server works."""
-
-
-def local_platform(context: Any, *, preload: Sequence[str] = ()) -> LocalPlatform:
-    """Return the platform for a multiprocessing context, or a module used as one.
-
-    Args:
-        preload: modules that a fork server imports beside those that the user has chosen, if it does not run yet.
-    """
-    if context.get_start_method() != "forkserver":
-        return LocalPlatform(context)
-    if not preload or not _are_found_anew():
-        return ForkServerPlatform(context)
-    server: Any = forkserver._forkserver
-    return ForkServerPlatform(context, preload=[*server._preload_modules, *preload])
-
-
-@functools.cache
-def _are_found_anew() -> bool:
-    """Return whether a new interpreter finds torch and this package where this process has found them.
-
-    A fork server may import modules before it has this process's `sys.path`, and would then have others.
-    """
-    names = ("torch", "torch_dpflow")
-    program = f"from importlib.util import find_spec\nfor name in {names}: print(find_spec(name).origin)"
-    try:
-        command = [os.fsdecode(spawn.get_executable()), "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # no process can be started, as the fork server's start will report
-        return False
-    return done.stdout.split("\n")[:-1] == [found.origin for found in map(find_spec, names) if found is not None]
-
-
-def end_fork_server() -> None:
-    """End this process's fork server, which would take seconds to end by itself."""
-    pid = _fork_server()
-    if pid is not None:
-        _kill(pid)
-
-
-def _fork_server() -> int | None:
-    server: Any = forkserver._forkserver
-    pid: int | None = server._forkserver_pid
-    return pid
-
-
-def _kill_fork_server(why: str) -> None:
-    pid = _fork_server()
-    if pid is not None:
-        SERVICE.warning("fork server (pid %d) %s; killed, it will be restarted", pid, why)
-        _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    """Kill a fork server and wait until it is a zombie, so that multiprocessing notices its end."""
-    with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

@@ -158,6 +158,9 @@ class Platform(Protocol):
             DescriptorLimitError: this process has too many files open.
         """
 
+    def interrupt(self) -> None:
+        """Refuse all later launches, and end one that waits. Any thread may call, and signal handlers."""
+
     def take_ended(self) -> Sequence[Handle]:
         """Return the processes that have ended, each once; does not wait."""
 

@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 
+#: A fork server's name in the process table, before the number of the module that it imports.
+FORK_SERVER_NAME = "dpflow-fork-"
 _PR_SET_PDEATHSIG = 1
 #: How often to look up a pid where the kernel has no pidfds, seconds.
 POLL_S = 1.0

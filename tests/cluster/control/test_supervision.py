@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.cluster.control.supervision import (
     LONGEST_PAUSE_S,
+    MAX_DOUBLINGS,
     MAX_LEASE_FACTOR,
     STABLE_S,
     START_PACE_S,
@@ -185,6 +186,41 @@ def test_who_is_starting_is_not_silent() -> None:
     supervisor = running(ROUTER)
     assert supervisor.tick(START_S - 1.0) == []
     assert supervisor.tick(START_S) == [Kill(ROUTER.id, 1)]
+
+
+def test_a_start_that_makes_progress_is_not_killed_and_a_repeated_one_gets_more_time() -> None:
+    supervisor = running(ROUTER)
+    assert supervisor.unheard() == [(ROUTER.id, 1, 101)]
+    now, limit = 100.0, START_S
+    supervisor.on_progress(ROUTER.id, 1, now)
+    for incarnation in range(1, MAX_DOUBLINGS + 3):
+        assert supervisor.tick(now + limit - 1.0) == []
+        now += limit
+        assert supervisor.tick(now) == [Kill(ROUTER.id, incarnation)]
+        (spawn,) = supervisor.on_ended(ROUTER.id, incarnation, now)
+        assert spawn == Spawn(ROUTER, incarnation + 1, "")
+        supervisor.on_progress(ROUTER.id, incarnation, now + 1e6)  # late news of the one before
+        assert supervisor.on_started(ROUTER.id, incarnation + 1, 1, now) == []
+        limit = min(2 * limit, START_S * 2**MAX_DOUBLINGS)
+    supervisor.on_heartbeat(ROUTER.id, incarnation + 1, "", {}, now)
+    assert supervisor.unheard() == []
+    assert supervisor.tick(now + 10.0) == [Kill(ROUTER.id, incarnation + 1)]
+    supervisor.on_ended(ROUTER.id, incarnation + 1, now)
+    supervisor.on_started(ROUTER.id, incarnation + 2, 1, now)
+    assert supervisor.tick(now + START_S) == [Kill(ROUTER.id, incarnation + 2)]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_process_that_is_not_desired_once_it_is_launched_is_killed(returns: bool) -> None:
+    """Its launch takes time; meanwhile it may even be desired again, with other arguments."""
+    supervisor = Supervisor(lease_s=10.0)
+    assert supervisor.desire([ROUTER], 0.0) == [Spawn(ROUTER, 1, "")]
+    assert supervisor.desire([], 1.0) == []
+    again = Launch(ROUTER.id, ROUTER.role, b"other")
+    assert supervisor.desire([again] * returns, 2.0) == []
+    assert supervisor.on_started(ROUTER.id, 1, 101, 3.0) == [Kill(ROUTER.id, 1)]
+    assert supervisor.is_stopped(ROUTER.id, 1)
+    assert supervisor.on_ended(ROUTER.id, 1, 4.0) == ([Spawn(again, 2, "")] if returns else [CleanUp(ROUTER.id)])
 
 
 def test_workers_are_started_as_those_before_have_come_up_and_services_at_once() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver
@@ -19,22 +23,18 @@ from typing import Any
 import pytest
 
 import torch_dpflow
-from tests.new_process import run_interpreter
+from tests.new_process import ROOT, run_interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
 from torch_dpflow.cluster.services.node import Node
 from torch_dpflow.cluster.services.service import ClusterPlace
-from torch_dpflow.errors import DescriptorLimitError, OptionError
+from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.testing.platforms import PlatformContract, wakes
 from torch_dpflow.testing.processes import sleep
-from torch_dpflow.workers.local_platform import (
-    GUARD,
-    ForkServerPlatform,
-    LocalPlatform,
-    _are_found_anew,
-    local_platform,
-)
+from torch_dpflow.workers import fork_server as fork_servers
+from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, _are_found_anew, local_platform
+from torch_dpflow.workers.local_platform import LocalPlatform
 from torch_dpflow.workers.platform import Limits, Platform, ProcessSpec
 
 
@@ -265,6 +265,84 @@ def test_a_fork_server_with_a_guard_survives_what_is_no_request(
             if sent:
                 socket.send_fds(stranger, [sent], descriptors)
     assert fork_server_of(fork_server.launch(spec).pid) == server
+
+
+#: A module that writes its process to a file "starts" of a folder, and waits until a file "gate" is there.
+GATED = """
+import os, time
+open({folder!r} + "/starts", "a").write(f"{{os.getpid()}}\\n")
+while not os.path.exists({folder!r} + "/gate"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServerPlatform]:
+    """A platform whose fork server imports a module that waits; its limits are short."""
+    state = without_fork_server()
+    monkeypatch.setattr(state, "_preload_modules", [])
+    monkeypatch.setattr(fork_servers, "NOTICE_S", 0.01)
+    monkeypatch.setattr(fork_servers, "POLL_S", 0.01)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    (tmp_path / "gated_module.py").write_text(GATED.format(folder=str(tmp_path)))
+    platform = ForkServerPlatform(preload=["colorsys", "gated_module"], timeouts_s=(60.0, 0.05), outlived=True)
+    yield platform
+    platform.close()
+    without_fork_server()
+
+
+def starts_of(folder: Path) -> list[str]:
+    path = folder / "starts"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_fork_server_that_hangs_is_started_again_with_more_time_and_its_module_is_named(
+    gated: ForkServerPlatform, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    thread = threading.Thread(target=gated.begin)
+    thread.start()
+    try:
+        wait(lambda: len(starts_of(tmp_path)) >= 3, what="three starts")
+    finally:
+        (tmp_path / "gate").touch()
+        thread.join()
+    assert "it imports gated_module" in caplog.text
+    limits = [float(text) for text in re.findall(r"no progress for ([0-9.]+) s", caplog.text)]
+    assert limits[:2] == [0.05, 0.1]
+
+
+def test_a_fork_server_that_makes_progress_is_not_killed(
+    gated: ForkServerPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(fork_servers, "progress_of", lambda pid: (next(ticks),))
+    thread = threading.Thread(target=gated.begin)
+    thread.start()
+    try:
+        wait(lambda: caplog.text.count("waiting for the fork server") >= 6, what="six lines, after twice the limit")
+    finally:
+        (tmp_path / "gate").touch()
+        thread.join()
+    assert len(starts_of(tmp_path)) == 1
+
+
+def test_a_launch_that_waits_ends_when_it_is_interrupted(gated: ForkServerPlatform, tmp_path: Path) -> None:
+    gated._timeouts_s = (60.0, 60.0)
+    spec = ProcessSpec(name="one", incarnation=0, target=sleep, arguments=(60.0,))
+    with ThreadPoolExecutor(1) as pool:
+        launch = pool.submit(gated.launch, spec)
+        wait(lambda: starts_of(tmp_path), what="the start")
+        gated.interrupt()
+        assert isinstance(launch.exception(), LaunchError)
+    with pytest.raises(LaunchError):
+        gated.launch(spec)
+    gated.begin()  # returns
+
+
+def test_a_process_that_works_makes_progress() -> None:
+    before = fork_servers.progress_of(os.getpid())
+    wait(lambda: sum(range(100_000)) and fork_servers.progress_of(os.getpid()) != before, what="a clock tick")
+    assert fork_servers.progress_of(0) == ()
 
 
 def without_fork_server() -> Any:

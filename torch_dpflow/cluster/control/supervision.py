@@ -18,13 +18,16 @@ import msgspec
 
 from torch_dpflow.cluster.messages.node import Launch, ProcessView
 
+#: A process without a heartbeat for this long is killed and restarted, seconds.
+LEASE_S = 10.0
 #: The pause before a process that ended at once is restarted, first and longest, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 #: A process that has run for so long did not end at once, seconds. As long as the longest pause: no process is started
 #: more often than that, and one that is killed from outside is restarted without a pause.
 STABLE_S = 2.0
-#: Time limit of the first heartbeat, seconds: a process imports, and fetches the dataset.
-START_S = 60.0
+#: Time limit of the first heartbeat, seconds, from the start or the latest sign that the process runs: it imports. It
+#: doubles with each start in a row that exceeds it, so many times at most.
+START_S, MAX_DOUBLINGS = 60.0, 3
 #: Longest time for which a starting worker delays the next ones, seconds.
 START_PACE_S = 10.0
 #: If three in four intervals between heartbeats of the others exceed this, seconds, all leases grow in proportion, by
@@ -71,6 +74,11 @@ class _Process:
     runs: bool = False
     pid: int = 0
     began: float = 0.0
+    #: Whether it is being launched, and for a running one without a heartbeat when it last used its processor, seconds.
+    launching: bool = False
+    progressed: float = 0.0
+    #: How many incarnations in a row were killed before their first heartbeat.
+    late_starts: int = 0
     #: The time of its last heartbeat, None before the first, and the interval before that one, seconds.
     heartbeat: float | None = None
     interval: float = 0.0
@@ -132,9 +140,9 @@ class Supervisor:
         out: list[SupervisorInstruction] = []
         for id, process in list(self._processes.items()):
             if id not in wanted or not _runs_as(process.launch, wanted[id]):
-                process.desired, process.stopped = False, process.runs
+                process.desired, process.stopped = False, process.runs or process.launching
                 out += self._kill(process)
-                if not process.runs:
+                if not process.stopped:
                     out.append(self._forget(id))
         for id, launch in wanted.items():
             known = self._processes.get(id)
@@ -144,11 +152,25 @@ class Supervisor:
                 known.launch, known.desired = launch, True  # one that is ending is started afterwards
         return out + self._spawn_due(now)
 
-    def on_started(self, id: str, incarnation: int, pid: int, now: float) -> None:
-        """Record that a process has been launched."""
+    def on_started(self, id: str, incarnation: int, pid: int, now: float) -> list[SupervisorInstruction]:
+        """Record that a process has been launched. Each `Spawn` is followed by this or by `on_ended`."""
         process = self._processes[id]
-        process.runs, process.pid, process.began = True, pid, now
+        process.runs, process.pid, process.launching = True, pid, False
+        process.began = process.progressed = now
         self.revision += 1
+        return self._kill(process) if process.stopped else []
+
+    def on_progress(self, id: str, incarnation: int, now: float) -> None:
+        """Record that a process without a heartbeat runs, such as by the processor time that it has used."""
+        process = self._processes.get(id)
+        if process is not None and process.incarnation == incarnation:
+            process.progressed = now
+
+    def unheard(self) -> list[tuple[str, int, int]]:
+        """Return id, incarnation and pid of each running process that has sent no heartbeat."""
+        return [
+            (id, one.incarnation, one.pid) for id, one in self._processes.items() if one.runs and one.heartbeat is None
+        ]
 
     def on_ended(self, id: str, incarnation: int, now: float, how: str = "") -> list[SupervisorInstruction]:
         """Record that a process has ended, for any reason. how: a description for display."""
@@ -156,7 +178,7 @@ class Supervisor:
         if process is None or process.incarnation != incarnation:
             return []
         process.runs, process.pid, process.ended = False, 0, how[:MAX_ENDED]
-        process.starting = False
+        process.starting = process.launching = False
         self.revision += 1
         if not process.desired:
             return [self._forget(id)]
@@ -176,7 +198,7 @@ class Supervisor:
         self.revision += not process.listens or process.address != address
         process.address, process.status, process.listens = address, status, True
         process.interval = 0.0 if process.heartbeat is None else now - process.heartbeat
-        process.heartbeat = now
+        process.heartbeat, process.late_starts = now, 0
         # A worker is up once it has its dataset, which takes longer than everything before.
         process.starting &= process.launch.role == WORKER and not status.get(UP, False)
         return True
@@ -202,6 +224,7 @@ class Supervisor:
             process.starting &= now - process.began < START_PACE_S
             if process.runs and not process.killed and self._has_expired(process, now):
                 process.killed = True
+                process.late_starts += process.heartbeat is None
                 out += self._kill(process)
         return out + self._spawn_due(now)
 
@@ -254,7 +277,7 @@ class Supervisor:
 
     def _has_expired(self, process: _Process, now: float) -> bool:
         if process.heartbeat is None:
-            return now - process.began >= START_S
+            return now - process.progressed >= START_S * (1 << min(process.late_starts, MAX_DOUBLINGS))
         silent_s = now - process.heartbeat
         return silent_s >= self._lease_s and silent_s >= self._lease_s * self._lease_factor(process, now)
 
@@ -287,7 +310,7 @@ class Supervisor:
             process.incarnation = self._spawns
             process.due, process.began, process.heartbeat, process.killed = None, now, None, False
             process.listens = process.stopped = False
-            process.starting = is_worker
+            process.starting, process.launching = is_worker, True
             out.append(Spawn(process.launch, process.incarnation, process.address))
         return out
 

@@ -28,28 +28,27 @@ class Announcement:
     A thread writes the file again if it disappears and its folder exists: systemd removes the folder of a user's
     session at logout. Only jobs and people need the file.
 
+    Args:
+        path: of the file.
+        connection: its content.
+        current_address: returns the address of the coordinator, empty while unknown; called in another thread. The file
+            is written again when it changes.
+
     Raises:
         OptionError: the file cannot be written, or another kind of file is there.
         UsageError: a running cluster has its file there.
     """
 
-    def __init__(self, path: Path, connection: ConnectionFile) -> None:
+    def __init__(self, path: Path, connection: ConnectionFile, current_address: Callable[[], str] = lambda: "") -> None:
         self._path = path
         self._connection = connection
         try:
             self._lock = _publish(path, connection)
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
-        self._current_address: Callable[[], str] = lambda: ""
+        self._current_address = current_address
         self._renewal = PeriodicCall(self._keep, CHECK_S, "dpflow-announce", what="keeping the connection file")
         self._renewal.start()
-
-    def track(self, current_address: Callable[[], str]) -> None:
-        """Update the file when the address of the coordinator changes.
-
-        current_address: returns that address, empty while unknown; called in another thread.
-        """
-        self._current_address = current_address
 
     def remove(self) -> None:
         """Remove the file unless another cluster owns it by now. To be called when the cluster ends."""

@@ -31,9 +31,9 @@ from torch_dpflow.cluster.security.connection_file import (
     node_proof,
 )
 from torch_dpflow.cluster.services.joining_options import NodeOptions, keys_of, own_address
-from torch_dpflow.cluster.services.node import (
+from torch_dpflow.cluster.services.node import Node
+from torch_dpflow.cluster.services.node_host import (
     WISHED_DESCRIPTORS,
-    Node,
     fork_platform,
     keep_fork_server_in,
     private_directory,
@@ -44,7 +44,7 @@ from torch_dpflow.ipc.memory.headroom import Headroom
 from torch_dpflow.ipc.transport import TransportOptions
 from torch_dpflow.log import SERVICE, write_lines
 from torch_dpflow.remote.shipping.compatibility import versions_here
-from torch_dpflow.workers.local_platform import end_fork_server
+from torch_dpflow.workers.fork_server import end_fork_server
 
 #: Timeouts, seconds: of one call to the coordinator, of joining, and of a coordinator that stops answering later.
 ANSWER_S, JOIN_S, SILENCE_S = 3.0, 30.0, 60.0
@@ -133,6 +133,7 @@ class CoordinatorLink:
         self._warned_of = 0
         #: Whether the node is to leave, and when it started to, seconds.
         self.leaves, self._leaves_since = False, 0.0
+        self.has_joined = False
         self._closes = False
         #: Why the node has ended; empty if it was stopped.
         self.failure = ""
@@ -144,6 +145,9 @@ class CoordinatorLink:
     def start(self, node: Node) -> bool:
         """Join and start the thread, or else stop the node. Return whether it has joined. To be called once."""
         self._node = node
+        if self.leaves:
+            node.stop()
+            return False
         try:
             self._joined = self._joining.join(is_over=lambda: self.leaves)
         except UsageError as error:
@@ -151,6 +155,7 @@ class CoordinatorLink:
                 self.failure = str(error)
             node.stop()
             return False
+        self.has_joined = True
         node.begin(self._joined.token, self._joined.generation * _MAX_STARTS)
         self._thread.start()
         return True
@@ -284,19 +289,17 @@ class JoiningNode:
         self._log = options.log
         raise_limit(WISHED_DESCRIPTORS)
         joining = Joining(self.cluster, keys, self.name, self.address, options.node_processors)
-        platform = fork_platform(options.preload)
+        self._platform = fork_platform(options.preload)
         self._directory = private_directory()
         keep_fork_server_in(self._directory.path)
         try:
-            # Before it joins: a node that imports does not answer, on a loaded host for longer than its lease.
-            platform.begin()
             place = ClusterPlace(
                 directory=self._directory.path,
                 host=f"[{self.address}]" if ":" in self.address else self.address,
                 keys=keys,
                 log=options.log,
             )
-            self._node = Node(place, [], platform, roles=JOINED_ROLES)
+            self._node = Node(place, [], self._platform, roles=JOINED_ROLES)
             self._link = CoordinatorLink(joining, self.cluster, place)
         except BaseException:
             end_fork_server()
@@ -311,6 +314,8 @@ class JoiningNode:
         """
         write_lines(self._log, {"process": f"node {self.name}", "pid": os.getpid()})
         try:
+            # Before it joins: jobs would wait for shards of a host that imports.
+            self._platform.begin()
             # Join only once `stop` can be called: the cluster waits for a joined node that a signal ends.
             if self._link.start(self._node):
                 ready()
@@ -329,3 +334,5 @@ class JoiningNode:
         if self._link.leaves:
             self._node.stop()
         self._link.leave()
+        if not self._link.has_joined:
+            self._platform.interrupt()

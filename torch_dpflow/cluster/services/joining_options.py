@@ -14,7 +14,7 @@ from torch_dpflow._core.checks import is_loopback
 from torch_dpflow.cluster.messages.node import NODE_NAME
 from torch_dpflow.cluster.monitoring.page_access import listen_at
 from torch_dpflow.cluster.security.connection_file import ConnectionFile, read_connection_file
-from torch_dpflow.cluster.services.node import check_installed
+from torch_dpflow.cluster.services.node_host import check_installed
 from torch_dpflow.errors import OptionError
 from torch_dpflow.log import LogOptions
 

@@ -9,10 +9,10 @@ import msgspec
 from torch_dpflow.cluster.security.connection_file import ConnectionFile
 from torch_dpflow.cluster.services.joining_node import JoiningNode
 from torch_dpflow.cluster.services.joining_options import NodeOptions
-from torch_dpflow.cluster.services.node import stopped_by_signals
+from torch_dpflow.cluster.services.node_host import stopped_by_signals
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import LogOptions
-from torch_dpflow.workers.local_platform import end_fork_server
+from torch_dpflow.workers.fork_server import end_fork_server
 
 #: What a platform's launcher runs.
 MODULE = __name__

@@ -33,16 +33,16 @@ from torch_dpflow.cluster.security.connection_file import (
     generate_keys,
     read_key_file,
 )
-from torch_dpflow.cluster.services.node import (
+from torch_dpflow.cluster.services.node import Node
+from torch_dpflow.cluster.services.node_fleet import NodeArguments
+from torch_dpflow.cluster.services.node_host import (
     WISHED_DESCRIPTORS,
-    Node,
     check_installed,
     fork_platform,
     keep_fork_server_in,
     max_workers,
     private_directory,
 )
-from torch_dpflow.cluster.services.node_fleet import NodeArguments
 from torch_dpflow.cluster.services.service import (
     COORDINATOR,
     PAGE,
@@ -244,12 +244,13 @@ class LocalCluster:
         """Run the node until it is stopped, then clean up. Sets up this process's logging by the options.
 
         ready: called once, in this thread, when the cluster answers.
-        Raises StateError if the state store can no longer be used.
+        Raises StateError if the state store can no longer be used; UsageError or OptionError if by now another cluster
+        has its connection file there, or it cannot be written.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         keep_fork_server_in(self._directory.path)
         try:
-            self.node.serve(ready)
+            self.node.serve(ready, listening=self._announce)
         finally:
             self._has_ended.set()
             if self._ending is not None:
@@ -292,10 +293,7 @@ class LocalCluster:
             worker_platform=worker_place,
         )
         self.address = options.listen or place.address_for(COORDINATOR)
-        self._announcement = Announcement(
-            self._path,
-            msgspec.structs.replace(keys, address=self.address, sends_code=platform is not None),
-        )
+        self._connection = msgspec.structs.replace(keys, address=self.address, sends_code=platform is not None)
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",
             self._owner,
@@ -317,9 +315,12 @@ class LocalCluster:
             own.append(Launch(PAGE, PAGE, msgspec.msgpack.encode(page)))
         if options.pool_memory is not None:
             own.append(Launch(POOL, POOL, msgspec.msgpack.encode(options.pool_memory)))
-        node = Node(place, own, fork_platform(options.preload), worker_platform=platform)
-        self._announcement.track(lambda: node.address_of(COORDINATOR))
-        return node
+        return Node(place, own, fork_platform(options.preload), worker_platform=platform)
+
+    def _announce(self, address: str) -> None:
+        """Write the connection file: jobs can connect from now on."""
+        connection = msgspec.structs.replace(self._connection, address=address)
+        self._announcement = Announcement(self._path, connection, lambda: self.node.address_of(COORDINATOR))
 
     def _clean_up(self) -> None:
         if self._announcement is not None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from typing import Any
+from functools import partial
 
-from torch_dpflow._core.descriptors import exhausted, soft_limit
-from torch_dpflow._core.processes import PrivateDirectory
+from torch_dpflow._core.descriptors import exhausted
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.supervision import (
-    START_S,
+    LEASE_S,
     CleanUp,
     Kill,
     Spawn,
@@ -36,11 +28,12 @@ from torch_dpflow.cluster.messages.node import (
     ProcessView,
     Running,
 )
+from torch_dpflow.cluster.services.launch_thread import LaunchThread
+from torch_dpflow.cluster.services.node_host import max_processes
 from torch_dpflow.cluster.services.service import (
     COORDINATOR,
     PAGE,
     POOL,
-    PRELOAD,
     PROVISIONER,
     ROLES,
     ClusterPlace,
@@ -48,17 +41,15 @@ from torch_dpflow.cluster.services.service import (
     main,
     subjects_of,
 )
-from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, StateError, UsageError
+from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
 from torch_dpflow.ipc.messages.fields import Count
 from torch_dpflow.ipc.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.ipc.transport import listen
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.launchers.contract import PlatformSpec
-from torch_dpflow.workers.local_platform import DESCRIPTORS, ForkServerPlatform
+from torch_dpflow.workers.fork_server import progress_of
 from torch_dpflow.workers.platform import Handle, Platform, ProcessSpec, require_same_host
 
-#: A process without a heartbeat for this long is killed and restarted, seconds.
-LEASE_S = 10.0
 #: How often a node checks its processes when nothing happens, seconds.
 CHECK_S = 0.5
 #: How long a call of `changes` waits for a change, seconds: the greatest age of figures.
@@ -69,26 +60,6 @@ GRACE_S = 8.0
 IDLE_CLIENT_S = 30.0
 #: Most messages that a node handles before it checks its processes.
 BURST = 1024
-#: Descriptors that a node keeps for itself, and the limit that it requests: more than any cluster needs.
-OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
-
-
-def max_processes() -> int:
-    """Return how many processes this one can start, by its limit of open files."""
-    return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
-
-
-def max_workers() -> int:
-    """Return how many workers all flows can have together, by the limit of open files.
-
-    A flow has a router and at least one shard; there are never more flows or shards than workers.
-
-    Raises DescriptorLimitError if it allows none.
-    """
-    most = (max_processes() - 1) // 3  # beside the coordinator
-    if most < 1:
-        raise exhausted(f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker")
-    return most
 
 
 class Node:
@@ -137,14 +108,20 @@ class Node:
         self._elsewhere: dict[str, str] = {}
         #: Processes that were launched and have not ended yet, by id.
         self._processes: dict[str, Handle] = {}
+        #: Id and incarnation of those that are being launched, and handles of those among them that have ended.
+        self._launching: set[tuple[str, int]] = set()
+        self._ended_early: list[Handle] = []
+        #: By incarnation, the progress of processes that have sent no heartbeat.
+        self._progress: dict[int, tuple[int, ...]] = {}
         #: Calls of `changes`: deadline, revision that the caller has, call.
         self._watching: list[tuple[float, int, IncomingCall]] = []
         #: Time of the next check of processes, seconds.
         self._check_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
-        #: Why the first coordinator cannot serve; empty if it can, or has not reported yet.
-        self._failure = ""
+        self._listening: Callable[[str], None] | None = None
+        #: Why the cluster cannot begin.
+        self._failure: DPFlowError | None = None
         # idle_s: a killed process does not close its session, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
         listener = listen(place.node_address)
@@ -156,14 +133,17 @@ class Node:
         self._server.register("changes", self._on_changes, body_type=Count, remembered=False)
         self._server.register("end", self._on_end, body_type=Ending)
         self._server.register("stop", self._on_stop, body_type=None)
+        self._launches = LaunchThread(platform, self._report_launch)
 
-    def serve(self, ready: Callable[[], None] | None = None) -> None:
+    def serve(self, ready: Callable[[], None] | None = None, *, listening: Callable[[str], None] | None = None) -> None:
         """Keep everything running until `stop` is called, here or by a client.
 
+        listening: called once, in this thread, with the coordinator's address when clients can connect to it.
         ready: called once, in this thread, when the coordinator serves.
-        Raises StateError if the first coordinator cannot use the state store; a later one waits for it.
+        Raises StateError if the first coordinator cannot use the state store; a later one waits for it. Raises
+        DPFlowErrors of `listening` and `ready`.
         """
-        self._ready = ready or (lambda: None)
+        self._ready, self._listening = ready or (lambda: None), listening
         try:
             self._apply(self._supervisor.desire(self._own, self._clock()))
             while not self._stopped:
@@ -177,9 +157,10 @@ class Node:
                     self._check(ended)
                     self._check_at = time.monotonic() + CHECK_S
                 self._answer_watching()
-            if self._failure:
-                raise StateError(self._failure)
+            if self._failure is not None:
+                raise self._failure
         finally:
+            self._launches.close()
             self._platform.close(grace_s=GRACE_S if self._place.worker_platform is not None else 0.0)
             self._server.close()
 
@@ -189,8 +170,8 @@ class Node:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether no process runs. Any thread may call."""
-        return not self._processes
+        """Whether no process runs or is being started. Any thread may call."""
+        return not (self._processes or self._launching)
 
     def begin(self, token: str, incarnations: int) -> None:
         """Start the next processes with this token, and with incarnations above `incarnations`.
@@ -219,8 +200,12 @@ class Node:
 
     def _check(self, ended: Sequence[Handle]) -> None:
         now = self._clock()
+        ended, self._ended_early = [*self._ended_early, *ended], []
         for process in ended:
             id, incarnation = process.name, process.incarnation
+            if (id, incarnation) in self._launching:  # the report of its launch is on the way
+                self._ended_early.append(process)
+                continue
             self._leaving.discard((id, incarnation))
             if self._processes.get(id) is process:
                 del self._processes[id]
@@ -233,8 +218,18 @@ class Node:
                 SERVICE.info("process %s ended", id, extra=subjects_of(id))
             how = str(end or "").partition("\n")[0]
             self._apply(self._supervisor.on_ended(id, incarnation, now, how))
+        self._note_progress(now)
         self._apply(self._supervisor.tick(now))
         self._log_refused()
+
+    def _note_progress(self, now: float) -> None:
+        """Report which processes without a heartbeat have used their processor since the last check."""
+        progress: dict[int, tuple[int, ...]] = {}
+        for id, incarnation, pid in self._supervisor.unheard():
+            progress[incarnation] = progress_of(pid)
+            if progress[incarnation] != self._progress.get(incarnation):
+                self._supervisor.on_progress(id, incarnation, now)
+        self._progress = progress
 
     def _log_refused(self) -> None:
         refused = self._supervisor.refused
@@ -271,16 +266,24 @@ class Node:
             arguments=(service,),
             directory=self._place.directory,
         )
-        try:
-            process = self._platform.launch(spec)
-        except (LaunchError, DescriptorLimitError) as error:
-            SERVICE.warning("process %s not started: %s", service.id, error, extra=subjects_of(service.id))
-            how = f"could not be started: {error}"
-            self._apply(self._supervisor.on_ended(service.id, service.incarnation, self._clock(), how))
+        self._launching.add((service.id, service.incarnation))
+        self._launches.launch(spec)
+
+    def _report_launch(self, spec: ProcessSpec, outcome: Handle | Exception) -> None:
+        self._server.post(partial(self._on_launched, spec, outcome))
+
+    def _on_launched(self, spec: ProcessSpec, outcome: Handle | Exception) -> None:
+        id, incarnation = spec.name, spec.incarnation
+        self._launching.discard((id, incarnation))
+        if isinstance(outcome, Exception):
+            trace = None if isinstance(outcome, DPFlowError) else outcome
+            SERVICE.warning("process %s not started: %s", id, outcome, exc_info=trace, extra=subjects_of(id))
+            how = f"could not be started: {outcome}"
+            self._apply(self._supervisor.on_ended(id, incarnation, self._clock(), how))
             return
-        self._processes[service.id] = process
-        SERVICE.info("process %s started (pid %d)", service.id, process.pid, extra=subjects_of(service.id))
-        self._supervisor.on_started(service.id, service.incarnation, process.pid, self._clock())
+        self._processes[id] = outcome
+        SERVICE.info("process %s started (pid %d)", id, outcome.pid, extra=subjects_of(id))
+        self._apply(self._supervisor.on_started(id, incarnation, outcome.pid, self._clock()))
 
     def _kill(self, kill: Kill) -> None:
         why = ""
@@ -302,14 +305,26 @@ class Node:
         now = self._clock()
         if not self._supervisor.on_heartbeat(sent.id, sent.incarnation, sent.address, sent.status, now):
             return Result(HeartbeatReply(False))
-        waits_for = sent.status.get(WAITING)
-        if sent.id == COORDINATOR and self._ready is not None and waits_for != "":
-            ready, self._ready = self._ready, None
-            if waits_for is None:
-                ready()
-            else:
-                self._failure, self._stopped = waits_for, True
+        if sent.id == COORDINATOR:
+            try:
+                self._on_coordinator(sent)
+            except DPFlowError as error:
+                self._failure, self._stopped = error, True
         return Result(HeartbeatReply(True, self._supervisor.settings_of(sent.id)))
+
+    def _on_coordinator(self, sent: Heartbeat) -> None:
+        """Report that the first coordinator listens or serves. Raises StateError if it cannot use its state store."""
+        waits_for = sent.status.get(WAITING)
+        if waits_for:
+            if self._ready is not None:
+                raise StateError(waits_for)
+            return
+        if self._listening is not None and sent.address:
+            listening, self._listening = self._listening, None
+            listening(sent.address)
+        if self._ready is not None and waits_for is None:
+            ready, self._ready = self._ready, None
+            ready()
 
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body
@@ -349,56 +364,3 @@ class Node:
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True
-
-
-@contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM and SIGINT. In the main thread."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    previous = [signal.signal(number, lambda *_: stop()) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, previous):
-            signal.signal(number, handler)
-
-
-def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
-    """Return the platform of a node. preload: modules to import once, in addition to those of this package."""
-    # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node waits
-    # for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `timeouts_s`. Only the
-    # operator chooses what it imports (`preload`), never a client.
-    return ForkServerPlatform(preload=[*PRELOAD, *preload], timeouts_s=(LEASE_S, START_S), outlived=True)
-
-
-def keep_fork_server_in(directory: str) -> None:
-    """Have multiprocessing put the socket of its fork server into this directory.
-
-    multiprocessing's own directory would remain if this process is killed. The last surviving process of the cluster
-    removes the cluster's directory.
-    """
-    process: Any = multiprocessing.current_process()
-    process._config.setdefault("tempdir", directory)
-
-
-def check_installed(module: str) -> None:
-    """Raise OptionError unless a module of this name is installed. Imports nothing."""
-    if module in sys.modules:
-        return
-    top, *rest = names = module.split(".")
-    found = find_spec(top) if all(name.isidentifier() for name in names) else None
-    for name in rest:  # not all at once by `find_spec`, which imports the packages on the way
-        places = None if found is None else found.submodule_search_locations
-        found = None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
-    if found is None:
-        raise OptionError(f"--preload {module!r}: no such module is installed; install it, or leave it out")
-
-
-def private_directory() -> PrivateDirectory:
-    """Create a directory for sockets. Raises OptionError if that fails."""
-    try:
-        return PrivateDirectory()
-    except OSError as error:
-        raise OptionError(
-            f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
-        ) from error

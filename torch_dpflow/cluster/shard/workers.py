@@ -42,7 +42,7 @@ FALSE_STARTS = 2
 #: How long no worker is started after a fleet has failed, seconds; the next sample then tries again.
 RETRY_S = 30.0
 #: Time after which others overtake a worker that runs one sample for much longer than usual, seconds: it may be
-#: frozen, which its node notices only after `node.LEASE_S`.
+#: frozen, which its node notices only after `supervision.LEASE_S`.
 OVERTAKE_S = 1.0
 #: Time without a working worker after which waiting jobs get the reason, and the interval of repetitions, seconds.
 OUTAGE_S = 3.0

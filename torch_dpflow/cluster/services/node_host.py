@@ -1,0 +1,95 @@
+"""What a node takes from its host: signals, descriptors, a directory, and a fork server for its processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from typing import Any
+
+from torch_dpflow._core.descriptors import exhausted, soft_limit
+from torch_dpflow._core.processes import PrivateDirectory
+from torch_dpflow.cluster.control.supervision import LEASE_S, START_S
+from torch_dpflow.cluster.services.service import PRELOAD
+from torch_dpflow.errors import OptionError
+from torch_dpflow.workers.fork_server import ForkServerPlatform
+from torch_dpflow.workers.local_platform import DESCRIPTORS
+
+#: Descriptors that a node keeps for itself, and the limit that it requests: more than any cluster needs.
+OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
+
+
+def max_processes() -> int:
+    """Return how many processes this one can start, by its limit of open files."""
+    return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
+
+
+def max_workers() -> int:
+    """Return how many workers all flows can have together, by the limit of open files.
+
+    A flow has a router and at least one shard; there are never more flows or shards than workers.
+
+    Raises DescriptorLimitError if it allows none.
+    """
+    most = (max_processes() - 1) // 3  # beside the coordinator
+    if most < 1:
+        raise exhausted(f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker")
+    return most
+
+
+@contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGTERM and SIGINT. In the main thread."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, lambda *_: stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous):
+            signal.signal(number, handler)
+
+
+def fork_platform(preload: Sequence[str]) -> ForkServerPlatform:
+    """Return the platform of a node. preload: modules to import once, in addition to those of this package."""
+    # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. Only the operator
+    # chooses what it imports (`preload`), never a client.
+    modules = ["torch", *PRELOAD, *preload]
+    return ForkServerPlatform(preload=modules, timeouts_s=(LEASE_S, START_S), outlived=True)
+
+
+def keep_fork_server_in(directory: str) -> None:
+    """Have multiprocessing put the socket of its fork server into this directory.
+
+    multiprocessing's own directory would remain if this process is killed. The last surviving process of the cluster
+    removes the cluster's directory.
+    """
+    process: Any = multiprocessing.current_process()
+    process._config.setdefault("tempdir", directory)
+
+
+def check_installed(module: str) -> None:
+    """Raise OptionError unless a module of this name is installed. Imports nothing."""
+    if module in sys.modules:
+        return
+    top, *rest = names = module.split(".")
+    found = find_spec(top) if all(name.isidentifier() for name in names) else None
+    for name in rest:  # not all at once by `find_spec`, which imports the packages on the way
+        places = None if found is None else found.submodule_search_locations
+        found = None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
+    if found is None:
+        raise OptionError(f"--preload {module!r}: no such module is installed; install it, or leave it out")
+
+
+def private_directory() -> PrivateDirectory:
+    """Create a directory for sockets. Raises OptionError if that fails."""
+    try:
+        return PrivateDirectory()
+    except OSError as error:
+        raise OptionError(
+            f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
+        ) from error

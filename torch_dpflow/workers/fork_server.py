@@ -1,0 +1,259 @@
+"""Processes forked by this process's fork server, which has imported what they need: they start at once."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import chain
+from multiprocessing import forkserver, resource_tracker, spawn
+from multiprocessing import process as processes
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from torch_dpflow._core.threads import StopSignal
+from torch_dpflow.errors import LaunchError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.workers.local_platform import LocalHandle, LocalPlatform
+from torch_dpflow.workers.process_control import FORK_SERVER_NAME
+
+#: Lets a fork server survive invalid requests, and show what it imports.
+GUARD = "torch_dpflow.workers.fork_server_guard"
+#: How often a start that is not over is looked at, and when it is first logged, seconds.
+POLL_S, NOTICE_S = 0.25, 10.0
+#: The time limit of the start doubles with each start that has failed, so many times at most.
+MAX_DOUBLINGS = 4
+#: How long to wait for the end of a killed fork server, seconds. One that waits for a network disk does not end.
+KILLED_S = 1.0
+
+
+class ForkServerPlatform(LocalPlatform):
+    """Starts processes by this process's fork server.
+
+    Args:
+        context: a multiprocessing context of this kind; None: Python's own.
+        preload: modules that the fork server imports, read at its first start only. With them it survives connections
+            that do not speak its protocol.
+        timeouts_s: for how many seconds the fork server may make no progress while it forks a process, and while it
+            starts. It is then killed, and another is started, with twice the time for a start. None: no limit, as
+            other code may use the fork server.
+        outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
+            including those that never release the interpreter's lock. One thread may then launch while another uses
+            the handles.
+    """
+
+    def __init__(
+        self,
+        context: Any = None,
+        *,
+        preload: Sequence[str] = (),
+        timeouts_s: tuple[float, float] | None = None,
+        outlived: bool = False,
+    ) -> None:
+        super().__init__(context or multiprocessing.get_context("forkserver"))
+        self._preload = [*dict.fromkeys(preload)]
+        if preload:
+            modules = [*self._preload]
+            if timeouts_s is not None:  # its name shows which of them it imports: see the guard
+                marks = [f"{FORK_SERVER_NAME}{number}" for number in range(len(modules) + 1)]
+                modules = [*chain(*zip(marks, modules)), marks[-1]]
+            self._context.set_forkserver_preload([*dict.fromkeys([GUARD, *modules])])
+        self._timeouts_s = timeouts_s
+        self._outlived, self._may_be_killed_by_kernel = outlived, not outlived
+        #: The pid of the fork server that forked the latest process.
+        self._known: int | None = None
+        #: How many starts of the fork server in a row have failed.
+        self._failures = 0
+        self._waits, self._interrupted = False, StopSignal()
+
+    def begin(self) -> None:
+        """Wait until the fork server has imported its modules, for which the first launch would wait.
+
+        Raises LaunchError if it cannot be started. Returns early once `interrupt` is called.
+        """
+        while not self._interrupted.is_set():
+            nothing = self._context.Process(target=_nothing, daemon=True)
+            try:
+                self._start(nothing)
+            except EOFError:
+                continue  # it was killed, and gets more time
+            except (OSError, LaunchError) as error:
+                if self._interrupted.is_set():
+                    return
+                raise LaunchError(f"the fork server cannot be started: {error}") from error
+            else:
+                nothing.join()
+                return
+
+    def interrupt(self) -> None:
+        """Refuse all later launches, and end one that waits for the fork server. Signal handlers may call."""
+        self._interrupted.set()
+        pid = _fork_server()
+        if self._waits and pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def take_ended(self) -> list[LocalHandle]:
+        pid = _fork_server()
+        if pid is not None and pid == self._known:
+            # If it has died, another starts now: importing takes seconds, for which the next launch would wait. Once
+            # only: one that dies before it has forked anything is replaced at that launch.
+            self._ensure_running()
+            if _fork_server() != pid:
+                SERVICE.warning("the fork server (pid %d) has ended; another takes its place", pid)
+        return super().take_ended()
+
+    def _start(self, process: BaseProcess) -> None:
+        try:
+            self._fork(process)
+            return
+        except EOFError:  # it hung and was killed
+            end_fork_server()
+        except ConnectionError as error:
+            # Without a guard any data that its user sends to its socket ends it, which takes seconds with many imports.
+            _kill_fork_server(f"has closed its socket ({error})")
+        self._fork(process)
+
+    def _fork(self, started: BaseProcess) -> None:
+        made = threading.Event()
+        self._waits = True
+        try:
+            self._ensure_running()
+            if self._interrupted.is_set():
+                raise LaunchError("no process is started any more")
+            if self._timeouts_s is not None:
+                threading.Thread(target=self._watch, args=(made,), name="dpflow-fork", daemon=True).start()
+            # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
+            started.start()
+        finally:
+            self._waits = False
+            made.set()
+        self._known, self._failures = _fork_server(), 0
+        if self._outlived:
+            # Each start polls all of multiprocessing's children. If another thread looked at one then, one of both
+            # would get its exit code and the other the end of the pipe, which counts as code 255.
+            children: set[BaseProcess] = processes._children  # type: ignore[attr-defined]
+            children.discard(started)
+
+    def _watch(self, made: threading.Event) -> None:
+        """Kill the fork server once it has made no progress for too long, and log what it waits for."""
+        assert self._timeouts_s is not None
+        fork_s, begin_s = self._timeouts_s
+        known = self._known is not None and self._known == _fork_server()
+        limit_s = fork_s if known else begin_s * (1 << min(self._failures, MAX_DOUBLINGS))
+        began = since = time.monotonic()
+        noticed_s, progress = NOTICE_S, None
+        while not made.wait(min(POLL_S, limit_s / 4)):
+            pid, now = _fork_server(), time.monotonic()
+            seen = None if pid is None else progress_of(pid)
+            if seen != progress:
+                progress, since = seen, now
+            if now - since >= limit_s:
+                self._failures += not known
+                _kill_fork_server(f"has made no progress for {limit_s:g} s: it {self._activity(pid)}")
+                return
+            if now - began >= noticed_s:
+                noticed_s *= 2
+                SERVICE.warning(
+                    "waiting for the fork server (pid %s) for %.0f s: it %s", pid, now - began, self._activity(pid)
+                )
+
+    def _activity(self, pid: int | None) -> str:
+        """Return what the fork server does, for the log."""
+        with suppress(OSError, ValueError, IndexError):
+            number = int(Path(f"/proc/{pid}/comm").read_text().strip().removeprefix(FORK_SERVER_NAME))
+            return f"imports {self._preload[number]}"
+        return "has not forked a process"
+
+    def _ensure_running(self) -> None:
+        """Start the fork server, unless it runs. SIGINT is blocked in it until its guard ignores and unblocks it."""
+        if not self._preload:
+            forkserver.ensure_running()
+            return
+        resource_tracker.ensure_running()  # which the fork server's start would do, and unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _nothing() -> None:
+    """Main function of a process that only tests whether the fork server works."""
+
+
+def progress_of(pid: int) -> tuple[int, ...]:
+    """Return counters that grow while a process runs: major page faults and processor time. Empty if it has none."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[9]), int(fields[11]), int(fields[12])
+    return ()
+
+
+def local_platform(context: Any, *, preload: Sequence[str] = ()) -> LocalPlatform:
+    """Return the platform for a multiprocessing context, or a module used as one.
+
+    Args:
+        preload: modules that a fork server imports beside those that the user has chosen, if it does not run yet.
+    """
+    if context.get_start_method() != "forkserver":
+        return LocalPlatform(context)
+    if not preload or not _are_found_anew():
+        return ForkServerPlatform(context)
+    server: Any = forkserver._forkserver
+    return ForkServerPlatform(context, preload=[*server._preload_modules, *preload])
+
+
+@functools.cache
+def _are_found_anew() -> bool:
+    """Return whether a new interpreter finds torch and this package where this process has found them.
+
+    A fork server may import modules before it has this process's `sys.path`, and would then have others.
+    """
+    names = ("torch", "torch_dpflow")
+    program = f"from importlib.util import find_spec\nfor name in {names}: print(find_spec(name).origin)"
+    try:
+        command = [os.fsdecode(spawn.get_executable()), "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no process can be started, as the fork server's start will report
+        return False
+    return done.stdout.split("\n")[:-1] == [found.origin for found in map(find_spec, names) if found is not None]
+
+
+def end_fork_server() -> None:
+    """End this process's fork server, which would take seconds to end by itself."""
+    pid = _fork_server()
+    if pid is not None:
+        _kill(pid)
+
+
+def _fork_server() -> int | None:
+    server: Any = forkserver._forkserver
+    pid: int | None = server._forkserver_pid
+    return pid
+
+
+def _kill_fork_server(why: str) -> None:
+    pid = _fork_server()
+    if pid is not None:
+        SERVICE.warning("fork server (pid %d) %s; killed, it will be restarted", pid, why)
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    """Kill a fork server and wait until it is a zombie, so that multiprocessing notices its end."""
+    deadline = time.monotonic() + KILLED_S
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.001)
