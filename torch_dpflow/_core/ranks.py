@@ -1,10 +1,13 @@
-"""The ranks that share an epoch, by numbers or by torch.distributed."""
+"""The ranks that share an epoch: by numbers, by torch.distributed, or as a sampler names them."""
 
-from typing import Any
+from collections.abc import Iterator
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler, Sampler
 
-from torch_dpflow._core.checks import check_int
+from torch_dpflow._core.checks import check_int, working
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 
@@ -26,12 +29,11 @@ def own_rank(num_replicas: int | None, rank: int | None, ranks: Any = None) -> t
                 f"num_replicas={num_replicas} and rank={rank} beside ranks=: both come from ranks=; give one of the two"
             )
         return *_rank_in(ranks), True
-    initialised = dist.is_available() and dist.is_initialized()
-    is_distributed = initialised or num_replicas is not None
+    is_distributed = (dist.is_available() and dist.is_initialized()) or num_replicas is not None
     if num_replicas is None:
-        num_replicas = dist.get_world_size() if initialised else 1
+        num_replicas = process_ranks().num_replicas
     if rank is None:
-        rank = dist.get_rank() if initialised else 0
+        rank = process_ranks().rank
     replicas = check_int("num_replicas", num_replicas, minimum=1)
     return replicas, check_int("rank", rank, minimum=0, maximum=replicas - 1), is_distributed
 
@@ -74,3 +76,73 @@ def _outside(what: str) -> OptionError:
         f"ranks=: this process is not in {what}; make the sampler in its processes only, or give num_replicas= and "
         "rank= here"
     )
+
+
+class Ranks(NamedTuple):
+    """One of several ranks that read an epoch together."""
+
+    num_replicas: int
+    rank: int
+
+
+#: The names that libraries give to a sampler's number of ranks and its rank.
+_NAMES = (
+    ("num_replicas", "rank"),
+    ("num_processes", "process_index"),
+    ("world_size", "rank"),
+    ("data_parallel_size", "data_parallel_rank"),
+)
+#: The attributes that hold the sampler which another one wraps.
+_WRAPPED = ("sampler", "batch_sampler", "_sampler", "_batch_sampler")
+_MAX_NESTED = 16
+
+
+def ranks_of(*samplers: Any, dataset: Any = None) -> Ranks | None:
+    """Return the ranks among which samplers divide an epoch; None if none of them names any.
+
+    Of nested samplers, one that divides among several ranks counts before one that has a single rank.
+
+    Args:
+        samplers: the samplers and batch samplers of a loader, in any order.
+        dataset: the loader's dataset, whose attributes are no samplers.
+    """
+    found = [ranks for part in nested_samplers(*samplers, dataset=dataset) if (ranks := named_ranks(part)) is not None]
+    return next((ranks for ranks in found if ranks.num_replicas > 1), found[0] if found else None)
+
+
+def nested_samplers(*samplers: Any, dataset: Any = None) -> Iterator[Any]:
+    """Yield these samplers and those that they wrap, each once."""
+    parts = list(samplers)
+    passed: list[Any] = []
+    for part in parts:
+        if part is None or any(part is other for other in passed):
+            continue
+        if len(passed) == _MAX_NESTED:  # an object may make an attribute of any name
+            return
+        passed.append(part)
+        yield part
+        parts += [working(part, name) for name in _WRAPPED]
+        of = working(part, "dataset")
+        if isinstance(part, DistributedSampler) and of is not dataset:
+            # Wrappers make a dataset of the sampler, for DistributedSampler to divide.
+            parts += [inner for name in _WRAPPED if isinstance(inner := working(of, name), Sampler)]
+
+
+def named_ranks(sampler: Any) -> Ranks | None:
+    """Return the ranks that this sampler or dataset itself names; None if it names none."""
+    for count, own in _NAMES:
+        replicas, rank = _number(working(sampler, count)), _number(working(sampler, own))
+        if replicas is not None and replicas > 0:
+            return Ranks(replicas, process_ranks().rank % replicas if rank is None else rank)
+    return None
+
+
+def _number(value: Any) -> int | None:
+    return int(value) if isinstance(value, Integral) else None
+
+
+def process_ranks() -> Ranks:
+    """Return the processes of torch.distributed and the number of this one; one process without it."""
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(dist.get_world_size(), dist.get_rank())
+    return Ranks(1, 0)

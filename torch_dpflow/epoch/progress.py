@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch.utils.data import BatchSampler
 
-from torch_dpflow._core.checks import working
+from torch_dpflow._core.ranks import Ranks, named_ranks, process_ranks, ranks_of
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
 from torch_dpflow.epoch.part import part_of_dataset, part_of_sampler
@@ -72,17 +72,29 @@ class LoaderShape:
         # The length of a user's sampler may be wrong.
         return is_drawn_at_start(self._index_sampler) and position == (self.length() if end is None else end)
 
+    def ranks(self) -> Ranks | None:
+        """Return the ranks that read an epoch together, as the sampler or the iterable dataset names them.
+
+        Ranks of an iterable dataset that names none are the processes of torch.distributed.
+        """
+        if self.kind == "map":
+            return ranks_of(self._sampler, self._index_sampler, dataset=self._dataset)
+        every = named_ranks(self._dataset) or process_ranks()
+        return every if every.num_replicas > 1 else None
+
     def rank(self) -> int:
-        """Return the rank of the loader's sampler; 0 if it has none."""
-        rank = working(self._sampler, "rank")
-        return rank if type(rank) is int else 0
+        """Return this loader's rank; 0 if it has none."""
+        ranks = self.ranks()
+        return 0 if ranks is None else ranks.rank
 
     def parts(self) -> dict[str, int | str | bool | None]:
         """Return the values that must be equal, by their names in messages; but for `SIZES`, mostly."""
+        ranks = self.ranks()
+        rank = None if ranks is None else ranks.rank
         if self.kind == "iterable":
-            return {"batch_size": self._batch_size}
+            return {"batch_size": self._batch_size, RANK: rank}
         is_batched = type(self._index_sampler) is BatchSampler
-        replicas = _replicas_of(self._sampler) or _replicas_of(self._index_sampler)
+        replicas = None if ranks is None else ranks.num_replicas
         return {
             "dataset's length": length_or_none(self._dataset),
             "batch_size": self._index_sampler.batch_size if is_batched else self._batch_size,
@@ -91,7 +103,7 @@ class LoaderShape:
             "sampler's length": length_or_none(self._sampler) if is_batched and replicas is None else None,
             "batch sampler": type(self._index_sampler).__name__,
             "num_replicas": replicas,
-            RANK: None if replicas is None else self.rank(),
+            RANK: rank,
             **self._parts_read(),
         }
 
@@ -108,14 +120,6 @@ class LoaderShape:
 RANK = "rank"
 #: What a loader may have another value of than the state that it resumes.
 SIZES = ("batch_size", "num_replicas")
-
-
-def _replicas_of(sampler: Any) -> int | None:
-    """Return the number of ranks among which a sampler divides its samples; None if it names none."""
-    for name in ("num_replicas", "num_processes"):  # accelerate's name
-        if type(replicas := working(sampler, name)) is int:
-            return replicas
-    return None
 
 
 class GeneratorStates(msgspec.Struct, frozen=True):

@@ -138,7 +138,8 @@ class LoaderState:
                 "another release"
             )
         values = from_text(state["state"])
-        if any(type(state[name]) is not type(values.get(name)) or state[name] != values[name] for name in _SHOWN):
+        kinds = [type(values.get(name)) for name in _SHOWN]
+        if kinds != [type(state[name]) for name in _SHOWN] or any(state[n] != values[n] for n in _alike(values)):
             raise StateError(
                 "the state is damaged: it was changed, or put together of the states of several ranks; save the state "
                 "of each rank under a key of its own"
@@ -182,6 +183,19 @@ class LoaderState:
             raise StateError(f"the state is damaged: ahead={self.ahead!r:.80}, samples {self.ahead_samples!r:.80}")
         if any(worker not in range(len(self.streams)) for worker in self.due):
             raise StateError(f"the state is damaged: due={self.due} names workers beyond {len(self.streams)}")
+
+
+def _alike(values: dict[str, Any]) -> list[str]:
+    """Return the names of the shown values that are equal in all ranks that are in step.
+
+    A checkpoint may store the text of one rank with the shown values of another. Batches by a budget have other numbers
+    of samples in each rank. A rank that has looked at a batch has begun more iterations; its sampler has the epoch.
+    """
+    own = values.get("sampler")
+    for key in ("plain", "sampler"):
+        own = own.get(key) if isinstance(own, dict) else None
+    has_epoch = values["fresh"] or (isinstance(own, dict) and "epoch" in own)
+    return ["version", "fresh", "position"] + ([] if has_epoch else ["epoch"])
 
 
 def _objects_of(kept: Any) -> list[Any]:

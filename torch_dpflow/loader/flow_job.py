@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 
+from torch_dpflow._core.ranks import process_ranks, ranks_of
 from torch_dpflow._core.torch_private import default_store
 from torch_dpflow.caches import ALSDCache
+from torch_dpflow.cluster.client.epoch_cursor import EpochCursor
 from torch_dpflow.cluster.client.flow_registration import without_subset
 from torch_dpflow.cluster.client.open_job import FlowDefinition, JobReading, content_of_flow, open_job
-from torch_dpflow.cluster.client.options import MAX_NAME, JobOptions, Replica, draw_name
+from torch_dpflow.cluster.client.options import MAX_NAME, JobDescription, JobOptions, Replica, draw_name
+from torch_dpflow.cluster.messages.router import JobRank
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.loader.arguments import flow_version
 from torch_dpflow.samplers import DynaGCSSampler
@@ -90,7 +93,7 @@ def routed_order(loader: Any) -> RoutedOrder | None:
     kind: Any = type(sampler)
     if type(batches) is not BatchSampler or id(batches.sampler) != id(sampler):
         return None
-    if process_rank()[1] > getattr(sampler, "num_replicas", 1):
+    if process_ranks().num_replicas > getattr(sampler, "num_replicas", 1):
         return None
     if kind is RandomSampler:
         is_plain = not sampler.replacement and sampler.num_samples == size and sampler.generator is loader.generator
@@ -128,14 +131,7 @@ def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool
     """Return whether all ranks have a name for their job, or can agree on one."""
     if replica is None or (options is not None and options.name is not None):
         return True
-    return process_rank() == (replica.rank, replica.num_replicas)
-
-
-def process_rank() -> tuple[int, int]:
-    """Return this process's rank in torch.distributed, and the number of ranks; 0 and 1 without it."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return process_ranks() == (replica.num_replicas, replica.rank)
 
 
 def common_name(flow: str, seed: int) -> str:
@@ -225,12 +221,12 @@ def _close_outdated(loader: Any, order: RoutedOrder | None) -> bool:
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
-    rank, ranks = process_rank()
-    if ranks == 1 and isinstance(loader.sampler, DistributedSampler | DynaGCSSampler):
-        rank, ranks = loader.sampler.rank, loader.sampler.num_replicas
-    if order is None and options.name is not None and ranks > 1:
+    ranks = process_ranks()
+    if ranks.num_replicas == 1:
+        ranks = ranks_of(loader.sampler, loader.batch_sampler, dataset=loader.dataset) or ranks
+    if order is None and options.name is not None and ranks.num_replicas > 1:
         # All processes of a job may have its name; where the sampler decides, each of them is a job to the flow.
-        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{rank}")
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 12}}~rank{ranks.rank}")
     if replica is not None and loader._runtime.jobs:
         options = replace(options, name=next(iter(loader._runtime.jobs.values())).name)
     elif options.name is not None and number > 1 and replica is None:
@@ -264,8 +260,47 @@ def _definition(loader: Any) -> FlowDefinition:
 
 def _part_of(dataset: Any) -> bytes:
     """Return a digest of the samples of a torch `Subset`; empty for any other dataset."""
-    _, places = without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)
+    places = _places_of(dataset)
     return b"" if places is None else hashlib.sha256(places.tobytes()).digest()
+
+
+def _places_of(dataset: Any) -> IndexArray | None:
+    """Return the samples of the flow that a torch `Subset` has; None for any other dataset."""
+    return without_subset(dataset.dataset if isinstance(dataset, ALSDCache) else dataset)[1]
+
+
+def settled_state(loader: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the position of this rank in an epoch of the router's order, from a position of any number of ranks.
+
+    So that it joins with those of the other ranks, although no iteration has begun with it.
+
+    Raises StateError: the position is not known to one rank, or is of other samples.
+    """
+    order, epoch = routed_order(loader), shared["epoch"]
+    if order is None:
+        return shared
+    places, indices = _places_of(loader.dataset), order.indices
+    if places is not None:
+        indices = places if indices is None else places[indices]
+    replica = order.replica
+    rank = None if replica is None else JobRank("", replica.rank, replica.num_replicas, replica.drop_last)
+    size = (shared["ranks"][0] if "ranks" in shared else shared)["size"]
+    cursor = EpochCursor(
+        JobDescription(
+            flow=str(loader.flow),
+            version=1,
+            name="",
+            seed=shared["seed"],
+            size=size,
+            batch_size=loader.batch_size or 1,
+            drop_last=loader.drop_last,
+            indices=indices,
+            rank=rank,
+        ),
+        epoch,
+    )
+    cursor.resume(epoch, shared)
+    return cursor.state()
 
 
 def _collate_fn_of(loader: Any) -> Callable[[list[Any]], Any]:

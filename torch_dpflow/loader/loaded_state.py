@@ -23,23 +23,52 @@ def read_states(given: Any, rank: int, workers: int, dataset: Any) -> LoaderStat
     Raises StateError: a state is damaged, or they are not of one position, or not of all ranks.
     """
     if not isinstance(given, list | tuple):
-        state = LoaderState.from_dict(given)
-        if len(state.streams) == max(1, workers) and not _is_of_other_ranks(state, dataset):
-            return state
-        return _with_shards_moved(state, state.streams, workers)
+        return _as_read_by(LoaderState.from_dict(given), workers, dataset)
     states = [LoaderState.from_dict(one) for one in given]
     if not states:
         raise StateError("no state is given; give the state of one rank, or a list of the states of all ranks")
-    if len(states) == 1:
-        return read_states(given[0], rank, workers, dataset)
     if any(state.shared is not None for state in states):
         return join_flow_states(states, rank)
+    if len(states) == 1:
+        return _as_read_by(_of_all_ranks(states[0]), workers, dataset)
     if all(state.kind == "iterable" for state in states):
-        _check_alike(states)
-        begun = [state for state in states if not state.fresh] or states
-        streams = [stream for state in begun for stream in state.streams]
-        return _with_shards_moved(begun[rank % len(begun)], streams, workers, ranks=len(states))
+        return _joined_streams(states, rank, workers)
     return _joined(states, rank)
+
+
+def _as_read_by(state: LoaderState, workers: int, dataset: Any) -> LoaderState:
+    if len(state.streams) == max(1, workers) and not _is_of_other_ranks(state, dataset):
+        return state
+    return _with_shards_moved(state, state.streams, workers) or state
+
+
+def _of_all_ranks(state: LoaderState) -> LoaderState:
+    """Return the only state of a list. Raises StateError if other ranks have read parts of its epoch."""
+    replicas = state.made_of.get("num_replicas")
+    if isinstance(replicas, int) and replicas > 1 and not state.fresh and (state.position or state.ahead):
+        raise StateError(
+            f"a list has the states of all ranks, and one state of {replicas} ranks is given; give all {replicas}. If "
+            "all ranks had read as many batches, give the state of one rank itself, not in a list"
+        )
+    return state
+
+
+def _joined_streams(states: Sequence[LoaderState], rank: int, workers: int) -> LoaderState:
+    """Return the state of this rank, of ranks that read an iterable dataset; of shards it has those of all ranks."""
+    begun = [state for state in states if not state.fresh] or list(states)
+    own = next((state for state in states if _rank_of(state) == rank), None)
+    streams = [stream for state in begun for stream in state.streams]
+    moved = _with_shards_moved(begun[rank % len(begun)], streams, workers, ranks=len(states))
+    if moved is not None:
+        _check_alike(states)
+        return moved
+    if own is None or len({_rank_of(state) for state in states}) < len(states):
+        raise StateError(
+            f"{len(states)} states of an iterable dataset are given, of the ranks {[_rank_of(one) for one in states]}, "
+            f"and this is rank {rank}: each rank continues its own state, so give each the state that it has saved; "
+            "only a ShardedIterableDataset is continued by other ranks"
+        )
+    return own
 
 
 def _is_of_other_ranks(state: LoaderState, dataset: Any) -> bool:
@@ -50,8 +79,10 @@ def _is_of_other_ranks(state: LoaderState, dataset: Any) -> bool:
     return any(is_of_shards(one) and one["num_replicas"] != dataset.num_replicas for one in kept)
 
 
-def _with_shards_moved(state: LoaderState, streams: Sequence[StreamState], workers: int, ranks: int = 1) -> LoaderState:
-    """Return a state in which each of the workers has the positions of all shards; as it is without shards.
+def _with_shards_moved(
+    state: LoaderState, streams: Sequence[StreamState], workers: int, ranks: int = 1
+) -> LoaderState | None:
+    """Return a state in which each of the workers has the positions of all shards; None without shards.
 
     Args:
         state: that of one rank.
@@ -61,10 +92,10 @@ def _with_shards_moved(state: LoaderState, streams: Sequence[StreamState], worke
     """
     kept = [one for one in (state.dataset, *(stream.dataset for stream in streams)) if one is not None]
     if state.kind != "iterable" or not kept or any(one["iterator"] is not None for one in kept):
-        return state
+        return None
     own = [one["dataset"] for one in kept]
     if not all(map(is_of_shards, own)):
-        return state
+        return None
     if state.fresh:  # the next epoch reads all shards
         return replace(state, dataset=None, streams=[], due=[], next_worker=0)
     shards = merged_shards(own)
@@ -124,33 +155,45 @@ def _with_unread(kept: list[Any]) -> list[Any]:
 
 
 def with_seed_of(state: LoaderState, rank: int) -> LoaderState:
-    """Return the state with a seed of this rank's own for the workers, if it holds the seed of another rank."""
-    if state.base_seed is None or state.shared is not None or state.made_of.get(RANK) in (None, rank):
+    """Return the state with a seed of this rank's own for the workers, if it holds the seed of another rank.
+
+    A stream that is skipped up to its position needs the seed that it was begun with.
+    """
+    is_own = state.shared is not None or state.kind == "iterable" or state.made_of.get(RANK) in (None, rank)
+    if state.base_seed is None or is_own:
         return state
     drawn = np.random.SeedSequence([state.base_seed % (1 << 64), rank]).generate_state(1, np.uint64)[0]
     return replace(state, base_seed=int(drawn) >> 1, made_of=state.made_of | {RANK: rank})
 
 
-def as_own(state: LoaderState, shape: LoaderShape) -> LoaderState:
+def as_own(state: LoaderState, loader: Any) -> LoaderState:
     """Return a loaded state that no iteration has begun with as that of this rank, so that it joins with the others.
 
     Raises StateError: the states that it was loaded from are not those of all ranks.
     """
-    own: Any = None if state.fresh or state.sampler is None else state.sampler["sampler"]
-    states: list[Any] = own if isinstance(own, list) else [own]
-    replicas = shape.parts().get("num_replicas")
-    if not isinstance(replicas, int) or not all(isinstance(one, dict) and "places" in one for one in states):
+    if state.fresh:
         return state
-    first = next((one for one in states if one["rank"] == shape.rank()), states[0])
-    at = RankPosition.restored(own, first["length"], replicas, drop_last=first["drop_last"])
-    settled = {**first, **at.as_dict(shape.rank(), replicas)}
+    shape = LoaderShape(loader)
+    if state.shared is not None:
+        from torch_dpflow.loader.flow_job import settled_state  # here, as private loaders need no cluster
+
+        shared = settled_state(loader, state.shared)
+        return replace(state, shared=shared, made_of=shape.parts(), length=shape.length())
+    own: Any = None if state.sampler is None else state.sampler["sampler"]
+    states: list[Any] = own if isinstance(own, list) else [own]
+    ranks = shape.ranks()
+    if ranks is None or not all(isinstance(one, dict) and "places" in one for one in states):
+        return state
+    first = next((one for one in states if one["rank"] == ranks.rank), states[0])
+    at = RankPosition.restored(own, first["length"], ranks.num_replicas, drop_last=first["drop_last"])
+    settled = {**first, **at.as_dict(ranks.rank, ranks.num_replicas)}
     return replace(state, sampler={"sampler": settled, "iterator": None}, made_of=shape.parts(), length=shape.length())
 
 
 def _check_alike(states: Sequence[LoaderState]) -> None:
     """Raise StateError unless the states are of one epoch of one run."""
     compared: dict[str, list[Any]] = {
-        "epoch": [state.epoch for state in states],
+        "epoch": _epochs_of(states),
         "epoch's length": [state.length for state in states],
         "loaders": [state.made_of | {RANK: None} for state in states],
     }
@@ -160,6 +203,17 @@ def _check_alike(states: Sequence[LoaderState]) -> None:
                 f"the states differ in the {name}: {values!r:.300}; give the states that all ranks of one run have "
                 "saved in the same epoch"
             )
+
+
+def _epochs_of(states: Sequence[LoaderState]) -> list[Any]:
+    """Return the epochs of states: their samplers' where all have one, else how many iterations were begun.
+
+    A rank that has looked at a batch before the epoch has begun more iterations than the others.
+    """
+    named = [state.sampler["sampler"] if state.sampler is not None and not state.fresh else None for state in states]
+    if all(isinstance(one, dict) and type(one.get("epoch")) is int for one in named):
+        return [one["epoch"] for one in named if one is not None]
+    return [state.epoch for state in states]
 
 
 _RANKED = (
@@ -186,8 +240,14 @@ def check_fits(loader: Any, state: LoaderState) -> None:
             "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
         )
     for name, was in state.made_of.items():
-        must_equal = name == "dataset's length" if state.fresh else name not in (*SIZES, RANK) or kind == "iterable"
-        if must_equal and None not in (was, mine.get(name)) and was != mine[name] and (resized or not state.fresh):
+        must_equal = name == "dataset's length" if state.fresh else name not in SIZES or kind == "iterable"
+        if (
+            must_equal
+            and name != RANK
+            and None not in (was, mine.get(name))
+            and was != mine[name]
+            and (resized or not state.fresh)
+        ):
             raise StateError(
                 f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
                 "dataset and the arguments that it was taken with, or begin an epoch anew"
@@ -205,7 +265,7 @@ def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], ra
     """Raise StateError if the rest of the epoch cannot be divided anew."""
     own = None if state.sampler is None else state.sampler["sampler"]
     of_ranks = isinstance(own, list) or (isinstance(own, dict) and "num_replicas" in own)
-    if state.ahead and (resized or (isinstance(own, dict) and own.get("rank", rank) != rank)):
+    if state.ahead and (resized or state.made_of.get(RANK) not in (None, rank)):
         raise StateError(
             "the state has batches that were delivered out of order (in_order=False), so that the samples before it "
             "are not the first ones of its rank; resume it in the same rank, with as many ranks and the same batch_size"

@@ -189,7 +189,7 @@ class DPFlowDataLoader(DataLoader[T]):
         self._check_workers()
         runtime = self._runtime
         if runtime.pending is not None:
-            return as_own(runtime.pending, LoaderShape(self)).as_dict()
+            return as_own(runtime.pending, self).as_dict()
         if runtime.progress is not None:
             return runtime.progress.state().as_dict()
         shape = LoaderShape(self)

@@ -234,7 +234,8 @@ class EpochSampler(Sampler[T]):
     def _check_restored(self, state: dict[str, Any]) -> None:
         """Check what the position in a state determines. Raises StateError."""
         began_with = restored_number("began_with", state["began_with"], minimum=1, maximum=dealing.MAX_RANKS)
-        if not state["dealt_at"] and began_with != state["num_replicas"]:
+        # Of an epoch of which nothing was read it does not matter how many ranks would have begun it.
+        if state["position"] and not state["dealt_at"] and began_with != state["num_replicas"]:
             raise StateError(
                 f"the state is damaged: began_with={began_with}, but num_replicas={state['num_replicas']} have begun "
                 "its epoch"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from tests.shared_datasets import Numbers
+from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.cluster.client.epoch_cursor import EpochCursor, check_resumable
 from torch_dpflow.cluster.client.options import JobDescription
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
@@ -235,6 +236,31 @@ def test_a_state_of_another_rank_resumes_as_many_ranks_that_were_in_step() -> No
     assert sorted(read + again.finish()) == list(range(30))
     # Each rank may as well have its own state: the ranks agree on what was read.
     assert sorted(read + Run(30, 3, [run.state(0), state, state]).finish()) == list(range(30))
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_loaded_state_that_is_saved_again_is_that_of_each_rank(is_joined: bool) -> None:
+    """Before the first batch, by loaders of another number of ranks: a job that is preempted right after its start."""
+    run = Run(30, 2)
+    for rank in range(2):
+        run.draw(rank, 5)
+    read = [*chain.from_iterable(run.read)]
+    state = (
+        loader_state(run.state(1))
+        if not is_joined
+        else join_flow_states([*map(loader_state, run.joined()["ranks"])], 0)
+    )
+    again = []
+    for rank in range(4):
+        sampler: Any = DistributedSampler(range(30), num_replicas=4, rank=rank)
+        loader: Any = DPFlowDataLoader(range(30), 2, sampler=sampler, flow="flow", job=JobOptions(name="job"))
+        loader._runtime.pending = state
+        again.append(LoaderState.from_dict(loader.state_dict()))
+    for states in (again, again[:1]):
+        for replicas in (1, 4):
+            shared = join_flow_states(states, 0).shared if len(states) > 1 else states[0].shared
+            assert {*read, *Run(30, replicas, shared).finish()} == set(range(30))
+            assert len(read) + len(Run(30, replicas, shared).finish()) - 30 <= replicas - 1
 
 
 def test_a_router_that_has_forgotten_knows_what_all_ranks_read_once_they_have_passed_its_restart() -> None:
