@@ -178,6 +178,6 @@ def test_the_published_schemas_describe_the_files(record: Any) -> None:
     schema = json_schemas()[data["kind"]]
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(data, schema)
-    for change in ({"format": 3}, {"kind": "x"}, {"surplus": 1}):
+    for change in ({"format": 4}, {"kind": "x"}, {"surplus": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**data, **change}, schema)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from fsspec.implementations.local import LocalFileSystem
 
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
@@ -16,10 +14,8 @@ from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.spec import SampleMeta, data_url
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, checksum_of
-from torch_dpflow.datasets.storage.deadlines import call_with_deadline
-from torch_dpflow.datasets.storage.failures import storage_error, with_retries
-from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
-from torch_dpflow.datasets.storage.urls import check_url, file_system_of, without_login
+from torch_dpflow.datasets.storage.states import ObjectState, is_local
+from torch_dpflow.datasets.storage.urls import check_url, join_url, without_login
 from torch_dpflow.errors import DatasetError, DPFlowError, ObjectMissingError, OptionError, SourceError
 from torch_dpflow.log import DATASETS
 
@@ -28,74 +24,32 @@ _TOGETHER = 32
 
 
 class Objects:
-    """Reads and measures many objects at a time, by URL. Names are literal: "#" and "?" may be part of them.
-
-    Use it in a `with` statement, in the thread that made it.
-    """
+    """Reads and looks up many objects at a time, by URL. Use it in a `with` statement, in the thread that made it."""
 
     def __init__(self, options: Mapping[str, Any], read_options: ReadOptions | None = None) -> None:
-        self._options = dict(options)
-        # Not fsspec, as `cat_file` of ossfs (2025.5) takes `end` as inclusive.
         self._reader = ObjectReader(options, options=read_options)
-        self._threads = ThreadPoolExecutor(_TOGETHER, "dpflow-objects")
-        self._file_systems: dict[str, Any] = {}
 
     def contents(self, places: Sequence[tuple[str, SampleMeta]]) -> Iterator[bytes | DPFlowError]:
         """Yield the bytes of each sample at its URL, or its error. A few of them are in memory at a time."""
         for first in range(0, len(places), _TOGETHER):
             yield from self._reader.read_each([_span(url, sample) for url, sample in places[first : first + _TOGETHER]])
 
-    def entries(self, urls: Sequence[str]) -> Iterator[dict[str, Any] | DPFlowError]:
-        """Return `entry` of each object. The requests overlap."""
-        for url in urls:
-            self._file_system(url)  # before the threads start, each of which would make its own
-        return self._threads.map(self.entry, urls)
-
-    def entry(self, url: str) -> dict[str, Any] | DPFlowError:
-        """Return what fsspec's file system reports about an object, or its error."""
-        fs = self._file_system(url)
-        try:
-            return with_retries(
-                lambda _: self._info(fs, url),
-                self._reader.options,
-                is_remote=not isinstance(fs, LocalFileSystem),
-            )
-        except DPFlowError as error:
-            return error
-
-    def _info(self, fs: Any, url: str) -> dict[str, Any]:
-        try:
-            entry = call_with_deadline(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
-        except FileNotFoundError as error:
-            if isinstance(error.__cause__, Exception):  # fsspec raises this for every failure of a web server
-                raise storage_error(ByteRange(url), error.__cause__) from error
-            raise ObjectMissingError(f"{without_login(url)}: there is no such object") from error
-        except Exception as error:
-            raise storage_error(ByteRange(url), error) from error
-        if entry["type"] == "directory":
-            raise ObjectMissingError(f"{without_login(url)} is a directory")
-        return dict(entry)
-
-    def _file_system(self, url: str) -> Any:
-        address = file_system_of(url)
-        if address not in self._file_systems:
-            seconds = self._reader.options.deadline_s
-            self._file_systems[address] = open_file_system(address, self._options, seconds)[0]
-            self._file_systems[address].invalidate_cache()  # of listings, filled by its other users
-        return self._file_systems[address]
+    def looks(self, spans: Sequence[ByteRange]) -> Iterator[ObjectState | DPFlowError]:
+        """Yield size and state of the object of each range, or the error of its request."""
+        for first in range(0, len(spans), _TOGETHER):
+            yield from self._reader.look_each(spans[first : first + _TOGETHER])
 
     def __enter__(self) -> Objects:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
         self._reader.close()
 
 
 def _span(url: str, sample: SampleMeta) -> ByteRange:
     if sample.offset is None or sample.length is None:
-        return ByteRange(url, size=sample.length, revision=sample.revision)
-    return ByteRange(url, sample.offset, sample.offset + sample.length, revision=sample.revision)
+        return ByteRange(url, size=sample.length, state=sample.revision)
+    return ByteRange(url, sample.offset, sample.offset + sample.length, state=sample.revision)
 
 
 #: Maximum bytes of a pack, unless a single sample is larger. An import keeps them in memory.
@@ -172,6 +126,8 @@ class Describer:
         self._own_root = data if importer.root is None else importer.root
         self._checksum = checksum
         self._has_looked = False
+        #: Whether the samples are an index of objects where they are, and not a dataset that may be copied with them.
+        self._is_in_place = getattr(importer, "is_in_place", False)
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
         """Return the metadata of a shard's items. Items with data are added to the packs.
@@ -194,15 +150,16 @@ class Describer:
             self._has_looked = True
             if item.length is None or item.offset is not None:  # not from a listing of a directory
                 self._warn_if_missing(url)
-        # An object in the dataset's directory is copied with it, and has another ETag then.
+        # An object in the dataset's directory is copied with it, and has another state then. So may a local file.
         is_own = url.startswith(f"{self._dataset_url}/")
+        is_local_copy = item.revision is not None and is_local(item.revision) and not self._is_in_place
         return self._sample(
             item,
             url,
             offset=item.offset,
             length=item.length,
             checksum=item.checksum,
-            revision=None if is_own or item.checksum is not None else item.revision,
+            revision=None if is_own or is_local_copy or item.checksum is not None else item.revision,
         )
 
     def checksum(self, data: bytes) -> str:
@@ -240,6 +197,8 @@ class Describer:
 
     def _sample(self, item: Item, url: str, **fields: Any) -> SampleMeta:
         path = url.removeprefix(self._root)
+        if ".." in path or join_url(self._root, path) != url:  # as for "//" after the root
+            path = url
         meta = encode_annotations(item.meta, path)
         try:
             return SampleMeta(path=path, meta=meta, **fields)

@@ -19,10 +19,18 @@ from torch_dpflow.datasets.storage.archives import check_member
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
-from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system, revision_of, state_of
+from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.storage.local import UNFINISHED, link_into_place, write_beside
 from torch_dpflow.datasets.storage.object_reader import service_of
-from torch_dpflow.datasets.storage.urls import check_url, file_system_of, join_url, split_chain, split_login
+from torch_dpflow.datasets.storage.states import state_of_entry, state_of_file
+from torch_dpflow.datasets.storage.urls import (
+    check_url,
+    file_system_of,
+    join_url,
+    split_chain,
+    split_login,
+    without_login,
+)
 from torch_dpflow.errors import (
     DPFlowError,
     ObjectMissingError,
@@ -55,10 +63,8 @@ class DirectoryEntry(NamedTuple):
     is_directory: bool
     #: bytes; None if the storage does not report it
     size: int | None
-    #: see `revision_of`; None for directories, and on other storages than S3 and OSS
-    revision: str | None = None
-    #: see `state_of`
-    state: str = ""
+    #: see `storage.states`; None for directories, and where the storage reports none
+    state: str | None = None
 
 
 class Files:
@@ -101,6 +107,8 @@ class Files:
         if not address or address.endswith("://"):
             raise OptionError(f"{address!r} names no directory; give a path, or a URL such as s3://bucket/datasets")
         self._opened = PerProcess(self._open)
+        if "://" in address and not address.startswith("file://") and split_chain(address).inner.endswith("//"):
+            raise OptionError(f"{without_login(address)} ends with several slashes, which no directory does; give one")
         #: the directory's URL, absolute, without a slash at the end
         self.url: str = address
         # A vendor's client takes 28 MB, and reading needs none.
@@ -253,11 +261,17 @@ class Files:
                 raise self._without_path(path)
             is_left_out = name in _NO_NAMES or (name.startswith(".") and not hidden)
             if not is_left_out and entry["name"].rstrip("/") != full.rstrip("/"):
-                revision = revision_of(entry) if self._is_of_keys else None
-                found.append(
-                    DirectoryEntry(name, _is_directory(fs, entry), entry.get("size"), revision, state_of(entry))
-                )
+                is_directory = _is_directory(fs, entry)
+                state = None if is_directory else self._state(entry)
+                found.append(DirectoryEntry(name, is_directory, entry.get("size"), state))
         return sorted(found)
+
+    def _state(self, entry: Mapping[str, Any]) -> str | None:
+        if not self._is_local:
+            return state_of_entry(entry)
+        with suppress(OSError):  # a broken link
+            return state_of_file(os.stat(entry["name"]))
+        return None
 
     def _without_path(self, path: str) -> StorageError:
         return StorageError(

@@ -96,8 +96,7 @@ def _parts(what: Described) -> dict[str, ByteRange]:
                 what.span.url,
                 start,
                 start + length,
-                revision=what.span.revision,
-                identity=what.span.revision,
+                state=what.span.state,
             )
             for name, (start, length) in places.items()
         }

@@ -39,7 +39,7 @@ _INDEXED = ("imagefolder", "litdata", "mds", "tfrecord", "webdataset")
 #: All formats. Tables have no index: their footers say where rows are.
 FORMATS = (*_INDEXED, "table")
 #: The number of what importers write into an index. A release that writes something else builds indexes anew.
-_INDEX = 1
+_INDEX = 2
 _VARIANT = "all"
 #: Seconds between updates of the line on a terminal.
 _UPDATE_S = 0.2
@@ -104,6 +104,7 @@ def open_dataset(
     if name == "imagefolder":
         _check_apart(files, index_dir)
     importer = _importer(name, files, settings or {})
+    importer.is_in_place = True
     if isinstance(importer, ShardImporter):
         # Checksums are computed later, and the cache finds samples by them.
         importer.fills_cache = checksum is None

@@ -260,12 +260,11 @@ def _sample_of(shard: LoadedShard, offset: int) -> SampleMeta | DPFlowError:
 
 
 def _span(url: str, meta: SampleMeta, *, is_checked: bool) -> ByteRange:
-    revision = meta.revision if is_checked else None
-    identity = meta.checksum or revision
+    state = meta.revision if is_checked else None
     if meta.offset is None:
-        return ByteRange(url, size=meta.length, revision=revision, identity=identity)
+        return ByteRange(url, size=meta.length, state=state, checksum=meta.checksum)
     assert meta.length is not None
-    return ByteRange(url, meta.offset, meta.offset + meta.length, revision=revision, identity=identity)
+    return ByteRange(url, meta.offset, meta.offset + meta.length, state=state, checksum=meta.checksum)
 
 
 class _OpenedVariant:
@@ -319,7 +318,7 @@ class _OpenedVariant:
         urls = [join_url(self._stored.url, dataset.shard_path(name, number)) for number in numbers]
         entries = [self._stored.variant.shards[number] for number in numbers]
         contents = self._metadata.read_each(
-            [ByteRange(url, identity=f"sha256:{entry.sha256}") for url, entry in zip(urls, entries, strict=True)]
+            [ByteRange(url, checksum=f"sha256:{entry.sha256}") for url, entry in zip(urls, entries, strict=True)]
         )
         return [self._decode(number, url, data) for number, url, data in zip(numbers, urls, contents)]
 

@@ -19,13 +19,15 @@ written by a later release therefore causes an error that names it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from torch_dpflow._core.checks import TOO_DEEP, check_json, is_too_deep, may_be_too_deep
-from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, REVISION_PATTERN, sha256_of
+from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, sha256_of
+from torch_dpflow.datasets.storage.states import STATE_PATTERN
 from torch_dpflow.datasets.storage.urls import join_url
 from torch_dpflow.errors import (
     DamagedStoreError,
@@ -48,7 +50,9 @@ _REFERENCE = re.compile(f"(?P<id>{NAME}/{NAME})(:(?P<version>{LABEL})(:(?P<varia
 
 #: The format that this release writes and the newest that it reads; for metadata shards the newest.
 FORMAT = 1
-SHARD_FORMAT = 2
+SHARD_FORMAT = 3
+
+_REVISION_OF_FORMAT_2 = '"[!#-~]+"|[A-Z][a-z]{2}, .* GMT'
 
 #: Errors of decoding bytes that are not the expected JSON.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -59,7 +63,7 @@ DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespa
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
-Revision = Annotated[str, msgspec.Meta(pattern=REVISION_PATTERN, description="ETag or HTTP date")]
+Revision = Annotated[str, msgspec.Meta(pattern=STATE_PATTERN, description="ETag, HTTP date, or a field of the storage")]
 # Encoded in memory: only the annotations of samples that are read are decoded.
 EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
@@ -171,8 +175,8 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
 class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
     """`ms-<n>.json`: the metadata of consecutive samples of one variant."""
 
-    #: 2: samples have revisions, which earlier releases refuse.
-    format: Literal[1, 2]
+    #: 2: samples have revisions. 3: some of them are no strong ETags or dates. Earlier releases refuse these.
+    format: Literal[1, 2, 3]
     dataset: DatasetId
     #: The version that wrote this shard; later ones may refer to it too.
     version: Label
@@ -180,6 +184,14 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
     #: Its number in the variant, from 0.
     shard: WholeNumber
     samples: list[SampleMeta]
+
+
+def shard_format(samples: Sequence[SampleMeta]) -> Literal[1, 2, 3]:
+    """Return the lowest format of a shard with these samples, which most releases can read."""
+    revisions = {sample.revision for sample in samples if sample.revision is not None}
+    if not revisions:
+        return 1
+    return 2 if all(re.fullmatch(_REVISION_OF_FORMAT_2, revision) for revision in revisions) else 3
 
 
 class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):

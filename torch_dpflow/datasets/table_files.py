@@ -11,6 +11,7 @@ from typing import Any
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.states import state_of_file
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
 from torch_dpflow.errors import ChecksumError, OptionError, SourceError
 
@@ -27,18 +28,18 @@ class TableFile:
 
     url: str
     is_parquet: bool
-    #: Bytes, and the state of the object; None: unknown.
+    #: Bytes, and the state of the object, see `storage.states`; None: unknown.
     size: int | None
-    revision: str | None
+    state: str | None
 
     def path(self) -> str | None:
         """Return the path of a local file."""
         return self.url.removeprefix("file://") if self.url.startswith("file://") else None
 
     def check_unchanged(self) -> None:
-        """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
+        """Raise ChecksumError if a local file was written again. Storages check the state themselves."""
         path = self.path()
-        if path is not None and local_state(path) != (self.size, self.revision):
+        if path is not None and local_state(path) != (self.size, self.state):
             raise ChecksumError(f"{path} was written again after it was opened; open the dataset again")
 
 
@@ -121,7 +122,7 @@ def _described(files: Files, entry: DirectoryEntry) -> TableFile:
     is_parquet = entry.name.lower().endswith(_PARQUET)
     if url.startswith("file://"):
         return TableFile(url, is_parquet, *local_state(url.removeprefix("file://")))
-    return TableFile(url, is_parquet, entry.size, entry.revision)
+    return TableFile(url, is_parquet, entry.size, entry.state)
 
 
 def local_state(path: str) -> tuple[int, str]:
@@ -130,4 +131,4 @@ def local_state(path: str) -> tuple[int, str]:
         found = os.stat(path)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error}") from error
-    return found.st_size, f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
+    return found.st_size, state_of_file(found)

@@ -21,7 +21,8 @@ from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.sample_reader import check_storage_options
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
-from torch_dpflow.datasets.storage.object_reader import disk_cache, is_settled
+from torch_dpflow.datasets.storage.object_reader import disk_cache
+from torch_dpflow.datasets.storage.states import is_settled
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.datasets.table_files import TableFile, find_tables
 from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, SourceError
@@ -220,8 +221,8 @@ class _OpenedTable:
         columns = self._table._columns
         key = None
         is_mapped = file.path() is not None and not file.is_parquet
-        if file.revision is not None and is_settled(file.revision) and not is_mapped:
-            key = json.dumps(["block", file.url, file.revision, group, columns])
+        if file.state is not None and (file.path() is not None or is_settled(file.state)) and not is_mapped:
+            key = json.dumps(["block", file.url, file.state, group, columns])
         if self._disk is not None and key is not None:
             kept = self._disk.map(key)
             if kept is not None:
@@ -394,8 +395,7 @@ class _RangeFile(io.RawIOBase):
 
     def read(self, count: int = -1, /) -> bytes:
         stop = self._size if count < 0 else min(self._size, self._position + count)
-        revision = self._file.revision
-        span = ByteRange(self._file.url, self._position, max(stop, self._position), self._size, revision, revision)
+        span = ByteRange(self._file.url, self._position, max(stop, self._position), self._size, self._file.state)
         (data,) = self._reader.read_many([span])
         self._position += len(data)
         return data

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage import ByteRange
 from torch_dpflow.datasets.storage.base import matches
-from torch_dpflow.datasets.storage.file_systems import revision_of
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
 
@@ -144,14 +144,13 @@ def _check_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Comp
 
 
 def _check_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
-    for (number, url, sample), entry in zip(numbered, objects.entries([url for _, url, _ in numbered])):
-        if isinstance(entry, DPFlowError):
-            yield Problem(number, 1, _text_of(entry))
+    looks = objects.looks([ByteRange(url, state=sample.revision) for _, url, sample in numbered])
+    for (number, url, sample), look in zip(numbered, looks, strict=True):
+        if isinstance(look, DPFlowError):
+            yield Problem(number, 1, _text_of(look))
             continue
-        size, revision = entry.get("size"), revision_of(entry)
-        if sample.revision is not None and revision is not None and revision != sample.revision:
-            yield Problem(number, 1, f"{url} was written again after its import: {revision}, not {sample.revision}")
-        elif size is None or sample.length is None:
+        size = look.size
+        if size is None or sample.length is None:
             compared.presence += 1
         elif sample.offset is None and size != sample.length:
             yield Problem(number, 1, f"{url} has {size} bytes instead of {sample.length}")

@@ -22,6 +22,7 @@ from torch_dpflow.datasets.spec import (
     Variant,
     decode_shard,
     encode_file,
+    shard_format,
     shard_path,
 )
 from torch_dpflow.datasets.storage.base import ChecksumAlgorithm, sha256_of
@@ -173,7 +174,7 @@ class VariantWriter:
 
     def _write_shard(self, number: int, samples: list[SampleMeta]) -> ShardEntry:
         shard = DatasetShardMeta(
-            format=1 if all(sample.revision is None for sample in samples) else 2,
+            format=shard_format(samples),
             dataset=self._id,
             version=self._version,
             variant=self._variant,

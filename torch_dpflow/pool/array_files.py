@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow._core.checks import check_name
-from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.storage.urls import file_system_of, without_login
@@ -305,15 +304,13 @@ def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any],
 
 
 def _stamp(url: str, options: dict[str, Any]) -> tuple[int, str]:
-    """Return the size of a file, and its ETag or time of change. Raises StorageError."""
-    with Objects(options) as objects:
-        entry = objects.entry(url)
-    if isinstance(entry, DPFlowError):
-        raise entry
-    size = entry.get("size")
-    tag = next((entry[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if entry.get(key)), None)
-    if size is None or tag is None:
+    """Return the size of a file, and its size and state as one text. Raises StorageError."""
+    with ObjectReader(options) as objects:
+        (found,) = objects.look_each([ByteRange(url)])
+    if isinstance(found, DPFlowError):
+        raise found
+    if found.size is None or found.state is None:
         raise StorageError(
             f"{without_login(url)}: the storage reports no ETag and no modification time; copy it to one that does"
         )
-    return int(size), f"{size} {tag}"
+    return found.size, f"{found.size} {found.state}"

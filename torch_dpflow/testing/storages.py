@@ -22,7 +22,7 @@ except ImportError as error:
     raise ImportError("torch_dpflow.testing.storages needs pytest: pip install 'torch_dpflow[testing]'") from error
 
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
-from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, TruncatedObjectError
+from torch_dpflow.errors import AccessDeniedError, ChecksumError, ObjectMissingError, TruncatedObjectError
 
 Put = Callable[[str, bytes], str]
 
@@ -71,6 +71,38 @@ class StorageContract:
         url = put("there.bin", _DATA).replace("there", "missing")
         with pytest.raises(ObjectMissingError, match=r"missing\.bin"):
             storage.fetch(ByteRange(url), _soon())
+
+    def test_looks_at_size_and_state_without_reading(self, storage: Storage, put: Put) -> None:
+        for name in ("looked.bin", "empty.bin", "percent%20.bin"):
+            data = b"" if name == "empty.bin" else _DATA
+            span = ByteRange(put(name, data))
+            found = storage.look(span, _soon())
+            assert found.size == len(data)
+            # The state and the size hold for reads of all kinds.
+            whole = ByteRange(span.url, size=found.size, state=found.state)
+            assert storage.look(whole, _soon()) == found
+            assert storage.fetch(whole, _soon()) == data
+        with pytest.raises(ObjectMissingError, match=r"missing\.bin"):
+            storage.look(ByteRange(put("looked.bin", _DATA).replace("looked", "missing")), _soon())
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, None), (5, None), (5, 9), (0, 1)])
+    def test_refuses_an_object_that_was_replaced_by_one_of_its_size(
+        self, storage: Storage, put: Put, start: int, stop: int | None
+    ) -> None:
+        url = put("replaced.bin", _DATA)
+        found = storage.look(ByteRange(url), _soon())
+        if found.state is None:
+            pytest.skip("this storage reports no state of its objects")
+        span = ByteRange(url, start, stop, state=found.state)
+        assert storage.fetch(span, _soon()) == _DATA[start:stop]
+        end = _soon()
+        put("replaced.bin", _DATA[::-1])
+        while storage.look(ByteRange(url), end) == found:  # a state in whole seconds
+            put("replaced.bin", _DATA[::-1])
+        for read in (storage.fetch, storage.look):
+            with pytest.raises(ChecksumError, match=r"replaced\.bin.*written again"):
+                read(span, _soon())
+        assert storage.fetch(ByteRange(url, start, stop), _soon()) == _DATA[::-1][start:stop]
 
     def test_serves_many_threads(self, storage: Storage, put: Put) -> None:
         urls = [put(f"many/{number}.bin", bytes([number]) * 5000) for number in range(16)]

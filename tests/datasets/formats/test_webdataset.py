@@ -19,7 +19,7 @@ from tests.datasets.formats.tars import members_of, samples_of, write_shards, wr
 from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
 from torch_dpflow.datasets.importers.webdataset import WebDatasetImporter
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.errors import SourceError, TruncatedObjectError
+from torch_dpflow.errors import ChecksumError, SourceError
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 MEMBERS = [("a.jpg", b"one" * 300), ("a.cls", b"1"), ("b.jpg", b"two" * 400), ("b.cls", b"2")]
@@ -205,7 +205,7 @@ def test_a_shard_cut_after_it_was_indexed_is_an_error(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", MEMBERS)
     dataset = open_dataset(path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(TruncatedObjectError, match=r"a\.tar"):
+    with pytest.raises(ChecksumError, match=r"a\.tar"):
         dataset[0]
 
 

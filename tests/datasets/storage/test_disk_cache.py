@@ -165,14 +165,14 @@ def test_two_endpoints_with_equal_names_do_not_mix(directory: Path) -> None:
             server.buckets.create(BUCKET)
             server.buckets.put(BUCKET, "x", StoredObject(data=content, content_type="binary"))
             with ObjectReader(server.storage_options(), options=ReadOptions(cache_dir=directory)) as reader:
-                span = ByteRange(f"oss://{BUCKET}/x", identity=checksum_of(content, "crc32"))
+                span = ByteRange(f"oss://{BUCKET}/x", checksum=checksum_of(content, "crc32"))
                 for _ in range(2):
                     assert reader.read_many([span]) == [content]
 
 
 def test_local_files_are_not_copied(tmp_path: Path, directory: Path) -> None:
     (tmp_path / "x").write_bytes(b"content")
-    span = ByteRange(f"file://{tmp_path}/x", identity=checksum_of(b"content", "crc32"))
+    span = ByteRange(f"file://{tmp_path}/x", checksum=checksum_of(b"content", "crc32"))
     with ObjectReader(options=ReadOptions(cache_dir=directory)) as reader:
         assert reader.read_many([span]) == [b"content"]
     assert not _entries(directory)

@@ -53,7 +53,7 @@ def test_checksums_of_a_tar_are_taken_right(tar: dict[str, Any]) -> None:
     ]
     with Objects(tar) as objects:
         assert list(objects.contents(places)) == [_content(number) for number in range(COUNT)]
-        assert {entry["size"] for entry in objects.entries([url for url, _ in places])} == {20_000}  # type: ignore[index]
+        assert {look.size for look in objects.looks([ByteRange(url) for url, _ in places])} == {20_000}  # type: ignore[union-attr]
 
 
 class Fragile(fsspec.AbstractFileSystem):
@@ -102,7 +102,7 @@ def test_two_readers_and_a_look_at_sizes_share_the_turn(fragile: type[Fragile]) 
         ThreadPoolExecutor(3) as many,
     ):
         reads = [many.submit(reader.read_many, spans) for reader in (one, other)]
-        sizes = [entry["size"] for entry in objects.entries([span.url for span in spans])]  # type: ignore[index]
+        sizes = [look.size for look in objects.looks(spans)]  # type: ignore[union-attr]
         assert [read.result() for read in reads] == [[bytes(range(100))] * 30] * 2
     assert (set(sizes), fragile.overlaps) == ({100}, 0)
 

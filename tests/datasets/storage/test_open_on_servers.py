@@ -133,7 +133,7 @@ def test_ten_thousand_objects_are_listed(
     monkeypatch.setattr(responses.S3Response, "head_object", None)
     found = find_sources(f"s3://{BUCKET}/{folder}/a-{{00000..09999}}.tar", options)
     assert len(found.files) == 10_000
-    assert all(file.revision is not None for file in found.files)
+    assert all(file.state is not None for file in found.files)
     assert 1 <= len(listed) <= 20
 
 

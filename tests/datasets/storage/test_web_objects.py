@@ -6,6 +6,7 @@ import base64
 import http.server
 import threading
 from collections.abc import Iterator
+from email.utils import formatdate
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -16,7 +17,6 @@ import pytest
 
 from tests.datasets.storage.web_server import Answer, WebServer, raw, reply, serve_ranges, then
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter
@@ -87,18 +87,28 @@ class TestWeb(StorageContract):
         yield storage
         storage.close()
 
-    @pytest.fixture
-    def put(self) -> Iterator[Put]:
-        files: dict[str, bytes] = {}
+    @pytest.fixture(params=["none", "etag", "weak", "date", "weak-date"])
+    def put(self, request: pytest.FixtureRequest) -> Iterator[Put]:
+        files: dict[str, tuple[bytes, dict[str, str]]] = {}
 
         def answer(handler: BaseHTTPRequestHandler) -> None:
-            data = files.get(handler.path)
-            return reply(handler, 404) if data is None else serve_ranges(data)(handler)
+            found = files.get(handler.path)
+            return reply(handler, 404) if found is None else serve_ranges(found[0], **found[1])(handler)
+
+        def headers(number: int) -> dict[str, str]:
+            date = formatdate(1_700_000_000 + number, usegmt=True)
+            return {
+                "none": {},
+                "etag": {"ETag": f'"{number}"', "Last-Modified": date},
+                "weak": {"ETag": f'W/"{number}"'},
+                "date": {"Last-Modified": date},
+                "weak-date": {"ETag": 'W/"same"', "Last-Modified": date},
+            }[request.param]
 
         with WebServer(answer) as server:
 
             def put(name: str, data: bytes) -> str:
-                files[f"/{quote(name)}"] = data
+                files[f"/{quote(name)}"] = data, headers(len(data) + data[:1].count(255))
                 return f"{server.url}/{quote(name)}"
 
             yield put
@@ -245,15 +255,13 @@ def test_a_server_that_is_away_has_not_lost_its_files(web: WebServer) -> None:
 
 
 def test_a_look_at_an_object_waits_for_a_server_that_is_away(web: WebServer) -> None:
-    with Objects({}) as objects:
+    with ObjectReader() as reader:
         web.answer = then(serve_ranges(DATA), lambda handler: reply(handler, 503))
-        entry = objects.entry(f"{web.url}/x.jpg")
-        assert isinstance(entry, dict)
-        assert entry["size"] == len(DATA)
-        web.answer = lambda handler: reply(handler, 404)
-        assert isinstance(objects.entry(f"{web.url}/x.jpg"), ObjectMissingError)
-        web.answer = lambda handler: reply(handler, 403)
-        assert isinstance(objects.entry(f"{web.url}/x.jpg"), AccessDeniedError)
+        assert reader.look_each([ByteRange(f"{web.url}/x.jpg")]) == [(len(DATA), None)]
+        for status, kind in ((404, ObjectMissingError), (403, AccessDeniedError)):
+            web.answer = lambda handler, status=status: reply(handler, status)  # type: ignore[misc]
+            (found,) = reader.look_each([ByteRange(f"{web.url}/x.jpg")])
+            assert isinstance(found, kind)
 
 
 def test_a_server_that_is_away_for_longer_is_waited_for(web: WebServer) -> None:

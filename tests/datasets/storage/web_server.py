@@ -95,19 +95,19 @@ def reply(handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes 
     handler.wfile.write(body)
 
 
-def serve_ranges(data: bytes) -> Answer:
-    """What a server of files with ranges does for one file."""
+def serve_ranges(data: bytes, **headers: str) -> Answer:
+    """What a server of files with ranges does for one file, with `headers` in its answers. It checks no conditions."""
 
     def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
         wanted = handler.headers.get("Range")
         if wanted is None:
-            return reply(handler, 200, data)
+            return reply(handler, 200, data, **headers)
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         start, stop = int(first), min(len(data), int(last) + 1 if last else len(data))
         if start >= len(data):
             return reply(handler, 416, content_range=f"bytes */{len(data)}")
         range_ = f"bytes {start}-{stop - 1}/{len(data)}"
-        return reply(handler, 206, data[start:stop], content_range=range_)
+        return reply(handler, 206, data[start:stop], content_range=range_, **headers)
 
     return answer
 

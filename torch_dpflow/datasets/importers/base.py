@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, REVISION_PATTERN, matches
+from torch_dpflow.datasets.storage.base import CHECKSUM_PATTERN, matches
+from torch_dpflow.datasets.storage.states import STATE_PATTERN
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import SourceError
 
@@ -36,8 +37,8 @@ class Item:
     length: int | None = None
     #: "crc32:" or "sha256:" and hexadecimal digits. `data` is compared with it at once.
     checksum: str | None = None
-    #: State of the object in S3 or OSS: its ETag in quotes, or the time of its last change as an HTTP date. Used if
-    #: there is no checksum.
+    #: State of the object: its ETag in quotes, the time of its last change as an HTTP date, or another of
+    #: `storage.states`. Used if there is no checksum.
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class Item:
             raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
         object.__setattr__(self, "checksum", _checksum(self.checksum))
         revision: Any = self.revision
-        if revision is not None and not (isinstance(revision, str) and re.fullmatch(REVISION_PATTERN, revision)):
+        if revision is not None and not (isinstance(revision, str) and re.fullmatch(STATE_PATTERN, revision)):
             raise SourceError(
                 f"revision={revision!r:.80}: give an ETag in quotes, a time as 'Mon, 03 Oct 2016 22:32:00 GMT', or None"
             )

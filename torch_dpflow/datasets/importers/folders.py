@@ -22,10 +22,8 @@ class FoundFile(NamedTuple):
     path: str
     #: bytes; None if the storage does not report it
     size: int | None
-    #: as in `Item`
-    revision: str | None = None
-    #: see `state_of`
-    state: str = ""
+    #: see `storage.states`
+    state: str | None = None
 
 
 def check_folder(files: Files) -> None:
@@ -48,7 +46,7 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
         for child in files.children(directory, all_keys=True, hidden=True):
             path = f"{directory}/{child.name}" if directory else child.name
             if not child.is_directory:
-                found.append((directory, FoundFile(path, child.size, child.revision, child.state)))
+                found.append((directory, FoundFile(path, child.size, child.state)))
             elif (real := files.real(path)) not in above:
                 pending.append((path, above | {real}))
     found.sort(key=lambda one: (files.label(one[0]), files.label(one[1].path)))
@@ -130,8 +128,8 @@ class ImageFolderImporter:
         """Return a digest of the names, sizes and times of all images; lists the whole tree."""
         digest = hashlib.sha256()
         for folder in self._find_classes().values():
-            for path, size, revision, state in self._images(folder):
-                digest.update(f"{path}\0{size}\0{revision}\0{state}\0".encode(errors="surrogatepass"))
+            for path, size, state in self._images(folder):
+                digest.update(f"{path}\0{size}\0{state}\0".encode(errors="surrogatepass"))
         return digest.hexdigest()
 
     def extend(self, info: Mapping[str, Any]) -> None:
@@ -147,7 +145,7 @@ class ImageFolderImporter:
             if position + len(found) > start:
                 for image in found[max(0, start - position) :]:
                     meta = {"label": self._labels[name], "class": name}
-                    yield Item(path=image.path, length=image.size, meta=meta, revision=image.revision)
+                    yield Item(path=image.path, length=image.size, meta=meta, revision=image.state)
             position += len(found)
 
     def total(self) -> int | None:
@@ -247,7 +245,7 @@ class SpeechImporter:
                 "chapter": self._files.label(chapter),
                 "text": words.pop(stem),
             }
-            yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta, revision=child.revision)
+            yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta, revision=child.state)
         if words:
             raise SourceError(f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}")
 

@@ -127,7 +127,7 @@ class PackedImporter(ShardImporter):
                 yield Item(data=data.at(start, stop - start))
             else:
                 path = self.files.path_of(file)
-                yield Item(path=path, offset=start, length=stop - start, revision=file.revision)
+                yield Item(path=path, offset=start, length=stop - start, revision=file.state)
 
     def _rest(self, data: ForwardReader, shard: PackedShard, url: str, offsets: list[int]) -> Iterator[Item] | None:
         """Return the samples, if they are in what follows the last offset; None if it only repeats them."""
@@ -255,7 +255,7 @@ def _json_of(file: SourceFile, files: SourceFiles) -> Any:
     if file.size > _MAX_INDEX:
         raise SourceError(f"{file.url} has {file.size} bytes; at most {_MAX_INDEX} are read")
     with ObjectReader(files.options, options=files.read_options) as reader:
-        (data,) = reader.read_many([ByteRange(file.url, size=file.size, revision=file.revision)])
+        (data,) = reader.read_many([ByteRange(file.url, size=file.size, state=file.state)])
     check_json(data)
     return json.loads(data)
 

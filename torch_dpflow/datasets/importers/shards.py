@@ -223,7 +223,7 @@ class ShardImporter:
         """Scan one object into a queue: lists of items, then None; or the error."""
 
         def fetch(start: int, end: int) -> bytes:
-            span = ByteRange(file.url, start, end, size=file.size, revision=file.revision)
+            span = ByteRange(file.url, start, end, size=file.size, state=file.state)
             return reader.read_many([span])[0]
 
         is_local = file.url.startswith("file://")
@@ -255,9 +255,8 @@ class ShardImporter:
             for start, length in self.ranges(item):
                 content = data.held(start, length)
                 if content:
-                    identity = item.checksum or item.revision
                     span = ByteRange(
-                        file.url, start, start + length, file.size, revision=item.revision, identity=identity
+                        file.url, start, start + length, file.size, state=item.revision, checksum=item.checksum
                     )
                     reader.keep(span, content)
                 data.held_from = max(data.held_from, start + length)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_path
-from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import DirectoryEntry, Files
-from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.file_systems import revision_of, state_of
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.object_reader import warn_without_state
+from torch_dpflow.datasets.storage.states import state_of_file
 from torch_dpflow.datasets.storage.urls import join_url, split_login, split_name, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, SourceError
 
@@ -36,10 +36,8 @@ class SourceFile(NamedTuple):
     url: str
     #: bytes
     size: int
-    #: as in `Item`: sent with each read of S3 and OSS
-    revision: str | None
-    #: what the storage reports about its last change; "" if nothing
-    state: str
+    #: see `storage.states`; None if the storage reports none
+    state: str | None
 
 
 class SourceFiles:
@@ -94,9 +92,9 @@ class SourceFiles:
         return [split_name(file.url)[1] for file in self.files]
 
     def path_of(self, file: SourceFile) -> str:
-        """Return an object's path below `root`, or its URL if it is elsewhere."""
-        folder, name = split_name(file.url)
-        return name if folder == self.root else file.url
+        """Return an object's path below `root`, or its URL if it is elsewhere, or if a joined path would be another."""
+        name = split_name(file.url)[1]
+        return name if join_url(self.root, name) == file.url else file.url
 
     def state(self) -> str:
         """Return a digest of names, sizes and times of all objects: another one after any of them was written."""
@@ -240,7 +238,9 @@ def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]
 
 
 def _local_path(text: str) -> str:
-    return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+    path = os.path.expanduser(text.removeprefix("file://"))
+    # "link/.." is the directory of what the link names.
+    return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
 
 
 def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None) -> dict[str, SourceFile]:
@@ -257,9 +257,11 @@ def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadO
             single += members
         else:
             files = Files(folder, options, read_options)
-            present = {child.name: child for child in files.children(all_keys=True) if not child.is_directory}
-            for text in members:
-                name = split_name(text)[1]
+            # A name that the listing would join otherwise is another object.
+            listed = {text: name for text in members if join_url(files.url, name := split_name(text)[1]) == text}
+            single += [text for text in members if text not in listed]
+            present = {child.name: child for child in files.children() if not child.is_directory}
+            for text, name in listed.items():
                 if name not in present:
                     raise _missing(text)
                 found[text] = _source_file(files.url, present[name])
@@ -269,14 +271,14 @@ def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadO
 def _measured(
     texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None
 ) -> dict[str, SourceFile]:
-    with Objects(options, read_options) as objects:
+    with ObjectReader(options, options=read_options) as objects:
         found = {}
-        for text, entry in zip(texts, objects.entries(texts)):
+        for text, entry in zip(texts, objects.look_each([ByteRange(text) for text in texts]), strict=True):
             if isinstance(entry, ObjectMissingError):
                 raise _missing(text) from entry
             if isinstance(entry, DPFlowError):
                 raise entry
-            found[text] = _checked_file(text, entry.get("size"), revision_of(entry), state_of(entry))
+            found[text] = _checked_file(text, entry.size, entry.state)
         return found
 
 
@@ -311,7 +313,7 @@ def _source_file(root: str, child: DirectoryEntry, path: str | None = None) -> S
     url = join_url(root, path or child.name)
     if url.startswith("file://"):
         return _local_file(url)
-    return _checked_file(url, child.size, child.revision, child.state)
+    return _checked_file(url, child.size, child.state)
 
 
 def _local_file(path: str) -> SourceFile:
@@ -322,13 +324,15 @@ def _local_file(path: str) -> SourceFile:
         raise _missing(path) from error
     if not os.path.isfile(path):
         raise SourceError(f"{path} is no regular file; give files, or one directory alone")
-    return SourceFile(f"file://{path}", found.st_size, None, f"{found.st_mtime_ns} {found.st_ino}")
+    return SourceFile(f"file://{path}", found.st_size, state_of_file(found))
 
 
-def _checked_file(url: str, size: int | None, revision: str | None, state: str) -> SourceFile:
+def _checked_file(url: str, size: int | None, state: str | None) -> SourceFile:
     if size is None:
         raise SourceError(f"{without_login(url)}: the storage does not report its size, so it cannot be indexed")
-    return SourceFile(url, size, revision, state)
+    if state is None:
+        warn_without_state(url)
+    return SourceFile(url, size, state)
 
 
 def _missing(text: str) -> SourceError:

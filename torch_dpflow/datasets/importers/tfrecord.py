@@ -58,7 +58,7 @@ class TFRecordImporter(ShardImporter):
                     f"{stop + _FOOTER}; restore it, or wait until its writer has closed it"
                 )
             checksum = self._checksum_of(data, start, length, position, file.url)
-            yield Item(path=path, offset=start, length=length, checksum=f"crc32:{checksum:08x}", revision=file.revision)
+            yield Item(path=path, offset=start, length=length, checksum=f"crc32:{checksum:08x}", revision=file.state)
             position = stop + _FOOTER
 
     def _checksum_of(self, data: ForwardReader, start: int, length: int, position: int, name: str) -> int:

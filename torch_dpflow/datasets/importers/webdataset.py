@@ -124,7 +124,7 @@ class WebDatasetImporter(ShardImporter):
             path=path,
             offset=places[main].start,
             length=places[main].size,
-            revision=file.revision,
+            revision=file.state,
             meta=meta,
         )
 

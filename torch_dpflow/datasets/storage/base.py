@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from torch_dpflow._core.checks import check_fields, check_int, check_path, check_seconds, check_type, parse_bytes
+from torch_dpflow.datasets.storage.states import ObjectState
 from torch_dpflow.datasets.storage.urls import without_login
 from torch_dpflow.errors import ChecksumError, OptionError, TruncatedObjectError
 
 ChecksumAlgorithm = Literal["crc32", "sha256"]
 CHECKSUM_PATTERN = "^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})$"
-#: A strong ETag, or an HTTP date.
-REVISION_PATTERN = '^("[!#-~]+"|[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT)$'
+#: What is wrong with an object that has another state than expected, and what to do.
+WRITTEN_AGAIN = (
+    "the object was written again after the dataset was opened or imported; open or import it again, restore the "
+    "object, or read with check=False if its bytes are the same"
+)
 
 
 def sha256_of(data: bytes | memoryview) -> str:
@@ -56,10 +60,10 @@ class ByteRange:
     stop: int | None = None
     #: Bytes of the whole object if known; an object of another size is an error.
     size: int | None = None
-    #: The expected state of the object, see `revision_of`. Another one is an error where S3 or OSS is read directly.
-    revision: str | None = None
-    #: What fixes the bytes: a checksum of them, or a revision. A disk cache keeps only ranges that have it.
-    identity: str | None = None
+    #: The expected state of the object, see `states`; another one is an error. None: not checked.
+    state: str | None = None
+    #: Checksum of the range, if known. A disk cache keeps only ranges that have it, or a state.
+    checksum: str | None = None
 
     def __post_init__(self) -> None:
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
@@ -92,6 +96,10 @@ class ByteRange:
             "restore it, or publish a new version"
         )
 
+    def replaced(self, found: str | None) -> ChecksumError:
+        """Return the error for an object whose state is not the expected one."""
+        return ChecksumError(f"{self}: {WRITTEN_AGAIN} (its state was {self.state}, and is {found or 'not reported'})")
+
     def __str__(self) -> str:
         url = without_login(self.url)
         if self.is_whole:
@@ -112,8 +120,17 @@ class Storage(Protocol):
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         """Return exactly the bytes of `span`, before `deadline` (`time.monotonic()`).
 
+        An object that has another size or state than `span` is an error, if the storage reports them.
+
         Raises:
             StorageError: a subclass if the cause is known; the message names the object.
+        """
+
+    def look(self, span: ByteRange, deadline: float) -> ObjectState:
+        """Return size and state of the object of `span`, whose range is ignored, without reading it.
+
+        Raises:
+            StorageError: as `fetch` does, also for a size or a state that is not that of `span`.
         """
 
     def node(self, url: str) -> str:

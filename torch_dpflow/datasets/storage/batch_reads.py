@@ -96,7 +96,9 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, max_merged: int) -
     stop = max(one.stop, other.stop)
     if other.start > one.stop + merge_gap or (stop - one.start > max_merged and other.start >= one.stop):
         return None
-    return ByteRange(one.url, one.start, stop, one.size, one.revision)  # no checksum of both has an identity
+    if (one.size, one.state) != (other.size, other.state):
+        return None
+    return ByteRange(one.url, one.start, stop, one.size, one.state)
 
 
 def _alternated(lists: list[deque[Read]]) -> list[Read]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch_dpflow._core.backoff import Backoff
-from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions, Storage
+from torch_dpflow.datasets.storage.base import WRITTEN_AGAIN, ByteRange, ReadOptions, Storage
 from torch_dpflow.datasets.storage.credentials import left_out_hint
 from torch_dpflow.datasets.storage.http_connection import MalformedResponseError
 from torch_dpflow.errors import (
@@ -33,17 +33,13 @@ from torch_dpflow.log import DATASETS
 
 #: Characters of another library's message, which may quote a server's response.
 _MAX_TEXT = 300
-_WRITTEN_AGAIN = (
-    "the object was written again after its import; restore it, or publish a new version, or read with check=False if "
-    "its bytes are the same"
-)
 #: Errors for these statuses, and advice.
 _BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     401: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     404: (ObjectMissingError, "check the bucket, the key and the region"),
     408: (StorageTimeoutError, "the storage waited too long for the request"),
-    412: (ChecksumError, _WRITTEN_AGAIN),
+    412: (ChecksumError, WRITTEN_AGAIN),
     416: (TruncatedObjectError, "the object ends before the range begins"),
     **dict.fromkeys(
         # 425: too early; 520 to 524: of Cloudflare, about the server behind it; 529: overloaded, at several vendors.

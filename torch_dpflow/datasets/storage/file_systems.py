@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import posixpath
-import re
 import time
 from collections.abc import Mapping
-from email.utils import formatdate
 from typing import Any
 
 import fsspec
@@ -16,15 +14,17 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 
 from torch_dpflow.datasets.storage.archives import check_member, prepare_archive
-from torch_dpflow.datasets.storage.base import REVISION_PATTERN, ByteRange, ReadOptions
+from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import find_oss_credentials, left_out_hint
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, call_within
 from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.states import ObjectState, is_state_of_entry, state_of_entry
 from torch_dpflow.datasets.storage.urls import ONE_FILE_SYSTEM, check_url, split_chain, split_login
 from torch_dpflow.datasets.storage.web_service import tls_context, web_headers
 from torch_dpflow.errors import (
     DPFlowError,
     MissingExtraError,
+    ObjectMissingError,
     OptionError,
     StorageError,
     TruncatedObjectError,
@@ -56,7 +56,8 @@ _COMPRESSIONS = {
 class FsspecStorage:
     """Reads through the fsspec file system of `address`, which gets `options`.
 
-    The length of a whole object is checked after reading, as most file systems need another request to know it before.
+    Size and state of an object are looked up after its bytes were read, by another request: only then they are of these
+    bytes, or of later ones.
     """
 
     is_remote = True
@@ -69,15 +70,15 @@ class FsspecStorage:
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         if span.length is not None and span.length > self._longest:
             raise StorageError(f"{span}: {span.length} bytes are above the limit of {self._longest}")
-        try:
-            data = self._cat(span, deadline)
-        except Exception as error:
-            raise storage_error(span, error) from error
+        extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
+        data = bytes(self._call(span, deadline, "cat_file", **extent))
         if span.length is not None and len(data) < span.length:
             raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
         if len(data) > self._longest:
             raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
-        if span.is_whole:
+        if span.state is not None:
+            self.look(span, deadline)
+        elif span.is_whole:
             span.check_size(len(data))
         if span.length is None or len(data) == span.length:
             return data
@@ -85,15 +86,28 @@ class FsspecStorage:
             return data[: span.length]
         raise StorageError(f"{span}: the file system gave {len(data)} bytes where {span.length} were requested")
 
-    def _cat(self, span: ByteRange, deadline: float) -> bytes:
-        path = path_of(self._files, span.url)
-        check_member(self._files, path, span.url)
-        extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
-        left = deadline - time.monotonic()
-        if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
-            reading = asyncio.wait_for(self._files._cat_file(path, **extent), max(left, 0.0))
-            return bytes(asyncio.run_coroutine_threadsafe(reading, self._files.loop).result())
-        return bytes(call_with_deadline(self._files, left, lambda: self._files.cat_file(path, **extent)))
+    def look(self, span: ByteRange, deadline: float) -> ObjectState:
+        self._files.invalidate_cache()  # of listings
+        entry = self._call(span, deadline, "info")
+        if entry["type"] == "directory":
+            raise ObjectMissingError(f"{span}: this is a directory, not a file")
+        span.check_size(entry.get("size"))
+        if span.state is not None and not is_state_of_entry(span.state, entry):
+            raise span.replaced(state_of_entry(entry))
+        return ObjectState(entry.get("size"), state_of_entry(entry))
+
+    def _call(self, span: ByteRange, deadline: float, name: str, **how: Any) -> Any:
+        """Call a method of the file system with the path of `span`. Raises StorageError."""
+        try:
+            path = path_of(self._files, span.url)
+            check_member(self._files, path, span.url)
+            left = deadline - time.monotonic()
+            if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
+                calling = asyncio.wait_for(getattr(self._files, f"_{name}")(path, **how), max(left, 0.0))
+                return asyncio.run_coroutine_threadsafe(calling, self._files.loop).result()
+            return call_with_deadline(self._files, left, lambda: getattr(self._files, name)(path, **how))
+        except Exception as error:
+            raise storage_error(span, error) from error
 
     def node(self, url: str) -> str:
         inner, outer = split_chain(url)
@@ -158,29 +172,6 @@ def path_of(file_system: Any, url: str) -> str:
     if scheme not in ONE_FILE_SYSTEM and "host" in type(file_system)._get_kwargs_from_urls(f"{scheme}://host/"):
         return "/" + rest.partition("/")[2]  # fsspec would cut off a "?" as a query
     return str(file_system._strip_protocol(inner))
-
-
-def revision_of(entry: Mapping[str, Any]) -> str | None:
-    """Return the state of an object from a listing of S3 or OSS: its ETag in quotes, else its time as an HTTP date.
-
-    None if the entry has neither, or a weak ETag.
-    """
-    tag, changed = entry.get("ETag"), entry.get("LastModified")
-    if isinstance(tag, str):
-        quoted = '"' + tag.strip('"') + '"'  # some servers leave the quotes out
-        return quoted if re.fullmatch(REVISION_PATTERN, quoted) else None
-    if isinstance(changed, int | float):  # ossfs
-        return formatdate(changed, usegmt=True)
-    return None
-
-
-#: What listings of storages report about the last change of an object.
-_STATES = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "md5Hash", "created")
-
-
-def state_of(entry: Mapping[str, Any]) -> str:
-    """Return what a listing reports about an object's last change, as one text; "" if nothing."""
-    return " ".join(f"{name}={entry[name]}" for name in _STATES if entry.get(name) is not None)
 
 
 def needs_host(kind: type) -> bool:

@@ -14,15 +14,16 @@ import mimetypes
 import re
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from torch_dpflow.datasets.storage.base import ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.failures import error_of_status, storage_error
 from torch_dpflow.datasets.storage.http_connection import Connections, KeepAliveConnection, Origin, Response
+from torch_dpflow.datasets.storage.states import ObjectState, conditions, is_state_of_fields, state_of_fields
 from torch_dpflow.errors import DPFlowError, StorageError, StorageUnavailableError, TruncatedObjectError
 from torch_dpflow.log import DATASETS
 
@@ -111,6 +112,10 @@ class Service(Protocol):
         """Return the context that checks certificates of servers. Raises OptionError."""
 
 
+T = TypeVar("T")
+_Take = Callable[[Response, ByteRange], T]
+
+
 class HttpStorage:
     """Reads objects through the GETs of one service. Thread-safe."""
 
@@ -124,31 +129,44 @@ class HttpStorage:
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         if span.length is not None and span.length > self._options.longest:
             raise StorageError(f"{span}: {span.length} bytes are above the limit of {self._options.longest}")
+        found = self._get(span, deadline, self._content)
+        if isinstance(found, ErrorResponse):
+            raise found.error(span)
+        return found
+
+    def look(self, span: ByteRange, deadline: float) -> ObjectState:
+        # A GET, as presigned URLs allow no HEAD; of one byte, so that the answer has the size of the whole object.
+        found = self._get(replace(span, start=0, stop=1), deadline, _state)
+        if isinstance(found, ErrorResponse) and found.status == 416:  # an empty object has no first byte
+            found = self._get(replace(span, start=0, stop=None), deadline, _state)
+        if isinstance(found, ErrorResponse):
+            raise found.error(span)
+        return found
+
+    def _get(self, span: ByteRange, deadline: float, take: _Take[T]) -> T | ErrorResponse:
+        """Return what `take` takes from the response with the object, or the response without it."""
         try:
-            return self._get(span, deadline)
+            request: GetRequest | None = self._service.request(span.url)
+            for left in reversed(range(_MAX_REQUESTS)):
+                assert request is not None
+                found = self._send(request, span, deadline, take)
+                if not isinstance(found, ErrorResponse):
+                    return found
+                request = self._service.follow(span.url, request, found) if left else None
+                if request is None:
+                    return found
         except DPFlowError:
             raise
         except Exception as error:
             raise storage_error(span, error) from error
-
-    def _get(self, span: ByteRange, deadline: float) -> bytes:
-        request: GetRequest | None = self._service.request(span.url)
-        for left in reversed(range(_MAX_REQUESTS)):
-            assert request is not None
-            found = self._send(request, span, deadline)
-            if isinstance(found, bytes):
-                return found
-            request = self._service.follow(span.url, request, found) if left else None
-            if request is None:
-                raise found.error(span)
         raise AssertionError("the last response ends the loop")
 
-    def _send(self, request: GetRequest, span: ByteRange, deadline: float) -> bytes | ErrorResponse:
+    def _send(self, request: GetRequest, span: ByteRange, deadline: float, take: _Take[T]) -> T | ErrorResponse:
         headers = dict(request.headers)
         if not span.is_whole:
             headers["range"] = f"bytes={span.start}-{'' if span.stop is None else span.stop - 1}"
-        if span.revision is not None:
-            headers["if-match" if span.revision[:1] == '"' else "if-unmodified-since"] = span.revision
+        if span.state is not None:
+            headers.update(conditions(span.state))
         connection = self._connections.take(request.origin)
         is_used = connection is not None
         if connection is None:
@@ -160,24 +178,30 @@ class HttpStorage:
             if is_used and time.monotonic() < deadline:
                 # The server closed it while it was idle, or sent more than announced. That is no failure of the
                 # storage, so it does not count as an attempt.
-                return self._send(request, span, deadline)
+                return self._send(request, span, deadline, take)
             raise
         except BaseException:
             connection.close()
             raise
-        return self._receive(request, span, connection, response)
+        return self._receive(request, span, connection, response, take)
 
     def _receive(
-        self, request: GetRequest, span: ByteRange, connection: KeepAliveConnection, response: Response
-    ) -> bytes | ErrorResponse:
+        self,
+        request: GetRequest,
+        span: ByteRange,
+        connection: KeepAliveConnection,
+        response: Response,
+        take: _Take[T],
+    ) -> T | ErrorResponse:
         is_reusable = False
         try:
             if response.status in _WITH_OBJECT:
                 if self._service.checks_encoding:
                     _check_headers(response, span)
-                data = _read_object(response, span, self._options.longest)
-                _check_frames(response, span, data)
-                found: bytes | ErrorResponse = data
+                # Not all servers obey conditions, and a weak ETag has none.
+                if span.state is not None and not is_state_of_fields(span.state, response.fields):
+                    raise span.replaced(state_of_fields(response.fields))
+                found: T | ErrorResponse = take(response, span)
             else:
                 body = response.read(_MAX_ERROR)
                 found = ErrorResponse(response.status, response.reason, response.fields, body)
@@ -189,11 +213,27 @@ class HttpStorage:
                 connection.close()
         return found
 
+    def _content(self, response: Response, span: ByteRange) -> bytes:
+        data = _read_object(response, span, self._options.longest)
+        _check_frames(response, span, data)
+        return data
+
     def node(self, url: str) -> str:
         return self._service.origin(url).host
 
     def close(self) -> None:
         self._connections.close()
+
+
+def _state(response: Response, span: ByteRange) -> ObjectState:
+    """Return size and state of an object from a response with its first byte, or, unread, with all of it."""
+    size = response.left
+    if response.status == 206:
+        match = _CONTENT_RANGE.fullmatch(response.fields.get("content-range", ""))
+        size = None if match is None or match[3] == "*" else int(match[3])
+        _take(response, span.length or 0)
+    span.check_size(size)
+    return ObjectState(size, state_of_fields(response.fields))
 
 
 def _check_headers(response: Response, span: ByteRange) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import IO
 
 from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.states import ObjectState, is_state_of_file, state_of_file
 from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageError, TruncatedObjectError
 
 #: How the names of files end that are being written.
@@ -24,7 +25,8 @@ _MAX_REFUSALS = 100
 class LocalStorage:
     """Storage of local files, read with `pread`.
 
-    A file is opened for each read, which takes 4 µs, as it may be replaced.
+    A file is opened for each read, which takes 4 µs, as it may be replaced. Its size and state are those of the opened
+    file, so they are of the bytes that are read.
 
     `deadline` is ignored, as a mount that hangs in the kernel cannot be interrupted.
     """
@@ -35,37 +37,37 @@ class LocalStorage:
         self._longest = longest
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
-        path = local_path(span.url)
         try:
             # Without O_NONBLOCK opening a FIFO waits for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(local_path(span.url), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 return self._read(descriptor, span)
             finally:
                 os.close(descriptor)
         except StorageError:
             raise
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ObjectMissingError(f"{span}: there is no such file") from error
-        except IsADirectoryError as error:
-            raise ObjectMissingError(f"{span}: this is a directory, not a file") from error
-        except PermissionError as error:
-            raise AccessDeniedError(f"{span}: this user may not read the file: {error}") from error
         except OSError as error:
-            if error.errno in (errno.ESPIPE, errno.ENXIO):
-                raise _not_regular(span) from error
-            raise StorageError(f"{span}: the file cannot be read: {error}") from error
+            raise _storage_error(span, error) from error
+
+    def look(self, span: ByteRange, deadline: float) -> ObjectState:
+        try:
+            found = os.stat(local_path(span.url))
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError
+            _check(span, found)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise _storage_error(span, error) from error
+        return ObjectState(found.st_size, state_of_file(found))
 
     def _read(self, descriptor: int, span: ByteRange) -> bytes:
-        if span.stop is None:
+        stop = span.stop  # reading a range of a file that is not regular fails or ends
+        if stop is None or span.state is not None:
             found = os.fstat(descriptor)
-            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-                raise _not_regular(span)
-            stop = found.st_size
-            if span.size is not None and stat.S_ISREG(found.st_mode):
-                span.check_size(stop)
-        else:
-            stop = span.stop  # reading a range of a file that is not regular fails or ends
+            if stop is None:
+                stop = found.st_size
+            _check(span, found)
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
         if stop < span.start:
@@ -88,8 +90,32 @@ class LocalStorage:
         """Do nothing: no file stays open."""
 
 
+def _check(span: ByteRange, found: os.stat_result) -> None:
+    """Raise StorageError unless this is a regular file with the expected size and state. A directory fails later."""
+    if stat.S_ISDIR(found.st_mode):
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise _not_regular(span)
+    span.check_size(found.st_size)
+    if span.state is not None and not is_state_of_file(span.state, found):
+        raise span.replaced(state_of_file(found))
+
+
 def _not_regular(span: ByteRange) -> StorageError:
     return StorageError(f"{span}: this is a pipe, socket or device; give a regular file")
+
+
+def _storage_error(span: ByteRange, error: OSError) -> StorageError:
+    """Return an error of the operating system as a StorageError that names the file."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return ObjectMissingError(f"{span}: there is no such file")
+    if isinstance(error, IsADirectoryError):
+        return ObjectMissingError(f"{span}: this is a directory, not a file")
+    if isinstance(error, PermissionError):
+        return AccessDeniedError(f"{span}: this user may not read the file: {error}")
+    if error.errno in (errno.ESPIPE, errno.ENXIO):
+        return _not_regular(span)
+    return StorageError(f"{span}: the file cannot be read: {error}")
 
 
 def local_path(url: str) -> str:

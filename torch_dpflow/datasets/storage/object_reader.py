@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import re
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.storage.base import (
-    CHECKSUM_PATTERN,
     ByteRange,
     ReadOptions,
     Storage,
@@ -31,12 +28,13 @@ from torch_dpflow.datasets.storage.batch_reads import (
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.disk_cache import DiskCache
 from torch_dpflow.datasets.storage.endpoints import needs_vendor, split_url
-from torch_dpflow.datasets.storage.failures import fetch_with_retries
+from torch_dpflow.datasets.storage.failures import fetch_with_retries, with_retries
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage, Service
 from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.datasets.storage.object_stores import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
-from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login
+from torch_dpflow.datasets.storage.states import ObjectState, is_settled
+from torch_dpflow.datasets.storage.urls import check_url, file_system_of, split_login, without_login
 from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -45,9 +43,8 @@ from torch_dpflow.errors import (
     StorageTimeoutError,
     StorageUnavailableError,
 )
+from torch_dpflow.log import DATASETS
 
-#: Age of a time of change, seconds, that allows for clocks that differ.
-_SETTLED_S = 60.0
 #: Errors of merged ranges that each of the ranges would have too.
 _FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, StorageUnavailableError)
 
@@ -112,6 +109,32 @@ class ObjectReader:
             return lambda: self._store(opened, read, targets, results, limit)
 
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
+        return results
+
+    def look_each(self, spans: Sequence[ByteRange]) -> list[ObjectState | DPFlowError]:
+        """Return size and state of the object of each range, or the error of its request. The requests overlap.
+
+        An object is looked up at the address at which it is read. Another size or state than expected is an error.
+        """
+        opened = self._opened.get()
+        results: list[ObjectState | DPFlowError] = [ObjectState(None, None)] * len(spans)
+
+        def task(position: int) -> Callable[[], None]:
+            def look() -> None:
+                try:
+                    storage = opened.storage(spans[position].url)
+                    results[position] = with_retries(
+                        lambda deadline: storage.look(spans[position], deadline),
+                        self.options,
+                        is_remote=storage.is_remote,
+                    )
+                except DPFlowError as error:
+                    results[position] = error
+
+            return look
+
+        is_remote = any(file_system_of(span.url) not in ("file", "local") for span in spans)
+        opened.overlap.run([task(position) for position in range(len(spans))], is_remote=is_remote)
         return results
 
     @property
@@ -251,23 +274,23 @@ class _Opened:
 
     def cache_key(self, span: ByteRange) -> str | None:
         """Return the name of a range in the disk cache; None if it is not kept there."""
-        if self.cache is None or span.identity is None:
+        identity = span.checksum or span.state
+        if self.cache is None or identity is None:
             return None
         storage = self.storage(span.url)
-        # A revision is only as good as its check, which fsspec's clients do not make.
-        is_fixed = isinstance(storage, HttpStorage) or _is_checksum(span.identity)
-        if not storage.is_remote or not is_fixed:
+        if not storage.is_remote:
             return None
-        return "\n".join([storage.node(span.url), span.url, str(span.start), str(span.stop), span.identity])
+        return "\n".join([storage.node(span.url), span.url, str(span.start), str(span.stop), identity])
 
     def cached(self, key: str | None) -> bytes | None:
         return None if self.cache is None or key is None else self.cache.get(key)
 
     def keep(self, key: str | None, span: ByteRange, data: bytes) -> None:
-        """Put bytes from the storage into the disk cache, unless they do not match their checksum."""
-        if self.cache is None or key is None or span.identity is None:
+        """Put bytes from the storage into the disk cache if they match their checksum, or have a settled state."""
+        if self.cache is None or key is None:
             return
-        if matches(data, span.identity) if _is_checksum(span.identity) else is_settled(span.identity):
+        is_fixed = is_settled(span.state or "") if span.checksum is None else matches(data, span.checksum)
+        if is_fixed:
             self.cache.put(key, data)
 
     def close(self) -> None:
@@ -285,18 +308,18 @@ def disk_cache(options: ReadOptions) -> DiskCache | None:
     return DiskCache(check_directory("DPFLOW_CACHE_DIR", directory), options.cache_bytes)
 
 
-def _is_checksum(identity: str) -> bool:
-    return re.fullmatch(CHECKSUM_PATTERN, identity) is not None
+@functools.lru_cache(maxsize=64)
+def _warn_without_state(storage: str) -> None:
+    DATASETS.warning(
+        "%s reports no state of its objects, neither an ETag nor a time of change: an object that is replaced while it "
+        "is read is noticed by its size only; read it with checksum=, or serve it by a storage that reports one",
+        storage,
+    )
 
 
-def is_settled(revision: str) -> bool:
-    """Return whether no later state of an object can have this revision.
-
-    A time of change has a resolution of a second, and an object may be written twice in one.
-    """
-    if not revision.endswith(" GMT"):
-        return True
-    return time.time() - parsedate_to_datetime(revision).timestamp() > _SETTLED_S
+def warn_without_state(url: str) -> None:
+    """Log once for each storage that its objects have no state."""
+    _warn_without_state("/".join(without_login(url).split("/", 3)[:3]))
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
