@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
-from torch_dpflow._core.checks import check_path
+from torch_dpflow._core.checks import check_path, working
+from torch_dpflow._core.ranks import Ranks, named_ranks, nested_samplers
 from torch_dpflow._core.torch_private import DatasetKind
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import LoaderOptions
@@ -68,6 +71,45 @@ def name_of(context: Any) -> str:
 
 def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:
     return OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give {allowed}")
+
+
+# -- ranks ------------------------------------------------------------------------------------------------
+
+
+def undivided(sampler: Any, dataset: Any) -> Any:
+    """Return the sampler within a DistributedSampler that divides among the same ranks as that sampler does itself.
+
+    Frameworks wrap each sampler that is no DistributedSampler. Any other sampler is returned as it is.
+    """
+    if not isinstance(sampler, DistributedSampler):
+        return sampler
+    outer, *within = [part for part, _ in _divide(nested_samplers(sampler, dataset=dataset))] or [sampler]
+    return next((part for part in within if named_ranks(part) == named_ranks(outer)), sampler)
+
+
+def check_divided_once(loader: Any) -> None:
+    """Raise OptionError if a sampler or dataset that divides among ranks is within another one that does so too."""
+    samplers = nested_samplers(loader.sampler, loader.batch_sampler, dataset=loader.dataset)
+    for parts in ([*samplers], [loader.dataset, working(loader.dataset, "dataset")]):
+        found = _divide(parts)
+        if not any(isinstance(part, DistributedSampler) or _is_of_accelerate(part) for part, _ in found[:-1]):
+            continue
+        (outer, ranks), (inner, own) = found[0], found[-1]
+        raise OptionError(
+            f"{type(outer).__name__} divides among {ranks.num_replicas} ranks what {type(inner).__name__} has divided "
+            f"among {own.num_replicas}: a part of the samples would be read. Divide once: make the inner one with "
+            "num_replicas=1 and rank=0, or keep the framework from dividing, as Lightning's "
+            "Trainer(use_distributed_sampler=False) does"
+        )
+
+
+def _divide(parts: Iterable[Any]) -> list[tuple[Any, Ranks]]:
+    """Return those of these samplers or datasets that name several ranks, with these."""
+    return [(part, ranks) for part in parts if (ranks := named_ranks(part)) is not None and ranks.num_replicas > 1]
+
+
+def _is_of_accelerate(part: Any) -> bool:
+    return working(part, "num_processes") is not None and working(part, "process_index") is not None
 
 
 # -- platform= -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch_dpflow.epoch.rng import encode_generator, generator_state
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.arguments import (
+    check_divided_once,
     check_options,
     check_options_type,
     check_platform,
@@ -25,6 +26,7 @@ from torch_dpflow.loader.arguments import (
     check_types,
     has_processes,
     name_of,
+    undivided,
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
 from torch_dpflow.loader.loaded_state import as_own, check_fits, read_states, with_seed_of
@@ -112,7 +114,7 @@ class DPFlowDataLoader(DataLoader[T]):
             dataset,
             batch_size,
             shuffle,
-            sampler,
+            undivided(sampler, dataset),
             batch_sampler,
             num_workers,
             collate_fn,
@@ -128,6 +130,7 @@ class DPFlowDataLoader(DataLoader[T]):
             in_order=in_order,
         )
         check_types(self, address)
+        check_divided_once(self)
         # Lightning rebuilds a loader from the attributes that have the names of arguments.
         self.options = options
         self.address = address
