@@ -4,7 +4,7 @@
         [--latency-ms 10] [--connection-mb-s RATE] [--quick]
 
 preload: one server and four, each a process of its own on this host (`dpflow pool serve`, `--join`), load a dataset of
-records of 110 kB in packs from `benchmarks.oss_server`, which holds each answer back and is a process too. "storage" is
+records of 110 kB in packs from a double of OSS, which holds each answer back and is a process too. "storage" is
 what they read of the data, "memory" what their processes take (proportional set size), both by the dataset's bytes;
 "idle" is what each took before, and "beside" what each takes in the end that is no record, MB. Servers and store share
 the processors here; with --connection-mb-s, which bounds what one connection to the store carries, as clouds do, the
@@ -32,9 +32,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.oss_server import OSSServer
 from benchmarks.read_batch import RECORD_BYTES, Records
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from tests.support.oss_server import OSSServer
 from torch_dpflow import PooledDataset
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset

@@ -5,7 +5,7 @@
 
 Each sample is an object of its own, of 20 kB. A training loop reads shuffled epochs by a `DPFlowDataLoader` with two
 workers, 32 samples a step, which takes as long as is said; "flow" has two such loops, in threads, that share a flow of
-two workers. The storage is `benchmarks.oss_server`, in a thread of this process, with 30 ms to each answer. "reads" are
+two workers. The storage is a double of OSS, in a thread of this process, with 30 ms to each answer. "reads" are
 its requests for samples, for each sample of the dataset; the memory is loaded before the first round. "another host" is
 a server that is reached over TCP with TLS, at 127.0.0.1, whose memory nobody can map. Each epoch of "job" starts
 workers, which the first batch waits for. A cache of that size that replaces what was least recently used would have
@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler
 
-from benchmarks.oss_server import OSSServer, StoredObject
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.cluster import started
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow import DPFlowDataLoader, JobOptions, PooledDataset
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset

@@ -4,7 +4,7 @@
 
 The images of `benchmarks.loader`, random crops of 224x224 in batches of 64, a `DPFlowDataLoader` with two workers,
 which live through all rounds; each round is an epoch, and the training loop does nothing, so what is measured is
-loading. The pool's server (`dpflow pool serve`) and the store (`benchmarks.oss_server`) are processes of their own on
+loading. The pool's server (`dpflow pool serve`) and the store (a double of OSS) are processes of their own on
 the same processors. From the object store once as loaders read it, a batch at a time with overlapping requests, and
 once image after image, as datasets do that have `__getitem__` alone.
 """
@@ -26,12 +26,12 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.loader import IMAGES, SPECIFICATION
-from benchmarks.oss_server import OSSServer
 from benchmarks.peers import FEW
 from benchmarks.pool import PER_STRIPE
 from benchmarks.read_batch import pool_server
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.natural_images import generate
+from tests.support.oss_server import OSSServer
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter

@@ -4,7 +4,7 @@
 
 256 records of 110 kB a batch, drawn anew in each round; the sides take turns in one process, the pool's server
 (`dpflow pool serve`) is another. Each returns `(bytes, annotations)`, except the bare copies: a slice of a mapping for
-each record, which is the least possible work. The object store is `benchmarks.oss_server`, in a thread of this
+each record, which is the least possible work. The object store is a double of OSS, in a thread of this
 process, with 10 ms to each answer.
 
 The part `connections` reads the same records from four servers of this host over tcp: by our data connections, in
@@ -32,7 +32,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.oss_server import OSSServer
 from benchmarks.pool_sides import (
     RECORD_BYTES,
     SERVERS,
@@ -51,6 +50,7 @@ from benchmarks.pool_sides import (
     rpc,
 )
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from tests.support.oss_server import OSSServer
 from torch_dpflow import PooledDataset
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter

@@ -56,7 +56,7 @@ def served(kind: str, folder: Path, latency_ms: float) -> Iterator[str]:
         yield ""
         return
     command = {
-        "oss": ["benchmarks.oss_server", "--folder", str(folder)],
+        "oss": ["tests.support.oss_server", "--folder", str(folder)],
         "s3": ["benchmarks.s3_server", str(folder)],
     }[kind]
     latency = ["--latency-ms", str(latency_ms)]

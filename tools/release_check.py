@@ -68,7 +68,7 @@ def main() -> int:
     run(python, "-W", "error", "first_use.py", cwd=outside)
 
     print("-- run tests of it from outside the clone")
-    run(*pip, f"{wheel}[cli,metrics,testing]", *TOOLS)
+    run(*pip, f"{wheel}[cli,metrics]", *TOOLS)
     run(python, "-m", "torch_dpflow.cli", "--help", cwd=outside, stdout=subprocess.DEVNULL)
     shutil.copytree(source / "tests", outside / "tests")
     shutil.copy(source / "setup.cfg", outside)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.contracts.policies import PolicyContract
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.testing.policies import PolicyContract
 
 #: Powers of two, so that no comparison hangs on rounding.
 _SPEEDS = (None, 1.0, 2.0, 0.5, 0.25)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.opt import OPT
 from tests.caches.exact_policies import DefinedPolicyContract, ExactALSD, ExactPolicy, ExactRefCnt
+from tests.contracts.policies import PolicyContract
 from torch_dpflow.caches.alsd import ALSD
 from torch_dpflow.caches.past_reads import LFU, LRU, MinIO
 from torch_dpflow.caches.policy import Policy
@@ -20,7 +21,6 @@ from torch_dpflow.caches.ranked import RankedPolicy
 from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.testing.policies import PolicyContract
 
 
 class ByName(PolicyContract):

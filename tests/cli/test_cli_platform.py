@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.contracts.launchers import PROGRAM, caller, launch_spec_to
+from tests.contracts.processes import TIMEOUT_S
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file
 from torch_dpflow.remote.launchers.contract import WorkerName
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
-from torch_dpflow.testing.launchers import PROGRAM, caller, launch_spec_to
-from torch_dpflow.testing.processes import TIMEOUT_S
 
 #: Not that of another test which runs beside this one.
 CLUSTER = f"{os.getpid():08x}"

@@ -12,9 +12,9 @@ from typing import Any
 
 import zmq
 
+from tests.contracts.platforms import wakes
 from tests.loader_cases import Indices
 from torch_dpflow.ipc.messages.headers import Exchange, Stop, WorkerHandshake, WorkerReady, encode
-from torch_dpflow.testing.platforms import wakes
 from torch_dpflow.workers.batch_worker import WorkerSpec, exit_report_path, main
 from torch_dpflow.workers.local_platform import LocalPlatform
 from torch_dpflow.workers.platform import ProcessSpec

@@ -33,7 +33,6 @@ from torch_dpflow.flows import (
     describe_flow,
     load_flow,
     save_flow,
-    to_graphviz,
     to_mermaid,
 )
 
@@ -68,24 +67,12 @@ def test_a_flow_prints_itself(flow: DataLoadFlow) -> None:
 def test_names_of_stages_may_hold_anything_printable() -> None:
     flow = DataLoadFlow("a/b", 1).dataset("core/x").map('crop "2 x 2" é #1\\', bytes)
     assert flow.format(20) == 'Dataset(core/x)\n    -> Map(crop "2 x 2" é #1\\)'
-    assert r'label="crop \"2 x 2\" é #1\\"' in to_graphviz(flow)
     assert 'n1["crop #quot;2 x 2#quot; é #35;1\\"]' in to_mermaid(flow)
 
 
 def test_a_flow_is_drawn(flow: DataLoadFlow) -> None:
     flow = DataLoadFlow("example/cls", 2).dataset("core/x", "v1", "train")
     flow.map_data("decode", bytes, cache="always").map_data("crop", bytes)
-    assert to_graphviz(flow) == (
-        'digraph "example/cls:2" {\n'
-        "  rankdir=LR;\n"
-        "  node [shape=box];\n"
-        '  n0 [shape=cylinder, label="core/x:v1:train"];\n'
-        '  n1 [label="decode", style=filled];\n'
-        '  n2 [label="crop"];\n'
-        "  n0 -> n1;\n"
-        "  n1 -> n2;\n"
-        "}\n"
-    )
     assert to_mermaid(flow) == (
         "flowchart LR\n"
         '  n0[("core/x:v1:train")]\n'
@@ -213,7 +200,7 @@ def _flow() -> DataLoadFlow:
             OptionTypeError,
             "reader='somewhere' cannot build a flow",
         ),
-        (lambda: to_graphviz(5), OptionTypeError, "flow=5 is of type int; give a DataLoadFlow"),
+        (lambda: to_mermaid(5), OptionTypeError, "flow=5 is of type int; give a DataLoadFlow"),
         (lambda: to_mermaid(None), OptionTypeError, "flow=None"),
         (lambda: LocalDataLoadFlowReader(5), OptionTypeError, "store=5"),
         (lambda: LocalDataLoadFlowReader(read_options=5), OptionTypeError, "read_options=5"),

@@ -9,9 +9,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, publish
 from tests.flows.flow_cases import draw
+from tests.support.oss_server import Fault, OSSServer
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, publish
 from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster
+from tests.support.oss_server import Fault, OSSServer
 from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers import Item
@@ -83,8 +83,8 @@ WHOLE = [number for number in range(COUNT) if number not in FAILURES]
 SERVER = """
 import signal, sys
 from pathlib import Path
-from benchmarks.oss_server import Fault, OSSServer
-from benchmarks.oss_server.__main__ import load
+from tests.support.oss_server import Fault, OSSServer
+from tests.support.oss_server.__main__ import load
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 with OSSServer() as server:

@@ -43,26 +43,13 @@ build_meta.build_editable("editable")
 
 #: Beside the library in its repository, and never in the wheel.
 BESIDE = ("benchmarks", "examples", "tests", "tools")
-#: Third parties test what they add with these; servers and simulated workers are the repository's own.
-SUITES = {
-    "__init__",
-    "index_samplers",
-    "launchers",
-    "platforms",
-    "policies",
-    "processes",
-    "samplers",
-    "storages",
-    "transports",
-}
-#: What needs an extra: the command line, tables of samples, the live page, nodes of torchdata, and the suites. All else
-#: is there without.
+#: What needs an extra: the command line, tables of samples, the live page and nodes of torchdata. All else is
+#: there without.
 WITH_EXTRAS = (
     "torch_dpflow.cli.",
     "torch_dpflow.datasets.importers.table_values",
     "torch_dpflow.cluster.monitoring.page_server",
     "torch_dpflow.nodes",
-    "torch_dpflow.testing.",
     "torch_dpflow.vision",
 )
 #: Imports every module of the wheel in the working directory without the packages that it is told to do without.
@@ -186,14 +173,12 @@ def test_the_source_distribution_builds_the_same(built: Path) -> None:
 
 
 def test_the_wheel_holds_the_library_alone(built: Path) -> None:
-    """Servers that tests and benchmarks read from, simulators and examples stay in the repository."""
+    """Suites, servers that tests and benchmarks read from, simulators and examples stay in the repository."""
     (wheel,) = (built / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [Path(name) for name in archive.namelist() if ".dist-info/" not in name]
         texts = {str(name): archive.read(str(name)).decode() for name in names if name.suffix == ".py"}
     assert {name.parts[0] for name in names} == {"torch_dpflow"}
-    shipped = {"/".join(name.with_suffix("").parts[2:]) for name in names if name.parts[1] == "testing"}
-    assert shipped == SUITES
     imported = re.compile(rf"""(?:import|from|import_module\(["']) ?(?:{"|".join(BESIDE)})\b""")
     assert [name for name, text in texts.items() if imported.search(text)] == []
 
@@ -225,7 +210,7 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
         for module, distributions in metadata.packages_distributions().items()
         if module != "torch_dpflow" and not brought & set(map(canonicalize_name, distributions))
     ]
-    assert {"click", "pytest", "pyarrow"} <= set(absent)
+    assert {"click", "pyarrow"} <= set(absent)
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, json.dumps([*absent, *BESIDE]), str(tmp_path)],
         cwd=tmp_path,
@@ -237,6 +222,6 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
     assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
-    assert all(
-        re.search("click|rich|pytest|pyarrow|vision|starlette|torchdata|uvicorn", why) for why in refused.values()
-    ), refused
+    assert all(re.search("click|rich|pyarrow|vision|starlette|torchdata|uvicorn", why) for why in refused.values()), (
+        refused
+    )

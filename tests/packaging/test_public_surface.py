@@ -40,7 +40,6 @@ UNASKED = (
     "rich",
     "pytest",
     "hypothesis",
-    "torch_dpflow.testing",
     "torch_dpflow.cli",
     "torch_dpflow.vision",
 )

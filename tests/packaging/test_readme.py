@@ -38,6 +38,7 @@ from torch_dpflow.datasets.storage import ReadOptions
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 #: The scripts of their own, by page: each is run by a test below or in test_platform_pages.py.
 SCRIPTS: Mapping[str, tuple[str, ...]] = {
+    "CONTRIBUTING.md": ("test_my_policy.py",),
     "docs/tutorial.md": ("first.py", "trial.py"),
     "docs/tutorial-ray.md": ("actors.py",),
     "docs/howto/resume.md": ("train.py",),
@@ -72,6 +73,11 @@ def test_every_script_of_a_page_is_run_by_a_test() -> None:
         if any(map(file_of, blocks(page, "python")))
     }
     assert found == SCRIPTS
+
+
+def test_a_contract_suite_runs_in_another_repository(tmp_path: Path) -> None:
+    save_scripts(ROOT / "CONTRIBUTING.md", tmp_path)
+    assert re.search(r"^\d+ passed", run("-m", "pytest", "-q", "test_my_policy.py", directory=tmp_path), re.MULTILINE)
 
 
 def test_the_blocks_of_each_page_run_as_one_script(tmp_path: Path) -> None:

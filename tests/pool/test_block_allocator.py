@@ -1,4 +1,4 @@
-"""Both layouts against real memory: whatever is stored, read and moved, bytes are where they are said to be."""
+"""The layout against real memory: whatever is stored, read and moved, bytes are where they are said to be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.sliding_space import SlidingSpace
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool.planning.block_allocator import BlockAllocator
 
@@ -21,9 +20,9 @@ def contents(key: int, length: int) -> bytes:
     return bytes((key * 31 + place) % 251 for place in range(length))
 
 
-@given(steps=steps, threshold=st.sampled_from([None, 0, 16, 48, CAPACITY]))
-def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float], threshold: int | None) -> None:
-    space = BlockAllocator(CAPACITY) if threshold == 0 else SlidingSpace(CAPACITY, threshold)
+@given(steps=steps)
+def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float]) -> None:
+    space = BlockAllocator(CAPACITY)
     memory = bytearray(CAPACITY)
     held: dict[int, int] = {}
     number = 0
@@ -38,18 +37,12 @@ def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float], thr
         else:
             samples = [(number + place, length) for place, length in enumerate(step)]
             number += len(samples)
-            if not space.store(samples):
-                assert isinstance(space, BlockAllocator) or sum(step) > CAPACITY - sum(held.values())
-            else:
-                for source, target, length in space.moves if isinstance(space, SlidingSpace) else ():
-                    assert target < source
-                    memory[target : target + length] = memory[source : source + length]
+            if space.store(samples):
                 for key, length in samples:
                     offset, _ = space.locate(key)
                     memory[offset : offset + length] = contents(key, length)
                 held |= dict(samples)
-        if isinstance(space, BlockAllocator):
-            space.validate()
+        space.validate()
         assert sum(held.values()) <= space.used <= CAPACITY
         for key, length in held.items():
             offset, stored_length = space.locate(key)
@@ -58,18 +51,6 @@ def test_bytes_are_where_they_are_said_to_be(steps: list[list[int] | float], thr
     for key in held:
         space.spend(key)
     assert space.store([(-1, CAPACITY)])  # all of it can be given out again
-
-
-def test_the_line_is_compacted_when_it_reaches_its_threshold_and_neighbours_move_at_once() -> None:
-    space = SlidingSpace(100, 50)
-    assert space.store([(key, 10) for key in range(5)])
-    assert not space.moves
-    for key in (0, 2):
-        space.spend(key)
-    assert space.store([(5, 10)])
-    assert [tuple(move) for move in space.moves] == [(10, 0, 10), (30, 10, 20)]
-    assert [space.locate(key)[0] for key in (1, 3, 4, 5)] == [0, 10, 20, 30]
-    assert space.moved == 3
 
 
 def test_a_block_is_free_once_all_of_it_was_read_and_nothing_moves() -> None:
@@ -103,8 +84,6 @@ def test_what_is_wrong_is_said_and_changes_nothing() -> None:
     space.validate()
 
 
-def test_a_threshold_lies_within_the_capacity() -> None:
-    with pytest.raises(OptionError, match="threshold=11"):
-        SlidingSpace(10, 11)
+def test_a_capacity_is_a_positive_number() -> None:
     with pytest.raises(OptionError, match="capacity"):
         BlockAllocator(0)

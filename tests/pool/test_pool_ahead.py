@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, Subset
 
-from benchmarks.oss_server import OSSServer, StoredObject
 from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, TestCluster, wait
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow import DPFlowDataLoader, JobOptions, PooledDataset
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file

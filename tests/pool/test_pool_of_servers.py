@@ -15,10 +15,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.oss_server import OSSServer
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
+from tests.support.oss_server import OSSServer
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.cluster.security.connection_file import generate_keys, write_connection_file

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.pool.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
+from tests.support.oss_server import Fault, OSSServer
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.sample_reader import SampleReader

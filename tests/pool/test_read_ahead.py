@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.node_lists import NodeLists, by_modulo
 from torch_dpflow.cluster.cache.objects import Arrival, Cancel, Serve
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.pool.planning.read_ahead import ReadAhead, ReadAheadInstruction, StorageRequest
 from torch_dpflow.pool.server.ahead import AccessPlan
 
 SIZE = 100
-
-
-def by_nodes(nodes: int) -> partial[NodeLists]:
-    return partial(NodeLists, node_of=by_modulo(nodes))
 
 
 class Storage:
@@ -67,22 +61,17 @@ class Storage:
 orders = st.integers(1, 60).flatmap(lambda count: st.permutations(range(count)))
 
 
-@example(order=[0, 1, 2, 3, 4, 5, 6], nodes=6, k=3, lead=1, more=0).via(
-    "of the first request, most was beyond the lead"
-)
+@example(order=[0, 1, 2, 3, 4, 5, 6], k=3, lead=1, more=0).via("of the first request, most was beyond the lead")
 @settings(max_examples=50, deadline=None)
 @given(
     order=orders,
-    nodes=st.integers(1, 7),
     k=st.integers(1, 9),
     lead=st.integers(1, 12),
     more=st.integers(0, 40),
 )
-def test_the_lead_is_kept_in_any_room_whatever_the_order(
-    order: list[int], nodes: int, k: int, lead: int, more: int
-) -> None:
+def test_the_lead_is_kept_in_any_room_whatever_the_order(order: list[int], k: int, lead: int, more: int) -> None:
     room = lead + 1 + more
-    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, order_of=by_nodes(nodes), lead=lead)
+    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, lead=lead)
     storage = Storage(machine)
     storage.apply(machine.announce("a", order))
     storage.land_all()  # the size of a sample is known from here on
@@ -102,9 +91,9 @@ def test_the_lead_is_kept_in_any_room_whatever_the_order(
 
 
 @settings(max_examples=50, deadline=None)
-@given(order=orders, nodes=st.integers(1, 7), k=st.integers(1, 9))
-def test_without_a_lead_every_request_is_the_patents(order: list[int], nodes: int, k: int) -> None:
-    machine = ReadAhead(capacity_bytes=1 << 20, k=k, order_of=by_nodes(nodes), lead=0)
+@given(order=orders, k=st.integers(1, 9))
+def test_without_a_lead_every_request_is_the_patents(order: list[int], k: int) -> None:
+    machine = ReadAhead(capacity_bytes=1 << 20, k=k, lead=0)
     storage = Storage(machine)
     storage.apply(machine.announce("a", order))
     held: set[int] = set()
@@ -114,14 +103,13 @@ def test_without_a_lead_every_request_is_the_patents(order: list[int], nodes: in
         if key in held:
             assert len(storage.requests) == before
         else:
-            its = [one for one in order[position:] if one % nodes == key % nodes][:k]
+            its = order[position : position + k]
             assert [load.key for load in storage.requests[-1].loads] == its
             assert len(storage.requests) == before + 1
             held |= set(its)
         storage.land_all()
         storage.apply(machine.consumed("a", [position]))
-    lists = Counter(key % nodes for key in order)
-    assert machine.misses == sum(-(-count // k) for count in lists.values())
+    assert machine.misses == -(-len(order) // k)
 
 
 class Reader:
@@ -147,7 +135,7 @@ def test_every_reader_gets_every_sample_in_any_order_of_events(
     seed: int, readers: int, room: int, k: int, lead: int
 ) -> None:
     chance = random.Random(seed)
-    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, order_of=by_nodes(3), lead=lead)
+    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, lead=lead)
     storage = Storage(machine, {key: chance.randint(0, 3 * SIZE) for key in range(12)})
     everybody = {f"reader {number}": Reader(chance.choices(range(12), k=12)) for number in range(readers)}
     for name, reader in everybody.items():
@@ -247,13 +235,10 @@ def test_what_was_read_of_an_order_that_grows_is_forgotten() -> None:
         assert not machine.is_open("a", 0)
     assert set(storage.asked.values()) == {1}
     assert machine.used == 0
-    lists = NodeLists([1, 2, 3], by_modulo(2))
-    with pytest.raises(UsageError, match="cannot be extended"):
-        lists.extend(np.array([4], np.int32))
 
 
 def test_readers_of_one_order_share_each_fetch() -> None:
-    machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, order_of=by_nodes(2), lead=6)
+    machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, lead=6)
     storage = Storage(machine)
     order = list(range(40))
     for name in ("a", "b"):
@@ -289,35 +274,6 @@ def test_what_is_wrong_is_said() -> None:
         machine.read("a", 0)
     with pytest.raises(OptionError, match="lead"):
         ReadAhead(capacity_bytes=1, k=1, lead=-1)
-
-
-@given(order=st.lists(st.integers(0, 50), max_size=60), nodes=st.integers(1, 6), seed=st.integers(0, 1 << 30))
-def test_lists_keep_the_order_and_give_each_position_once(order: list[int], nodes: int, seed: int) -> None:
-    chance = random.Random(seed)
-    lists = NodeLists(order, by_modulo(nodes))
-    left = set(range(len(order)))
-    while (nearest := lists.nearest()) is not None:
-        assert nearest == min(left)
-        start, count = chance.choice([nearest, chance.choice(sorted(left))]), chance.randint(1, 4)
-        same = [one for one in sorted(left) if one >= start and order[one] % nodes == lists.node(start)]
-        assert lists.following(start, count) == same[:count]
-        end = chance.randint(0, len(order))
-        assert lists.left_before(end) == sum(one < end for one in left)
-        lists.take(same[:count])
-        with pytest.raises(UsageError, match="taken already"):
-            lists.take(same[:1])
-        left -= set(same[:count])
-    assert not left
-    assert all(lists.is_taken(position) for position in range(len(order)))
-
-
-def test_an_order_has_one_dimension_and_every_key_a_node() -> None:
-    with pytest.raises(OptionError, match="dimensions"):
-        NodeLists(np.zeros((2, 2), dtype=np.int64), by_modulo(1))
-    with pytest.raises(OptionError, match="number from 0"):
-        NodeLists([1, 2], lambda keys: keys - 2)
-    with pytest.raises(OptionError, match="nodes"):
-        by_modulo(0)
 
 
 def test_what_is_passed_over_makes_room() -> None:

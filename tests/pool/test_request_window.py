@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.staged_window import StagedWindow, Unbounded
-from torch_dpflow.errors import OptionError
 from torch_dpflow.pool.planning.request_window import (
     MAX_WINDOW,
     MIN_WINDOW,
@@ -58,8 +56,7 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], s
 @given(lengths=lengths, seed=st.integers(0, 1 << 30), record=st.integers(1, 1 << 20), stages=st.integers(1, 8))
 def test_every_window_ends_every_batch(lengths: list[int], seed: int, record: int, stages: int) -> None:
     chance = random.Random(seed)
-    staged = StagedWindow(bytes_per_s=1e7, latency_s=1e-3, record_bytes=record, stages=stages)
-    for window in (Unbounded(), FixedWindow(record, stages=stages), MeasuredWindow(stages=stages), staged):
+    for window in (FixedWindow(record, stages=stages), MeasuredWindow(stages=stages)):
         run(window, lengths, chance)
 
 
@@ -72,31 +69,6 @@ def test_a_fixed_window_is_filled_by_stages() -> None:
     assert window.grant([600, 1], 0.0) == 1
     window.cancelled(tokens.pop())
     assert window.grant([2_000, 1], 0.0) == 1  # never less than one record
-
-
-@given(
-    rate=st.floats(1e5, 1e10),
-    latency=st.floats(1e-5, 1e-1),
-    record=st.integers(1, 1 << 20),
-    stages=st.integers(1, 8),
-)
-def test_algorithm_1_never_has_more_than_its_limit_out(rate: float, latency: float, record: int, stages: int) -> None:
-    window = StagedWindow(bytes_per_s=rate, latency_s=latency, record_bytes=record, stages=stages)
-    assert window.limit >= 1
-    assert window.limit * record >= rate * latency * (1 - 1e-9)
-    granted = window.grant([record] * 50, 0.0)
-    assert 1 <= granted <= min(50, window.limit)
-
-
-def test_algorithm_1_dispatches_in_stages() -> None:
-    window = StagedWindow(bytes_per_s=1e6, latency_s=8e-3, record_bytes=1000, stages=4)
-    assert window.limit == 8
-    assert window.grant([1000] * 20, 0.0) == 8
-    tokens = [window.requested(1000, 0.0) for _ in range(8)]
-    window.arrived(tokens[0], 1.0)
-    assert window.grant([1000] * 12, 1.0) == 0  # a stage is two records
-    window.arrived(tokens[1], 1.0)
-    assert window.grant([1000] * 12, 1.0) == 2
 
 
 class Links:
@@ -236,8 +208,3 @@ def test_ours_halves_once_for_records_whose_timer_ran_out() -> None:
         window.arrived(token, now + 0.5)
     assert window.grant([110_000] * 64, now + 0.5, 8)
     assert before / 2 * 0.99 <= window.size() < before
-
-
-def test_numbers_that_are_none() -> None:
-    with pytest.raises(OptionError, match="latency_s"):
-        StagedWindow(bytes_per_s=1.0, latency_s=0.0, record_bytes=1)

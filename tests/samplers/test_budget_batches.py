@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.contracts.index_samplers import BudgetContract, deal
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler
 from torch_dpflow.samplers.length_buckets import upper_edges
-from torch_dpflow.testing.index_samplers import BudgetContract, deal
 
 LENGTHS = np.random.default_rng(1).lognormal(3, 0.7, 3000).clip(1, 400)
 

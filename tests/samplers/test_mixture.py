@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader
 
+from tests.contracts.index_samplers import MixtureContract
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import BudgetBatchSampler, MixtureSampler, Phase
 from torch_dpflow.samplers.proportions import MAX_PARTS, Schedule, parts_of, turns_of
-from torch_dpflow.testing.index_samplers import MixtureContract
 
 
 class TestMixtureSampler(MixtureContract):

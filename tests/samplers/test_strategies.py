@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.simulation.dynagcs_letter import DynaGCSLetterGroup
+from tests.contracts.samplers import SamplingContract
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers import STRATEGIES, SamplingGroup, sampling_group
-from torch_dpflow.testing.samplers import SamplingContract
 
 
 class _Strategy(SamplingContract):

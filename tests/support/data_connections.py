@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-try:
-    import pytest
-except ImportError as error:
-    raise ImportError(
-        "tests.support.data_connections needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
 
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter

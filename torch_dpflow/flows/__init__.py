@@ -7,7 +7,6 @@ from torch_dpflow.flows.flow import (
     describe_flow,
     load_flow,
     save_flow,
-    to_graphviz,
     to_mermaid,
 )
 from torch_dpflow.flows.read import DataLoadFlowRead, MappedDataset, random_split
@@ -38,6 +37,5 @@ __all__ = [
     "load_flow",
     "random_split",
     "save_flow",
-    "to_graphviz",
     "to_mermaid",
 ]

@@ -237,22 +237,6 @@ _INDENT = 4
 _NO_SOURCE = "no dataset"
 
 
-def to_graphviz(flow: DataLoadFlow) -> str:
-    """Draw the flow for Graphviz; stages whose output may be kept are filled."""
-    check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
-    lines = [
-        f"digraph {_dot(f'{flow.name}:{flow.version}')} {{",
-        "  rankdir=LR;",
-        "  node [shape=box];",
-        f"  n0 [shape=cylinder, label={_dot(str(flow.source.ref))}];",
-    ]
-    for number, stage in enumerate(flow.stages, 1):
-        style = ", style=filled" if number <= flow.cacheable else ""
-        lines.append(f"  n{number} [label={_dot(stage.name)}{style}];")
-    lines += [f"  n{number} -> n{number + 1};" for number in range(len(flow.stages))]
-    return "\n".join([*lines, "}\n"])
-
-
 def to_mermaid(flow: DataLoadFlow) -> str:
     """Draw the flow as a Mermaid flowchart; stages whose output may be kept have the class `kept`."""
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
@@ -261,11 +245,6 @@ def to_mermaid(flow: DataLoadFlow) -> str:
         kept = ":::kept" if number <= flow.cacheable else ""
         lines.append(f"  n{number - 1} --> n{number}[{_mermaid(stage.name)}]{kept}")
     return "\n".join([*lines, "  classDef kept fill:#d9ead3", ""])
-
-
-def _dot(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 def _mermaid(text: str) -> str:

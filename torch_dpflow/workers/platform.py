@@ -1,8 +1,8 @@
 """The contract of a platform: it starts processes, kills them and reports how they ended.
 
 A process is identified by its name and incarnation. Reports of a platform are advisory: a process that it reports as
-running may be unreachable, so its users also require heartbeats or handshakes. `torch_dpflow.testing.platforms` has the
-contract suite.
+running may be unreachable, so its users also require heartbeats or handshakes. The contract suite is
+`tests/contracts/platforms.py`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
 
 #: What a provisioner's settings hold, and no shard's.
 SECRET = "sesame-of-the-platform"
-MEMBERS = "torch_dpflow.testing.processes"
+MEMBERS = "tests.contracts.processes"
 
 
 @dataclass(frozen=True, kw_only=True)

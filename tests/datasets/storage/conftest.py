@@ -16,9 +16,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from benchmarks.oss_server import OSSServer
 from tests.datasets.storage.servers import BUCKET, s3_client
 from tests.later import Later
+from tests.support.oss_server import OSSServer
 from torch_dpflow.datasets.storage import ReadOptions
 
 moto = Later("moto.server")

@@ -18,9 +18,9 @@ import fsspec
 import pytest
 from torch.utils.data import DataLoader
 
-from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
+from tests.support.oss_server import Fault, OSSServer
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter

@@ -21,9 +21,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.servers import BUCKET
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.cli.main import root
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.datasets.reader import DatasetReader

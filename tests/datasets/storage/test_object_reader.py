@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.batch_reads import Overlap
 from torch_dpflow.errors import ObjectMissingError, TruncatedObjectError

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from benchmarks.oss_server import Fault, OSSServer
-from benchmarks.oss_server.messages import OSSError, Request
-from benchmarks.oss_server.signatures import check_signature, sign_v1
 from tests.datasets.storage.servers import BUCKET
 from tests.later import Later
+from tests.support.oss_server import Fault, OSSServer
+from tests.support.oss_server.messages import OSSError, Request
+from tests.support.oss_server.signatures import check_signature, sign_v1
 
 oss2, ossfs = Later("oss2"), Later("ossfs")
 NAMES = ["a/1", "a/2", "a/b/3", "b/ü +&=.bin", "c"]
@@ -191,7 +191,7 @@ def test_corrupts_one_bit(oss: OSSServer, bucket: oss2.Bucket) -> None:
 def test_serves_a_folder_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/x.bin").write_bytes(b"content")
-    command = [sys.executable, "-m", "benchmarks.oss_server", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.oss_server", "--folder", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, credentials
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.errors import AccessDeniedError, StorageUnavailableError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
+from tests.support.oss_server import Fault, OSSServer, StoredObject
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.batch_reads import BatchDeadline
 from torch_dpflow.errors import (

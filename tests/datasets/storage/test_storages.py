@@ -16,8 +16,9 @@ import fsspec
 import pytest
 from fsspec.registry import _registry
 
-from benchmarks.oss_server import OSSServer, StoredObject
+from tests.contracts.storages import PrivateStorageContract, Put, StorageContract
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow.datasets.storage import ByteRange, ReadOptions, Storage, open_storage
 from torch_dpflow.datasets.storage.file_systems import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage
@@ -30,7 +31,6 @@ from torch_dpflow.errors import (
     OptionTypeError,
     StorageError,
 )
-from torch_dpflow.testing.storages import PrivateStorageContract, Put, StorageContract
 
 _folders = itertools.count()
 _PATIENT = ReadOptions()

@@ -15,9 +15,9 @@ import oss2
 import pytest
 from fsspec.registry import _registry
 
-from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.samples_source import Numbered, content, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
+from tests.support.oss_server import Fault, OSSServer, StoredObject
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.folders import ImageFolderImporter

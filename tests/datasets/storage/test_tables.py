@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from benchmarks.oss_server import OSSServer, StoredObject
+from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.disk_cache import DiskCache

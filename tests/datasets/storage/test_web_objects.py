@@ -15,6 +15,7 @@ from urllib.parse import quote
 import fsspec.asyn
 import pytest
 
+from tests.contracts.storages import Put, StorageContract
 from tests.datasets.storage.web_server import Answer, WebServer, raw, reply, serve_ranges, then
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.files import Files
@@ -34,7 +35,6 @@ from torch_dpflow.errors import (
     StorageUnavailableError,
     TruncatedObjectError,
 )
-from torch_dpflow.testing.storages import Put, StorageContract
 
 DATA = bytes(range(256)) * 400
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.contracts.transports import TIMEOUT_S, answered, greet, next_message
 from torch_dpflow.cluster.security.connection_file import (
     ConnectionFile,
     generate_keys,
@@ -26,7 +27,6 @@ from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.ipc.transport import Connection, Listener, TransportOptions, connect, listen
 from torch_dpflow.ipc.transport.base import ClientKeys, WorkerKeys
 from torch_dpflow.ipc.transport.zeromq.contexts import draw_key_pair
-from torch_dpflow.testing.transports import TIMEOUT_S, answered, greet, next_message
 
 CLUSTER = generate_keys("tcp://127.0.0.1:0")
 STRANGER = generate_keys("tcp://127.0.0.1:0")

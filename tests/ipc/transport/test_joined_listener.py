@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.transports import TIMEOUT_S, TransportContract, next_message
 from torch_dpflow.ipc.transport import Connection, Listener, connect
 from torch_dpflow.ipc.transport.zeromq import ZeroMQListener
 from torch_dpflow.ipc.transport.zeromq.joined import JoinedListener
-from torch_dpflow.testing.transports import TIMEOUT_S, TransportContract, next_message
 
 
 class TestJoined(TransportContract):

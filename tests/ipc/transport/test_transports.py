@@ -3,9 +3,9 @@
 import uuid
 from pathlib import Path
 
+from tests.contracts.transports import TransportContract
 from torch_dpflow.cluster.security.connection_file import generate_keys
 from torch_dpflow.ipc.transport import TransportOptions
-from torch_dpflow.testing.transports import TransportContract
 
 _CLUSTER = generate_keys("tcp://127.0.0.1:0")
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.launchers import PROGRAM, launch_spec_to
+from tests.contracts.platforms import wakes
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.remote.fleet.lifecycle import Fleet
 from torch_dpflow.remote.fleet.worker_states import (
@@ -29,8 +31,6 @@ from torch_dpflow.remote.fleet.worker_states import (
 from torch_dpflow.remote.launchers.contract import Accepted, Ended, Outcome, WorkerName, prefix_of
 from torch_dpflow.remote.launchers.processes import Processes, SubprocessLauncher
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
-from torch_dpflow.testing.launchers import PROGRAM, launch_spec_to
-from torch_dpflow.testing.platforms import wakes
 
 CLUSTER, GROUP = "f1ee7000", "00000000aa"
 

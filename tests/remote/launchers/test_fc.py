@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.launchers import PROGRAM, LauncherContract, caller, launch_spec_to, name_of
+from tests.contracts.processes import CODE
 from tests.remote.launchers.fates import end_of
 from tests.remote.launchers.fc_server.account import CONFIG, KEYS, keys, no_leaks  # noqa: F401 - fixtures
 from tests.remote.launchers.fc_server.server import Fault, FunctionServer, Key
@@ -34,8 +36,6 @@ from torch_dpflow.remote import FunctionCompute
 from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.fc import FunctionComputeLauncher
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.launchers import PROGRAM, LauncherContract, caller, launch_spec_to, name_of
-from torch_dpflow.testing.processes import CODE
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
 from tests.loader_cases import Unhurried, assert_same, epochs
 from tests.remote.launchers.fates import end_of
 from tests.remote.launchers.kube_server import RULES, KubeServer, kube_server
@@ -37,7 +38,6 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote import Kubernetes
 from torch_dpflow.remote.launchers.contract import Fate, Launcher
 from torch_dpflow.remote.launchers.kubernetes import KubernetesLauncher
-from torch_dpflow.testing.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
 
 pytest.importorskip("kubernetes", reason="pip install 'torch_dpflow[kubernetes]'")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'torch_dpflow[test]'")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.launchers import LauncherContract, caller, launch_spec_to, name_of
 from tests.remote.launchers.fates import end_of
 from tests.remote.launchers.lambda_server import LambdaServer
 from tests.remote.launchers.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
@@ -33,11 +34,10 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote import Lambda
 from torch_dpflow.remote.launchers.aws_lambda import LambdaLauncher
 from torch_dpflow.remote.launchers.contract import Launcher, Ref
-from torch_dpflow.testing.launchers import LauncherContract, caller, launch_spec_to, name_of
 
 #: Seconds after which tests take a start for accepted.
 ACCEPTED_S = 0.2
-SUITE = "torch_dpflow.testing.processes.handler"
+SUITE = "tests.contracts.processes.handler"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
+from tests.contracts.processes import TIMEOUT_S
 from tests.shared_cluster import wait
 from tests.support.hosts import Hosts, HostsLauncher
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.processes import SubprocessLauncher
-from torch_dpflow.testing.launchers import PROGRAM, SECRET, LauncherContract, caller, launch_spec_to, name_of
-from torch_dpflow.testing.processes import TIMEOUT_S
 
 
 class TestSubprocesses(LauncherContract):

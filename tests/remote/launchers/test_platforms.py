@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 import torch_dpflow
+from tests.contracts.platforms import PlatformContract, wakes
+from tests.contracts.processes import sleep
 from tests.new_process import ROOT, run_interpreter
 from tests.shared_cluster import wait
 from tests.worker_cases import has_ended
@@ -30,8 +32,6 @@ from torch_dpflow.cluster.services.node import Node
 from torch_dpflow.cluster.services.service import ClusterPlace
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
-from torch_dpflow.testing.platforms import PlatformContract, wakes
-from torch_dpflow.testing.processes import sleep
 from torch_dpflow.workers import fork_server as fork_servers
 from torch_dpflow.workers.fork_server import GUARD, ForkServerPlatform, _are_found_anew, local_platform
 from torch_dpflow.workers.local_platform import LocalPlatform

@@ -21,6 +21,15 @@ import torch
 from click.testing import CliRunner, Result
 
 from tests.cluster_command import CommandedCluster
+from tests.contracts.launchers import (
+    CLUSTER,
+    PROGRAM,
+    SECRET,
+    LauncherContract,
+    caller,
+    launch_spec_to,
+    name_of,
+)
 from tests.loader_cases import Augmented, assert_same, epochs
 from tests.remote.launchers.fates import end_of
 from tests.remote.launchers.local_ray import names_in, needs_ray, ray_of, start_node, workers
@@ -40,15 +49,6 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote import Ray
 from torch_dpflow.remote.launchers.contract import Launcher, WorkerName
 from torch_dpflow.remote.launchers.ray import RayLauncher
-from torch_dpflow.testing.launchers import (
-    CLUSTER,
-    PROGRAM,
-    SECRET,
-    LauncherContract,
-    caller,
-    launch_spec_to,
-    name_of,
-)
 
 #: So that several fit on any machine.
 SHARE = 0.1

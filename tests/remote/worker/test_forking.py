@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.processes import CODE, LAST_WORDS
 from tests.new_process import ROOT
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.remote.worker.forking import Fork
-from torch_dpflow.testing.processes import CODE, LAST_WORDS
 
 
 def words(launch_spec: bytes) -> None:

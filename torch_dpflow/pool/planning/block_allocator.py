@@ -1,7 +1,7 @@
 """Allocation of places for samples in one block of memory. Pure; the memory's owner copies the bytes.
 
 The samples of a request lie together in a block, which is free once all of them were read: nothing moves, at the cost
-of some capacity. The patent's layout, behind the same interface, is in `benchmarks/sliding_space`.
+of some capacity. The patent's layout moves samples instead.
 """
 
 from __future__ import annotations

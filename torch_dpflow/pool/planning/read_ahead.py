@@ -5,12 +5,12 @@ are positions in their epochs. So a sample that several readers want soon is fet
 it, and a sample that a reader waits for can always be fetched. This module decides when the next samples are wanted.
 
 `lead=0` is the patent's way ([0009]): a sample that is missing when it is read is fetched together with the next k-1 of
-its list (the patent has a list per storage node; see `order_of`). Every k-th read then waits for storage. With a larger
+the order (the patent has a list for each storage node). Every k-th read then waits for storage. With a larger
 lead the same happens `lead` reads earlier: as soon as one of the next `lead` positions was not requested, it is, with
-the next k-1 of its list; but positions beyond the lead may only use the capacity that those within it leave.
+the next k-1 positions; but positions beyond the lead may only use the capacity that those within it leave.
 
 Theorem. Let R samples of one size fit, and let a reader consume each position before it reads the next. If
-0 < lead < R, then for any order and lists each position is requested before the reader waits for the one `lead` places
+0 < lead < R, then for any order each position is requested before the reader waits for the one `lead` places
 earlier; so every read hits if a request takes no longer than `lead` reads. Proof: let W be the number of positions
 requested and not consumed, and G the number of those not requested among the next `lead` and the present one. At first
 W = 0 and G = lead + 1 <= R. A position within the lead moves from G to W; one beyond it is requested only while
@@ -18,13 +18,13 @@ W + G < R; with the next read one position leaves W and at most one enters G. So
 there is capacity for one, which is requested at once.
 
 So a small capacity costs requests, not hits. Requests have k samples while R exceeds `lead` plus what the patent's way
-holds, which is N(k-1)/2 on average and at most N(k-1), over N lists.
+holds, which is (k-1)/2 on average and at most k-1.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -93,16 +93,12 @@ class KnownOrder:
     def following(self, position: int, count: int) -> list[int]:
         """Return up to `count` positions that were not taken, for one request together with `position`."""
         found: list[int] = []
-        for one in self.behind(position):
+        for one in range(position, len(self)):
             if len(found) >= count:
                 break
             if not self.is_taken(one):
                 found.append(one)
         return found
-
-    def behind(self, position: int) -> Iterable[int]:
-        """Return `position` and later ones that a request may take with it, ascending."""
-        return range(position, len(self))
 
     def take(self, positions: Sequence[int]) -> None:
         """Take positions. Raises UsageError if one of them was taken before."""
@@ -149,7 +145,6 @@ class ReadAhead:
         lead: how many positions after the present one are requested ahead; best the number of reads during one request.
             0: no position is requested before it is read. May be changed at any time.
         sample_bytes: mean size of a sample, if known; otherwise it is measured.
-        order_of: splits an order into lists; a request takes samples of one list. The default is one list.
 
     Raises OptionError if a number is too small.
     """
@@ -161,11 +156,9 @@ class ReadAhead:
         k: int,
         lead: int,
         sample_bytes: int = 0,
-        order_of: Callable[[npt.ArrayLike], KnownOrder] = KnownOrder,
     ) -> None:
         self._k = check_int("k", k, minimum=1)
         self.lead = check_int("lead", lead, minimum=0)
-        self._order_of = order_of
         self._cache = SampleCache(capacity_bytes=capacity_bytes, concurrency=_UNBOUNDED, repeatable=True)
         self._readers: dict[str, _AheadReader] = {}
         self._requests = itertools.count()
@@ -198,7 +191,7 @@ class ReadAhead:
 
     def announce(self, reader: str, order: npt.ArrayLike) -> list[ReadAheadInstruction]:
         """Begin a reader's order, which replaces an earlier one."""
-        known = self._order_of(order)
+        known = KnownOrder(order)
         out = self.leave(reader)
         self._cache.join(reader)
         self._readers[reader] = _AheadReader(known, next=min(1, self.lead))
@@ -280,7 +273,7 @@ class ReadAhead:
         return self._run(self._cache.want(reader, wanted, 0))
 
     def _fill(self, reader: str) -> list[ReadAheadInstruction]:
-        """Request missing samples of the window, with those that follow in their lists, as far as capacity allows."""
+        """Request missing samples of the window, with those that follow, as far as capacity allows."""
         state, out = self._readers[reader], list[ReadAheadInstruction]()
         end = min(state.next + self.lead, len(state.order))
         while (first := state.order.nearest()) is not None and first < end:

@@ -4,7 +4,7 @@ If many servers answer at once, their answers meet in the buffer of one switch p
 connection that loses its last packets waits for its retransmission timer: incast. So the reader bounds what is
 outstanding.
 
-Algorithm 1 of the DataServer paper counts records, and is given bandwidth and latency (`benchmarks/staged_window`).
+Algorithm 1 of the DataServer paper counts records, and is given bandwidth and latency.
 `MeasuredWindow` knows neither, nor whether servers share one line or have a link each: it tries sizes. Between
 processes of one host nothing is lost: `FixedWindow`.
 """

@@ -5,7 +5,7 @@ connects out. The processes it connects to decide whether it lives; what the pla
 explains ends.
 
 A platform's module implements `Launcher`, with blocking calls and no state machine of its own; `ThreadedPlatform` makes
-a `RemotePlatform` of it. `torch_dpflow.testing.launchers` has the contract suite.
+a `RemotePlatform` of it. `tests/contracts/launchers.py` has the contract suite.
 
 It stands beside `workers.platform.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, since
 starts differ. A process of this host is started by a function with what a fork inherits, in the calling thread, which

@@ -17,7 +17,7 @@ half-full workers would pass the same task back and forth. The thief takes one t
 several such views, the one whose running task is oldest. In-order consumers need the oldest waiting task first, but
 that is the one that its holder starts next: moving it gains little, and too often the holder has started it by then. In
 simulation (skewed costs, bounded lookahead, in-order delivery) the total time is the same to about 1 %, but several
-times as many tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
+times as many tasks are loaded twice.
 
 **Over-allocation.** The victim gets the revocation at once (in the thesis, at its next exchange), but may have started
 the task meanwhile. Then the task runs twice and the first result counts.

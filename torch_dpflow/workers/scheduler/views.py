@@ -285,7 +285,7 @@ class WorkerViews:
     def steal_candidate(self) -> Task | None:
         """Return the task to steal: the last of the longest queue; of several, the one whose running task is oldest."""
         # Consumers in order need the oldest first, but its holder starts that one next: stealing it loads several
-        # times as many tasks twice and gains less than 1% of time (benchmarks.scheduler).
+        # times as many tasks twice and gains less than 1% of time.
         for level in reversed(self.levels[2:]):
             movable = [
                 (view.since, task.order, task) for view in level.values() if (task := view.last_movable()) is not None

@@ -4,7 +4,8 @@
 
 - `DPFLOW_TEST_CLOUD`: the platforms to test, as `fc,lambda,kubernetes`.
 - `DPFLOW_TEST_IMAGE_FC`, `DPFLOW_TEST_IMAGE_LAMBDA`, `DPFLOW_TEST_IMAGE_KUBERNETES`: the image, as `dpflow image` has
-  it built, in a registry of the region or the cluster.
+  it built, in a registry of the region or the cluster. For the contract of launchers it also contains
+  `tests/contracts/processes.py`, by this path in a folder of PYTHONPATH.
 - `DPFLOW_TEST_NEAR`: the address of this host that functions and pods reach, at any port.
 
 Nobody has run them yet.

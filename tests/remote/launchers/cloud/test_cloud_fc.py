@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.launchers import PROGRAM, LauncherContract
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import FunctionCompute
@@ -16,7 +17,6 @@ from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.fc import FunctionComputeLauncher
 from torch_dpflow.remote.launchers.fc_deploy import deploy, remove
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.launchers import PROGRAM, LauncherContract
 
 pytestmark = cloud("fc")
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.contracts.launchers import LauncherContract
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import Kubernetes
 from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.kubernetes import KubernetesLauncher
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.launchers import LauncherContract
 
 pytestmark = cloud("kubernetes")
 

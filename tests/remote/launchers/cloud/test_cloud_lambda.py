@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.launchers import PROGRAM, LauncherContract
 from tests.remote.launchers.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.remote import Lambda
@@ -16,7 +17,6 @@ from torch_dpflow.remote.launchers.aws_lambda import LambdaLauncher
 from torch_dpflow.remote.launchers.contract import Launcher
 from torch_dpflow.remote.launchers.lambda_deploy import deploy, remove
 from torch_dpflow.remote.launchers.registry import resolve
-from torch_dpflow.testing.launchers import PROGRAM, LauncherContract
 
 pytestmark = cloud("lambda")
 
@@ -56,7 +56,7 @@ class TestLambdaItself(LauncherContract):
 
     @pytest.fixture(scope="class")
     def function(self, settings: Lambda) -> Iterator[Lambda]:
-        yield from deployed(settings, handler="torch_dpflow.testing.processes.handler")
+        yield from deployed(settings, handler="tests.contracts.processes.handler")
 
     @pytest.fixture(autouse=True)
     def there(self, function: Lambda) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
-from benchmarks.oss_server.messages import OSSError, Request
+from tests.support.oss_server.messages import OSSError, Request
 
 #: How far a request's clock may be from ours, as at OSS.
 CLOCK_SKEW = timedelta(minutes=15)

@@ -1,4 +1,4 @@
-"""`dpflow simulate`: estimate the workers of a flow in simulated time, without starting anything."""
+"""Estimate the workers of a flow in simulated time: `python -m benchmarks.flow_workers --help`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_dpflow.cli.common import Command, json_option, to_json
 from torch_dpflow.errors import OptionError
 
 if TYPE_CHECKING:
-    from torch_dpflow.cluster.control.scaling_model import FlowModel, ScalingOutcome
+    from benchmarks.scaling_model import FlowModel, ScalingOutcome
 
 #: Number of runs; medians of their figures are reported.
 _SEEDS = 5
@@ -41,7 +41,6 @@ def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> f
 
 
 @click.command()
-@click.option("--autoscale", is_flag=True, help="Simulate a flow whose number of workers follows the demand of jobs.")
 @_number(
     "--samples-per-second",
     "Samples that one job reads a second if it never waits.",
@@ -68,15 +67,11 @@ def _seconds(context: click.Context, parameter: click.Parameter, text: str) -> f
 )
 @click.option("--price", type=click.FloatRange(0.0, 1e6), help="Price of a worker per hour.")
 @json_option
-def simulate(autoscale: bool, as_json: bool, price: float | None, **given: Any) -> None:
+def main(as_json: bool, price: float | None, **given: Any) -> None:
     """Estimate how many workers a flow would have, how long jobs would wait, and the cost.
 
     The model is simple: it has no stragglers and no limits of the network or the storage.
     """
-    if not autoscale:
-        raise OptionError(
-            "give --autoscale; samplers and caches are simulated by benchmarks.simulate in the repository"
-        )
     model, duration_s = _model(**given), given["duration"]
     outcomes = [_run(model, duration_s, seed) for seed in range(_SEEDS)]
     facts = _facts(model, outcomes, duration_s, price)
@@ -96,7 +91,7 @@ def _model(
     duration: float,
     loads_per_sample: float,
 ) -> FlowModel:
-    from torch_dpflow.cluster.control.scaling_model import FlowModel
+    from benchmarks.scaling_model import FlowModel
 
     if (jobs - 1) * apart >= duration:
         raise OptionError(
@@ -120,8 +115,8 @@ def _model(
 
 
 def _run(model: FlowModel, duration_s: float, seed: int) -> ScalingOutcome:
+    from benchmarks.scaling_model import ScalingRun
     from torch_dpflow.cluster.control.autoscale import Autoscaler, Bounds
-    from torch_dpflow.cluster.control.scaling_model import ScalingRun
 
     law = Autoscaler(Bounds(most=_MAX_WORKERS), 2)
     return ScalingRun(model, lambda counts, now: law.step(counts, now).workers, seed).run(duration_s)
@@ -159,3 +154,7 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["cost"] is not None:
         click.echo(f"cost: {facts['cost']:,.2f}")
+
+
+if __name__ == "__main__":
+    main()

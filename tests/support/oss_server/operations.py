@@ -11,8 +11,8 @@ from email.utils import format_datetime, parsedate_to_datetime
 from urllib.parse import quote, unquote
 from xml.etree import ElementTree
 
-from benchmarks.oss_server.buckets import Buckets, Listing, StoredObject
-from benchmarks.oss_server.messages import Markup, OSSError, Reply, Request, element, xml_reply
+from tests.support.oss_server.buckets import Buckets, Listing, StoredObject
+from tests.support.oss_server.messages import Markup, OSSError, Reply, Request, element, xml_reply
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _LONGEST_PAGE = 1000

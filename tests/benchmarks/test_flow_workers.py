@@ -1,4 +1,4 @@
-"""`dpflow simulate`: what a flow would need, for a user's numbers."""
+"""`benchmarks.flow_workers`: what a flow would need, for a user's numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 
 from click.testing import CliRunner, Result
 
-from torch_dpflow.cli.main import root
+from benchmarks.flow_workers import main
 
 NUMBERS = ["--samples-per-second", "100", "--sample-seconds", "0.05", "--duration", "5m"]
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(root, ["simulate", *arguments])
+    return CliRunner().invoke(main, arguments)
 
 
 def test_it_says_how_many_workers_and_for_how_long() -> None:
-    arguments = ["--autoscale", *NUMBERS, "--jobs", "2", "--price", "3.6"]
+    arguments = [*NUMBERS, "--jobs", "2", "--price", "3.6"]
     facts = json.loads(run(*arguments, "--json").output)
     assert facts["workers_needed"] == 10
     assert 10 <= facts["max_workers"] <= 20
@@ -29,11 +29,10 @@ def test_it_says_how_many_workers_and_for_how_long() -> None:
 
 def test_what_cannot_be_simulated_is_refused() -> None:
     for arguments, message in (
-        (NUMBERS, "give --autoscale"),
-        (["--autoscale", *NUMBERS, "--jobs", "9", "--apart", "1m"], "the last would start after --duration"),
-        (["--autoscale", *NUMBERS, "--sample-seconds", "3600"], "workers busy; a cluster has 4096 at most"),
-        (["--autoscale", *NUMBERS, "--cold-start", "soon"], "'soon' is no time"),
-        (["--autoscale", *NUMBERS, "--sample-seconds", "0"], "is not in the range"),
+        ([*NUMBERS, "--jobs", "9", "--apart", "1m"], "the last would start after --duration"),
+        ([*NUMBERS, "--sample-seconds", "3600"], "workers busy; a cluster has 4096 at most"),
+        ([*NUMBERS, "--cold-start", "soon"], "'soon' is no time"),
+        ([*NUMBERS, "--sample-seconds", "0"], "is not in the range"),
     ):
         result = run(*arguments)
         assert result.exit_code != 0

@@ -4,9 +4,9 @@ It uses real sockets and injects faults. It has no TLS, no virtual-host addresse
 connection; its throughput says nothing of the real service's.
 """
 
-from benchmarks.oss_server.buckets import StoredObject
-from benchmarks.oss_server.faults import Fault, FaultPlan
-from benchmarks.oss_server.messages import Request
-from benchmarks.oss_server.server import OSSServer
+from tests.support.oss_server.buckets import StoredObject
+from tests.support.oss_server.faults import Fault, FaultPlan
+from tests.support.oss_server.messages import Request
+from tests.support.oss_server.server import OSSServer
 
 __all__ = ["Fault", "FaultPlan", "OSSServer", "Request", "StoredObject"]

@@ -14,24 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-try:
-    import pytest
-    from hypothesis import HealthCheck, settings
-    from hypothesis import strategies as st
-    from hypothesis.stateful import (
-        RuleBasedStateMachine,
-        initialize,
-        invariant,
-        precondition,
-        rule,
-        run_state_machine_as_test,
-    )
-except ImportError as error:
-    raise ImportError(
-        f"torch_dpflow.testing.samplers needs pytest and hypothesis, and {error.name} is not installed: "
-        "pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.samplers.group import Draw, SamplingGroup

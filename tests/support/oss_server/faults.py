@@ -6,7 +6,7 @@ import enum
 import threading
 from dataclasses import dataclass
 
-from benchmarks.oss_server.messages import OSSError, Request
+from tests.support.oss_server.messages import OSSError, Request
 
 
 class Fault(enum.Enum):

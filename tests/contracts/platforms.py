@@ -20,18 +20,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-try:
-    import pytest
-except ImportError as error:
-    raise ImportError(
-        "torch_dpflow.testing.platforms needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
 
-from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.ipc.memory.arena_reader import ArenaReader
-from torch_dpflow.ipc.messages.headers import WorkerHandshake, decode
-from torch_dpflow.remote.launchers.contract import RemotePlatform
-from torch_dpflow.testing.processes import (
+from tests.contracts.processes import (
     TIMEOUT_S,
     answer,
     call_at,
@@ -42,6 +33,10 @@ from torch_dpflow.testing.processes import (
     start_and_stay,
     write_and_die,
 )
+from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.ipc.memory.arena_reader import ArenaReader
+from torch_dpflow.ipc.messages.headers import WorkerHandshake, decode
+from torch_dpflow.remote.launchers.contract import RemotePlatform
 from torch_dpflow.workers.platform import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
 
 

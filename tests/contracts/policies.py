@@ -16,23 +16,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-
-try:
-    import pytest
-    from hypothesis import HealthCheck, settings
-    from hypothesis import strategies as st
-    from hypothesis.stateful import (
-        RuleBasedStateMachine,
-        initialize,
-        invariant,
-        rule,
-        run_state_machine_as_test,
-    )
-except ImportError as error:
-    raise ImportError(
-        f"torch_dpflow.testing.policies needs pytest and hypothesis, and {error.name} is not installed: "
-        "pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.errors import OptionError

@@ -15,15 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any, Protocol
 
-try:
-    import pytest
-    from hypothesis import HealthCheck, given, settings
-    from hypothesis import strategies as st
-except ImportError as error:
-    raise ImportError(
-        f"torch_dpflow.testing.index_samplers needs pytest and hypothesis, and {error.name} is not installed: "
-        "pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, StateError
 

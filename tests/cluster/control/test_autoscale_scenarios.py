@@ -1,16 +1,13 @@
-"""The laws of `benchmarks.autoscale` in simulated time: what ours promises, and that the table is printed."""
+"""What autoscaling promises, in simulated time."""
 
 from __future__ import annotations
 
-import json
 import statistics
 
 import pytest
 
-from tests.later import Later
-
-autoscale, laws = Later("benchmarks.autoscale"), Later("benchmarks.autoscale_laws")
-model = Later("torch_dpflow.cluster.control.scaling_model")
+from benchmarks.scaling_model import ScalingOutcome
+from tests.cluster.control.scaling_scenarios import CHANGE_S, SCENARIOS, cold_start_percentile, run, settled_s
 
 SEEDS = (0, 1, 2)
 DOUBLES = (0, 1, 2)
@@ -19,17 +16,16 @@ WAVES, SLOW_WAVES, GAPS, STORAGE, CACHED = 3, 4, 5, 6, 7
 MOST, MOST_WHERE_SLOW, MOST_WHERE_FULL = 1.25, 1.35, 2.5
 
 
-def ours(number: int) -> list[model.ScalingOutcome]:
-    scenario = autoscale.SCENARIOS[number]
-    return [autoscale.run(scenario, laws.ours(scenario.model.first), seed) for seed in SEEDS]
+def ours(number: int) -> list[ScalingOutcome]:
+    return [run(SCENARIOS[number], seed) for seed in SEEDS]
 
 
 @pytest.mark.parametrize("number", DOUBLES)
 def test_after_demand_has_doubled_jobs_wait_for_little_more_than_a_cold_start(number: int) -> None:
-    cold_s = autoscale.SCENARIOS[number].model.cold_start_s
+    cold_s = SCENARIOS[number].model.cold_start_s
     outcomes = ours(number)
-    settled = statistics.median(autoscale.settled_s(one, autoscale.CHANGE_S) for one in outcomes)
-    assert 0 < settled <= autoscale.cold_start_percentile(cold_s) + 10.0
+    settled = statistics.median(settled_s(one, CHANGE_S) for one in outcomes)
+    assert 0 < settled <= cold_start_percentile(cold_s) + 10.0
     most = MOST_WHERE_SLOW if cold_s >= 40 else MOST
     assert 1.0 <= statistics.median(one.ratio for one in outcomes) <= most
 
@@ -50,12 +46,3 @@ def test_full_storage_is_not_chased() -> None:
 def test_gaps_and_caches() -> None:
     assert max(one.stall_share for one in [*ours(GAPS), *ours(CACHED)]) < 0.01
     assert max(one.ratio for one in ours(CACHED)) <= 1.5
-
-
-def test_the_table_names_every_law(capsys: pytest.CaptureFixture[str]) -> None:
-    assert autoscale.main(["--markdown", "--quick", "--seeds", "1"]) == 0
-    head, _, row, *_ = capsys.readouterr().out.splitlines()
-    assert [part.strip() for part in head.split("|")[2:-1]] == [*laws.LAWS]
-    assert len(row.split("|")) == len(head.split("|"))
-    assert autoscale.main(["--json", "--quick", "--seeds", "1", "--law", "Dask"]) == 0
-    assert json.loads(capsys.readouterr().out)["settled_s"] == "never"

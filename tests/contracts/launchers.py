@@ -17,13 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-try:
-    import pytest
-except ImportError as error:
-    raise ImportError(
-        "torch_dpflow.testing.launchers needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
 
+from tests.contracts.platforms import wakes
+from tests.contracts.processes import CODE, LAST_WORDS, TIMEOUT_S
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.remote.launchers.contract import (
     Accepted,
@@ -35,14 +32,12 @@ from torch_dpflow.remote.launchers.contract import (
     prefix_of,
 )
 from torch_dpflow.remote.launchers.threaded_platform import ThreadedPlatform
-from torch_dpflow.testing.platforms import wakes
-from torch_dpflow.testing.processes import CODE, LAST_WORDS, TIMEOUT_S
 
 CLUSTER, GROUP = "0c0ffee0", "0123456789"
 PREFIX = prefix_of(CLUSTER)
 #: In all launch specs, as a worker's secret key is.
 SECRET = "m3mb3r-s3cr3t"
-PROGRAM = "torch_dpflow.testing.processes"
+PROGRAM = "tests.contracts.processes"
 
 
 #: Part of the next names, new for every platform and run, because some platforms refuse names used before.

@@ -13,11 +13,11 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from benchmarks.oss_server.buckets import Buckets
-from benchmarks.oss_server.faults import Fault, FaultPlan
-from benchmarks.oss_server.messages import OSSError, Reply, Request
-from benchmarks.oss_server.operations import perform
-from benchmarks.oss_server.signatures import check_signature
+from tests.support.oss_server.buckets import Buckets
+from tests.support.oss_server.faults import Fault, FaultPlan
+from tests.support.oss_server.messages import OSSError, Reply, Request
+from tests.support.oss_server.operations import perform
+from tests.support.oss_server.signatures import check_signature
 
 #: Seconds between two bytes of a trickling answer.
 TRICKLE_S = 0.1

@@ -16,10 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-try:
-    import pytest
-except ImportError as error:
-    raise ImportError("torch_dpflow.testing.storages needs pytest: pip install 'torch_dpflow[testing]'") from error
+import pytest
 
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.errors import AccessDeniedError, ChecksumError, ObjectMissingError, TruncatedObjectError

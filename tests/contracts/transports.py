@@ -19,12 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-try:
-    import pytest
-except ImportError as error:
-    raise ImportError(
-        "torch_dpflow.testing.transports needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
-    ) from error
+import pytest
 
 from torch_dpflow.errors import MessageError, PeerLostError, StateError
 from torch_dpflow.ipc.transport import Connection, Frame, Listener, TransportOptions, connect, listen

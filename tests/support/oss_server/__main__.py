@@ -1,17 +1,17 @@
 """Serve one bucket until interrupted; print the endpoint first.
 
-python -m benchmarks.oss_server --bucket data [--folder ./images] [--latency-ms 10]
+python -m tests.support.oss_server --bucket data [--folder ./images] [--latency-ms 10]
 """
 
 import argparse
 import signal
 from pathlib import Path
 
-from benchmarks.oss_server import OSSServer, StoredObject
+from tests.support.oss_server import OSSServer, StoredObject
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.oss_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.oss_server", description=__doc__)
     parser.add_argument("--bucket", default="data")
     parser.add_argument("--folder", type=Path, help="put every file below it into the bucket")
     parser.add_argument("--latency-ms", type=float, default=0.0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 
-from benchmarks.oss_server.messages import OSSError
+from tests.support.oss_server.messages import OSSError
 
 
 @dataclass(frozen=True, kw_only=True)
