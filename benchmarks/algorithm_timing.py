@@ -241,7 +241,7 @@ def lookahead_cost(sampler: str, policy: str, samples: int, jobs: int) -> tuple[
         for job, order in enumerate(orders):
             shard.wanted(str(job), str(job), 0, [])
             (request,) = shard.requests()
-            known = KnownEpoch(group.lookahead(str(job)), order.drawn, order.done)
+            known = KnownEpoch(group.lookahead(str(job)), order.drawn(), order.done)
             answer, arrays = known.cut(0, samples, samples)
             answer.version = 1
             frames = [memoryview(array.tobytes()) for array in arrays]

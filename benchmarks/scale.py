@@ -1,6 +1,7 @@
 """How a flow's services scale: throughput against linear, and what workers and jobs take of memory.
 
     python -m benchmarks.scale [--json] [--part throughput,memory] [--rounds 3] [--quick]
+    python -m benchmarks.scale --samples 1e6,1e7,1e8     # numbers of samples instead: `benchmarks.scale_samples`
 
 The samples of `throughput` sleep 50 ms and take next to no processor time, so that two cores can run 64 workers. What
 the parts measure, and how, is described in benchmarks/README.md; what a sample costs is `benchmarks.flow_cost`.
@@ -16,9 +17,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from benchmarks import scale_samples
 from benchmarks.cluster import RoleUse, use_by_role, wait_for_workers
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from benchmarks.scale_job import BATCH
+from benchmarks.scale_samples import BATCHES
 from examples.cluster import started
 
 SLEEP_MS = 50.0
@@ -206,7 +209,7 @@ PARTS = {"throughput": THROUGHPUT, "memory": MEMORY}
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(float(part)) for part in text.split(",")]
 
 
 def parts(text: str) -> list[str]:
@@ -220,8 +223,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--part", type=parts, default=list(PARTS), help="default: all")
     parser.add_argument("--workers", type=numbers, default=list(WORKERS), help="of throughput (default: 1 to 64)")
+    parser.add_argument("--samples", type=numbers, help="measure loaders with so many samples, and no part")
     add_arguments(parser, rounds=3)
     arguments = parser.parse_args()
+    if arguments.samples:
+        rounds, batches = (1, 20) if arguments.quick else (arguments.rounds, BATCHES)
+        many = (scale_samples.compare(length, rounds=rounds, batches=batches) for length in arguments.samples)
+        publish(many, scale_samples.METRICS, arguments)
+        return
     for part in arguments.part:
         publish([measure(part, arguments)], PARTS[part], arguments)
 

@@ -23,7 +23,7 @@ def private_order(n: int, seed: int, epoch: int = 0) -> list[int]:
 
 def order_among_others(n: int, seed: int, job: str, epoch: int = 0) -> list[int]:
     member = Member(name=job, indices=None, length=n, seed=seed, batch_size=1, independence=0.0)
-    return member.own_order(epoch).tolist()
+    return member.own_order(epoch)[:].tolist()
 
 
 def new_group(size: int = 60, capacity: int = 20, **jobs: dict[str, object]) -> SamplingGroup:

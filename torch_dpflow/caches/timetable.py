@@ -217,6 +217,11 @@ class Timetable:
         progress.note_lookahead(lookahead, lookahead.likely)
         if lookahead.following is not None:
             self.follow(progress, lookahead.following)
+        elif members is None:
+            self._encode_all(progress, rest)
+            self._encode(progress, lookahead.likely)
+            self._encode(progress, lookahead.certain)
+            return
         self._encode_from(progress, 0)
 
     def revise(self, progress: JobProgress, lookahead: Lookahead) -> Keys:
@@ -324,6 +329,12 @@ class Timetable:
 
     def _column(self, progress: JobProgress) -> npt.NDArray[np.int32]:
         return self.cells[:, progress.column]
+
+    def _encode_all(self, progress: JobProgress, value: int) -> None:
+        """Set the codes of all keys to that of one cell value: in one pass, as a flow may have 100 million keys."""
+        plane, shift = self.planes[progress.plane], 2 * progress.place
+        plane &= np.uint8(0xFF & ~(3 << shift))
+        plane |= np.uint8(int(self._codes[-value]) << shift)
 
     def _encode_from(self, progress: JobProgress, first: int) -> None:
         """Update the codes of all keys from `first` on, by a job's cells."""

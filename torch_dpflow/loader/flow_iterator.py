@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from torch_dpflow._core.torch_private import BaseDataLoaderIter
 from torch_dpflow.cluster.client.collate import PlanFeed, ReadyBatch
+from torch_dpflow.cluster.control.lookaheads import MAX_WHOLE
 from torch_dpflow.epoch.plan import TAKEN, Plan, is_drawn_at_start, settled_length
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import generator_state, restore_generator
@@ -226,7 +227,10 @@ class RoutedProgress:
 
 
 def _settled_order(loader: Any, plan: Plan) -> npt.NDArray[np.int64] | None:
-    """Return the rest of an epoch whose order is fixed at its start; None for any other."""
+    """Return the rest of an epoch whose order is fixed at its start; None for any other, and for a long one."""
+    if len(loader.dataset) > MAX_WHOLE:
+        plan.settle(plan.drawn + 1)  # the order's seed is drawn here and now, and not by the reader's thread
+        return None
     settled = plan.settle(settled_length(loader._index_sampler, plan.end))
     # A batch of another type may be an iterator, which can be read once.
     if not settled or not all(type(batch) in (list, tuple, int) for batch in settled):

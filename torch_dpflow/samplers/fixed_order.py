@@ -4,9 +4,10 @@ from abc import abstractmethod
 
 import numpy as np
 
+from torch_dpflow._core.permutation import torch_order
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, permutation
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, Order
 
 
 class FixedOrderGroup(SamplingGroup):
@@ -18,12 +19,12 @@ class FixedOrderGroup(SamplingGroup):
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
         #: By job: the order of its epoch, beginning with what it had read before a resume.
-        self._orders: dict[str, CompactArray] = {}
+        self._orders: dict[str, Order] = {}
         #: By job: an epoch's number and its order, drawn for a lookahead and kept until that epoch begins.
-        self._next_orders: dict[str, tuple[int, CompactArray]] = {}
+        self._next_orders: dict[str, tuple[int, Order]] = {}
 
     @abstractmethod
-    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
+    def _epoch_order(self, member: Member, epoch: int) -> Order:
         """Return the order of an epoch that is not resumed."""
 
     def _joined(self, member: Member) -> None:
@@ -42,31 +43,40 @@ class FixedOrderGroup(SamplingGroup):
 
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
         return Lookahead.of_order(
-            self._orders[member.name],
+            self._orders[member.name][:],
             epoch=epoch,
             position=member.position,
-            following=self._order_of(member, epoch + 1),
+            following=self._order_of(member, epoch + 1)[:],
             speed=member.speed,
+        )
+
+    def _near_lookahead(self, member: Member, epoch: int, horizon: int) -> Lookahead:
+        certain = self._orders[member.name][member.position : member.position + horizon]
+        return Lookahead(
+            epoch=epoch, length=member.length, position=member.position, certain=certain, speed=member.speed
         )
 
     def _validate(self) -> None:
         for name, order in self._orders.items():
-            assert np.array_equal(np.sort(order), np.sort(self._members[name].samples())), name
+            assert np.array_equal(np.sort(order[:]), np.sort(self._members[name].samples())), name
 
-    def _order_of(self, member: Member, epoch: int) -> CompactArray:
+    def _order_of(self, member: Member, epoch: int) -> Order:
         known = self._next_orders.get(member.name)
         if known is None or known[0] != epoch:
             known = epoch, self._epoch_order(member, epoch)
             self._next_orders[member.name] = known
         return known[1]
 
-    def _resumed_order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
+    def _resumed_order(self, member: Member, epoch: int, done: IndexArray) -> Order:
         order = self._order_of(member, epoch)
         if not len(done):
             return order
         read = np.zeros(self.size, np.bool_)
         read[done] = True
-        return np.concatenate([done.astype(order.dtype), order[~read[order]]])
+        if read[order[: len(done)]].all():
+            return order
+        whole = order[:]
+        return np.concatenate([done.astype(whole.dtype), whole[~read[whole]]])
 
 
 class CoorDLGroup(FixedOrderGroup):
@@ -78,13 +88,14 @@ class CoorDLGroup(FixedOrderGroup):
 
     strategy = "coordl"
 
-    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
-        order = permutation(self.size, self.seed, epoch)
+    def _epoch_order(self, member: Member, epoch: int) -> Order:
+        order = torch_order(self.size, self.seed + epoch)
         if member.indices is None:
             return order
         wanted = np.zeros(self.size, np.bool_)
         wanted[member.indices] = True
-        return order[wanted[order]]
+        whole: CompactArray = order[:]
+        return whole[wanted[whole]]
 
 
 class IndependentGroup(FixedOrderGroup):
@@ -92,5 +103,5 @@ class IndependentGroup(FixedOrderGroup):
 
     strategy = "independent"
 
-    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
+    def _epoch_order(self, member: Member, epoch: int) -> Order:
         return member.order(epoch)

@@ -6,12 +6,13 @@ calls give the same draws. It is not thread-safe: one thread at a time may call 
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
 from torch_dpflow._core.checks import check_int, check_number
+from torch_dpflow._core.permutation import MIN_LENGTH, Permutation, torch_order
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.indices import (
@@ -20,10 +21,10 @@ from torch_dpflow.samplers.indices import (
     CompactArray,
     IndexArray,
     Indices,
+    Order,
     check_indices,
     check_speed,
     compact,
-    permutation,
 )
 
 #: Weight of the latest interval in a job's measured speed; one batch alone says little.
@@ -68,18 +69,23 @@ class Member:
         """Return the job's set of samples as an array, in the order given."""
         return np.arange(self.length) if self.indices is None else self.indices
 
-    def order(self, epoch: int) -> CompactArray:
+    def order(self, epoch: int) -> Order:
         """Return the private permutation of the job's set in an epoch: as torch's RandomSampler for the job's seed."""
-        return self._taken(permutation(self.length, self.seed, epoch))
+        return self._taken(torch_order(self.length, self.seed + epoch))
 
-    def own_order(self, epoch: int) -> CompactArray:
-        """Return a private permutation that no other job has, not even one of the same seed."""
-        return self._taken(self.own_rng(epoch).permutation(self.length).astype(compact(self.length)))
+    def own_order(self, epoch: int, *what: int) -> Order:
+        """Return a private permutation that no other job has, not even one of the same seed. what: as of `own_rng`."""
+        if self.length < MIN_LENGTH:
+            return self._taken(self.own_rng(epoch, *what).permutation(self.length).astype(compact(self.length)))
+        return self._taken(Permutation(self.length, np.random.MT19937(self._key(epoch, *what))))
 
     def own_rng(self, *what: int) -> np.random.Generator:
         """Make a generator seeded with the job's seed, its identity and `what`, the purpose of the draws."""
+        return np.random.default_rng(self._key(*what))
+
+    def _key(self, *what: int) -> int:
         key = hashlib.blake2b(repr((self.seed, self._identity(), *what)).encode(), digest_size=16).digest()
-        return np.random.default_rng(int.from_bytes(key, "little"))
+        return int.from_bytes(key, "little")
 
     def reads_as(self, other: "Member") -> bool:
         """Return whether both members have the same samples, given in the same order."""
@@ -92,8 +98,8 @@ class Member:
             return self.name
         return "" if self.indices is None else hashlib.blake2b(self.indices.tobytes()).hexdigest()
 
-    def _taken(self, places: CompactArray) -> CompactArray:
-        return places if self.indices is None else self.indices[places]
+    def _taken(self, places: Order) -> Order:
+        return places if self.indices is None else self.indices[places[:]]
 
 
 #: More samples than any memory holds the numbers of.
@@ -253,8 +259,12 @@ class SamplingGroup(ABC):
         member = self._member(job)
         return 0 if member.epoch is None else member.length - member.position
 
-    def lookahead(self, job: str) -> Lookahead:
+    def lookahead(self, job: str, *, horizon: int | None = None) -> Lookahead:
         """Return what is known of the job's future reads, for cache policies. Draws nothing.
+
+        Args:
+            horizon: return at most so many of the next samples, and neither members nor the next epoch, so that the
+                cost does not grow with the epoch. None: return all.
 
         Raises:
             UsageError: the job is no member, or its first epoch was not started.
@@ -262,7 +272,9 @@ class SamplingGroup(ABC):
         member = self._member(job)
         if member.epoch is None:
             raise UsageError(f"job {job!r} has no epoch to look ahead in; call start_epoch({job!r}, 0) first")
-        return self._lookahead(member, member.epoch)
+        if horizon is None:
+            return self._lookahead(member, member.epoch)
+        return self._near_lookahead(member, member.epoch, horizon)
 
     def set_speed(self, job: str, speed: float) -> None:
         """Set the job's speed, samples per second; strategies that do not use it ignore it.
@@ -310,6 +322,16 @@ class SamplingGroup(ABC):
     @abstractmethod
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
         """See `lookahead`."""
+
+    def _near_lookahead(self, member: Member, epoch: int, horizon: int) -> Lookahead:
+        """See `lookahead`. Strategies for many samples do this in O(horizon)."""
+        whole = self._lookahead(member, epoch)
+        certain, likely = whole.certain[:horizon], whole.likely[:horizon]
+        if len(certain) < len(whole.certain):
+            likely = likely[:0]
+        return replace(
+            whole, certain=certain, likely=likely, weights=whole.weights[: len(likely)], members=None, following=None
+        )
 
     def _resized(self) -> IndexArray:
         """Handle a changed `capacity`, see `resize`; strategies without a directory ignore it."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpflow._core.checks import check_number
+from torch_dpflow._core.permutation import Permutation
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ IndexArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 #: Sample numbers as the strategies store them: int32 where that is wide enough, else int64.
 CompactArray: TypeAlias = NDArray[np.signedinteger[Any]]
+#: An order of sample numbers, whose slices are arrays.
+Order: TypeAlias = CompactArray | Permutation
 #: What a caller may pass as a set of sample numbers.
 Indices: TypeAlias = Union[Iterable[int], NDArray[np.integer[Any]], "torch.Tensor"]
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpflow.samplers.directory import Directory
-from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, Order
 
 
 class Partition:
@@ -62,7 +62,7 @@ class Partition:
 
 
 #: States of a sample in `SharedEpoch.need`.
-_READ, _NEEDED, _LISTED = 0, 1, 2
+READ, NEEDED, _LISTED = 0, 1, 2
 #: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
 _CHOICE = 4
 #: The search for a class that is short among the latest residents covers up to so many times as many.
@@ -77,39 +77,57 @@ class SharedEpoch:
     permutation, with which it *leads*.
     """
 
-    def __init__(self, order: CompactArray, partition: Partition, size: int) -> None:
+    def __init__(self, order: Order, need: NDArray[np.uint8], partition: Partition, start: int = 0) -> None:
         #: For each sample: read or not in the set, needed, or needed and in the backlog.
-        self.need: NDArray[np.uint8] = np.zeros(size, np.uint8)
-        self.need[order] = _NEEDED
+        self.need = need
         #: Samples loaded by others since this epoch began, in load order; some have been read or evicted since.
         self._backlog: CompactArray = order[:0]
         self._backlog_length = 0
-        self._split(order, partition)
+        self._split(order, partition, start)
 
-    def _split(self, order: CompactArray, partition: Partition) -> None:
+    def _split(self, order: Order, partition: Partition, start: int = 0) -> None:
+        """Divide an order into classes, of which only needed samples from place `start` on are read."""
         #: Positions that were drawn since `order` was split into classes.
         self._drawn = 0
-        labels = partition.of(order)
-        if labels is None:
-            self._sequence, self._pile = None, order
-            counts = np.array([len(order)])
-        else:
-            self._sequence, self._pile = labels, order[np.argsort(labels, kind="stable")]
-            counts = np.bincount(labels, minlength=partition.count)
-        #: Of each class, the place in the pile of its next candidate to lead, and its end.
-        self._ends: IndexArray = np.cumsum(counts)
-        self._next_leads: IndexArray = self._ends - counts
-        #: Of each class, how many samples are not read yet.
-        self._unread: IndexArray = counts
+        self._sequence: CompactArray | None = None
+        self._pile: Order = order
+        if partition.labels is None:
+            #: Of each class, the end of its candidates in the pile, the next candidate, and the samples not read yet.
+            self._ends: IndexArray = np.array([len(order)])
+            self._next_leads: IndexArray = np.array([start])
+            self._unread: IndexArray = np.array([np.count_nonzero(self.need)])
+            return
+        rest = self._still_needed(order[start:])
+        labels = partition.labels[rest]
+        self._sequence, self._pile = labels, rest[np.argsort(labels, kind="stable")]
+        counts = np.bincount(labels, minlength=partition.count)
+        self._ends = np.cumsum(counts)
+        self._next_leads, self._unread = self._ends - counts, counts
+
+    def _still_needed(self, samples: CompactArray) -> CompactArray:
+        needed: CompactArray = samples[self.need[samples] != READ]
+        return needed
 
     def unread(self) -> CompactArray:
         """Return the unread samples, in the order in which the job reads them if it follows no other job."""
-        rest: CompactArray = self._pile[self.need[self._pile] != _READ]
         if self._sequence is None:
-            return rest
+            return self._still_needed(self._pile[int(self._next_leads[0]) :])
+        rest = self._still_needed(self._pile[:])
         order = np.empty_like(rest)
         order[np.argsort(self._sequence[self._drawn :], kind="stable")] = rest
         return order
+
+    def next_unread(self, most: int) -> CompactArray:
+        """Return the first of `unread`, at most so many. With one class the cost does not grow with the epoch."""
+        if self._sequence is not None:
+            return self.unread()[:most]
+        start, end = int(self._next_leads[0]), int(self._ends[0])
+        found = [self._pile[:0]]
+        while most > 0 and start < end:
+            piece = self._still_needed(self._pile[start : start + most])
+            start, most = start + most, most - len(piece)
+            found.append(piece)
+        return np.concatenate(found)
 
     def relabel(self, partition: Partition) -> None:
         """Divide the unread samples into other classes; they keep their order."""
@@ -134,7 +152,7 @@ class SharedEpoch:
 
     def offer(self, samples: CompactArray) -> None:
         """Add the needed ones of these samples, which other jobs loaded, to the candidates to follow."""
-        fresh = samples[self.need[samples] == _NEEDED]
+        fresh = samples[self.need[samples] == NEEDED]
         if not len(fresh):
             return
         self.need[fresh] = _LISTED
@@ -162,13 +180,14 @@ class SharedEpoch:
         self._backlog_length = start + len(kept)
         self._backlog[start : self._backlog_length] = kept
         picks = candidates[chosen]
-        self.need[picks] = _READ
+        self.need[picks] = READ
         self._unread -= _counts(partition.of(picks), len(picks), len(quota))
         return picks
 
-    def followable(self, directory: Directory) -> CompactArray:
-        """Return all residents that could be followed now, the latest load first."""
-        backlog = self._backlog[: self._backlog_length][::-1]
+    def followable(self, directory: Directory, most: int | None = None) -> CompactArray:
+        """Return residents that could be followed now, the latest load first: all, or some of the `most` latest."""
+        first = 0 if most is None else max(0, self._backlog_length - most)
+        backlog = self._backlog[first : self._backlog_length][::-1]
         current: CompactArray = backlog[(self.need[backlog] == _LISTED) & directory.resident(backlog)]
         return current
 
@@ -192,7 +211,7 @@ class SharedEpoch:
         held = directory.resident(listed)
         if held.all():
             return listed
-        self.need[listed[~held]] = _NEEDED
+        self.need[listed[~held]] = NEEDED
         return listed[held]
 
     def lead(self, quota: IndexArray) -> CompactArray:
@@ -214,7 +233,8 @@ class SharedEpoch:
         lengths = np.minimum(ahead, expected + expected // 8 + 16)
         places = _ranges(starts, lengths)
         owners = np.repeat(np.arange(len(classes)), lengths)
-        needed = np.flatnonzero(self.need[self._pile[places]])
+        candidates = self._candidates(places)
+        needed = np.flatnonzero(self.need[candidates])
         owners = owners[needed]
         ranks = np.arange(len(needed)) - np.searchsorted(owners, np.arange(len(classes)))[owners]
         taken = ranks < quota[classes][owners]
@@ -225,13 +245,18 @@ class SharedEpoch:
         self._next_leads[classes[full]] = places[np.cumsum(counts)[full] - 1] + 1
         quota[classes] -= counts
         self._unread[classes] -= counts
-        picks = self._pile[places]
-        self.need[picks] = _READ
+        picks = candidates[needed[taken]]
+        self.need[picks] = READ
         return picks
+
+    def _candidates(self, places: IndexArray) -> CompactArray:
+        if isinstance(self._pile, np.ndarray):
+            return self._pile[places]
+        return self._pile[int(places[0]) : int(places[-1]) + 1]  # of one class, so in one piece
 
     def validate(self) -> None:
         """AssertionError unless the unread samples fit the positions left and the backlog is in order."""
-        needed = self.need[self._pile] != _READ
+        needed = self.need[self._pile[:]] != READ
         before = np.concatenate([[0], np.cumsum(needed)])
         starts = np.concatenate([[0], self._ends[:-1]])
         assert np.array_equal(before[self._ends] - before[starts], self._unread)

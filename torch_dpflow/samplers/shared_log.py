@@ -8,7 +8,7 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.directory import Directory
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray
-from torch_dpflow.samplers.shared_epoch import Partition, SharedEpoch
+from torch_dpflow.samplers.shared_epoch import NEEDED, READ, Partition, SharedEpoch
 
 #: Rounds of all jobs' batches for which a load is protected: by then every follower has drawn.
 _PROTECTED_ROUNDS = 4
@@ -35,8 +35,8 @@ class SharedLogGroup(SamplingGroup):
     the start of its epoch leads throughout: its order is torch's for its seed. Otherwise its private permutation
     depends on its seed and its identity (its name or, if that is random, its set), so jobs may have equal seeds.
 
-    Cost: O(n) for a draw of n; O(size) for the start of an epoch and for a new set. About 20 bytes for each sample of
-    each job's set.
+    Cost: O(n) for a draw of n; a pass over one byte a sample for the start of an epoch; O(size) for a new set.
+    Memory: 11 bytes for each sample of the group, and for each job 1, and 4 for each sample of its set.
     """
 
     strategy = "shared-log"
@@ -64,7 +64,7 @@ class SharedLogGroup(SamplingGroup):
 
     def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
         self._drop_epoch(member)
-        begun = SharedEpoch(self._order(member, epoch, done), self._partition, self.size)
+        begun = self._begin(member, epoch, done)
         self._epochs[member.name] = begun
         self._rngs[member.name] = member.own_rng(epoch, 0)
         self._directory.needed += begun.need != 0
@@ -115,14 +115,27 @@ class SharedLogGroup(SamplingGroup):
             speed=member.speed,
         )
 
+    def _near_lookahead(self, member: Member, epoch: int, horizon: int) -> Lookahead:
+        reading = self._epochs[member.name]
+        likely = reading.followable(self._directory, horizon)
+        alone = len(self._members) == 1 and not len(likely)
+        return Lookahead(
+            epoch=epoch,
+            length=member.length,
+            position=member.position,
+            certain=reading.next_unread(horizon) if alone else likely[:0],
+            likely=likely,
+            speed=member.speed,
+        )
+
     def _ignoring(self, member: Member, quota: IndexArray) -> IndexArray:
         """Draw how many picks of each class ignore the samples that other jobs have loaded."""
         if member.independence == 0:
             return np.zeros_like(quota)
         return self._rngs[member.name].binomial(quota, member.independence)
 
-    def _order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
-        """Return the rest of the job's private permutation after `done`.
+    def _begin(self, member: Member, epoch: int, done: IndexArray) -> SharedEpoch:
+        """Begin the rest of an epoch after `done`, in the order of the job's private permutation.
 
         A resumed job that has read the first samples of its permutation continues it. Otherwise the rest is shuffled
         again: in the order of the permutation, the samples that it skipped to follow others would come first.
@@ -134,14 +147,16 @@ class SharedLogGroup(SamplingGroup):
             other is member or (not member.named and member.reads_as(other)) for other in self._members.values()
         )
         order = member.order(epoch) if alone else member.own_order(epoch)
-        if not len(done):
-            return order
-        read = np.zeros(self.size, np.bool_)
-        read[done] = True
-        if read[order[: len(done)]].all():
-            return order[len(done) :]
-        rest = order[~read[order]]
-        return member.own_rng(epoch, len(done)).permutation(rest)
+        need = np.zeros(self.size, np.uint8)
+        need[slice(None) if member.indices is None else member.indices] = NEEDED
+        need[done] = READ
+        start = 0
+        if len(done):
+            if not need[order[: len(done)]].any():
+                start = len(done)
+            else:
+                order = member.own_order(epoch, len(done))
+        return SharedEpoch(order, need, self._partition, start)
 
     def _drop_epoch(self, member: Member) -> None:
         self._rngs.pop(member.name, None)

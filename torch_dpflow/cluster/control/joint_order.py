@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
 from torch_dpflow.samplers.passes import RankShares
 
 #: Most epochs that are kept for ranks that are behind: one takes as much memory as the flow's samples have numbers.
@@ -53,8 +53,8 @@ class Held:
 class JointOrder:
     """Distributes the epochs of one job, which has joined a sampling group, to its ranks.
 
-    A job without ranks has one, which waits for no other. Not thread-safe. A start costs O(samples), a draw of n
-    samples O(n * replicas).
+    A job without ranks has one, which waits for no other. Not thread-safe. A start costs O(samples that were read
+    before), a draw of n samples O(n * replicas).
 
     Args:
         group: draws the samples.
@@ -82,12 +82,14 @@ class JointOrder:
             return ()
         return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
 
-    @property
-    def drawn(self) -> IndexArray:
-        """The samples of the newest epoch that were drawn since it was begun here, in order, each once."""
+    def drawn(self, most: int | None = None) -> IndexArray:
+        """Return the samples of the newest epoch that were drawn since it was begun here, in order, each once.
+
+        most: return the last ones, at most so many; None: all.
+        """
         if not self._epochs:
             return _NOTHING
-        return self._epochs[max(self._epochs)].drawn
+        return self._epochs[max(self._epochs)].drawn(most)
 
     @property
     def done(self) -> IndexArray:
@@ -309,9 +311,10 @@ class _JointEpoch:
         #: The samples that had been read when the epoch was begun here, ascending.
         self.done = _union([self._earlier, done])
         self._draw = draw
-        self._slots: CompactArray = np.full(shares.total, -1, compact(shares.length))
+        #: By slot, its sample plus 1; 0 while it is not filled. Memory of zeros is not touched before it is written.
+        self._slots: CompactArray = np.zeros(shares.total, compact(shares.length + 1))
         #: The slots to fill, ascending.
-        self._open = self._open_slots(shares.total)
+        self._open = _OpenSlots(shares.total, [one.position for one in held])
         self._filled = 0
         #: The padding of an uneven end, and how much of it has been used.
         self._head: IndexArray = done[: self._replicas]
@@ -319,16 +322,10 @@ class _JointEpoch:
         #: The latest answer of `read_by_all`, which all ranks request at about the same position.
         self._marks: tuple[int, NDArray[np.uint8]] | None = None
 
-    def _open_slots(self, total: int) -> CompactArray:
-        slots = np.arange(total, dtype=compact(total))
-        first = np.array([one.position for one in self._held])
-        is_open: BoolArray = slots // self._replicas >= first[slots % self._replicas]
-        return slots[is_open]
-
-    @property
-    def drawn(self) -> CompactArray:
-        """The samples in the slots that were filled, without padding."""
-        return self._slots[self._open[: self._filled - self._padded]]
+    def drawn(self, most: int | None = None) -> CompactArray:
+        """Return the samples in the slots that were filled, without padding; the last ones, if there are more."""
+        end = self._filled - self._padded
+        return self._slots[self._open.part(0 if most is None else max(0, end - most), end)] - 1
 
     def first_of(self, rank: int) -> int:
         """Return the first place that this rank can draw."""
@@ -339,16 +336,14 @@ class _JointEpoch:
         mine = self._held[rank]
         if held.position < mine.position or not np.array_equal(held.earlier, self._earlier):
             return False
-        given = self._slots[rank :: self._replicas][mine.position : held.position]
-        return bool((given >= 0).all()) and np.array_equal(
-            np.unique(np.concatenate([mine.samples, given])), held.samples
-        )
+        given = self._slots[rank :: self._replicas][mine.position : held.position] - 1
+        return bool((given >= 0).all()) and np.array_equal(_union([mine.samples, given]), held.samples)
 
     def part(self, rank: int, start: int, end: int, now: float | None) -> IndexArray:
         """Return the samples in a rank's places from `start` to before `end`."""
         if end > start:
             self._fill(rank + self._replicas * (end - 1), now)
-        return self._slots[rank :: self._replicas][start:end].astype(np.int64)
+        return self._slots[rank :: self._replicas][start:end].astype(np.int64) - 1
 
     def read_by_all(self, position: int, size: int) -> NDArray[np.uint8] | None:
         """See `JointOrder.read_by_all`; size: of the group."""
@@ -359,7 +354,7 @@ class _JointEpoch:
             self._fill(end - 1, None)
             read = np.zeros(size, np.bool_)
             read[self.done] = True
-            given = self._slots[:end]
+            given = self._slots[:end] - 1
             read[given[given >= 0]] = True
             self._marks = position, np.packbits(read)
         return self._marks[1]
@@ -369,8 +364,7 @@ class _JointEpoch:
         self._fill(len(self._slots) - 1, None)
 
     def _fill(self, last: int, now: float | None) -> None:
-        # In the slots' own type: numpy would convert all of them for an int.
-        end = int(np.searchsorted(self._open, self._open.dtype.type(last), side="right"))
+        end = self._open.up_to(last)
         missing = end - self._filled
         if missing <= 0:
             return
@@ -379,7 +373,7 @@ class _JointEpoch:
             self._head = np.concatenate([self._head, fresh])[: self._replicas]
         if len(fresh) < missing:
             fresh = np.concatenate([fresh, self._padding(missing - len(fresh))])
-        self._slots[self._open[self._filled : end]] = fresh
+        self._slots[self._open.part(self._filled, end)] = fresh + 1
         self._filled = end
 
     def _padding(self, count: int) -> IndexArray:
@@ -388,9 +382,42 @@ class _JointEpoch:
 
     def validate(self) -> None:
         """Raises AssertionError."""
-        filled, empty = self._open[: self._filled], self._open[self._filled :]
-        assert (self._slots[filled] >= 0).all()
-        assert (self._slots[empty] < 0).all()
+        filled, empty = self._open.part(0, self._filled), self._open.part(self._filled, len(self._open))
+        assert (self._slots[filled] > 0).all()
+        assert not self._slots[empty].any()
+
+
+class _OpenSlots:
+    """The slots that no rank had when an epoch was begun, ascending: some among the first ones, then all.
+
+    Args:
+        total: number of slots of all ranks.
+        positions: by rank, how many of its places it has.
+    """
+
+    def __init__(self, total: int, positions: Sequence[int]) -> None:
+        replicas, self._total = len(positions), total
+        slots = np.arange(min(positions) * replicas, max(positions) * replicas, dtype=compact(total + 1))
+        self._some: CompactArray = slots[slots // replicas >= np.array(positions)[slots % replicas]]
+        #: From this slot on all are open.
+        self._first = max(positions) * replicas
+
+    def __len__(self) -> int:
+        return len(self._some) + self._total - self._first
+
+    def up_to(self, last: int) -> int:
+        """Return how many are open of the slots 0 to `last`."""
+        if last >= self._first:
+            return len(self._some) + last + 1 - self._first
+        return int(np.searchsorted(self._some, last, side="right"))
+
+    def part(self, start: int, end: int) -> IndexArray | slice:
+        """Return the open slots from the `start`-th to before the `end`-th, as an index."""
+        some, shift = len(self._some), self._first - len(self._some)
+        if start >= some:
+            return slice(start + shift, end + shift)
+        rest = np.arange(max(start, some), max(end, some)) + shift
+        return np.concatenate([self._some[start:end].astype(np.int64), rest])
 
 
 def _first_equal(array: IndexArray, others: Sequence[IndexArray]) -> IndexArray:
@@ -400,4 +427,7 @@ def _first_equal(array: IndexArray, others: Sequence[IndexArray]) -> IndexArray:
 
 def _union(arrays: Sequence[IndexArray]) -> IndexArray:
     """Return the samples of all arrays, ascending, each once. An array that is there repeatedly counts once."""
-    return np.unique(np.concatenate([*{id(array): array for array in arrays}.values()]))
+    distinct = [array for array in {id(array): array for array in arrays}.values() if len(array)]
+    if len(distinct) == 1 and (distinct[0][1:] > distinct[0][:-1]).all():
+        return distinct[0]
+    return np.unique(np.concatenate(distinct or [_NOTHING]))

@@ -19,6 +19,11 @@ from torch_dpflow.cluster.messages.router import JobLookahead, LookaheadRequest
 from torch_dpflow.lookahead import Keys, Lookahead, Weights
 from torch_dpflow.samplers.indices import IndexArray, compact
 
+#: Shards know the whole orders and sets of jobs up to this number of samples of the flow. Beyond it they know the next
+#: `HORIZON` samples of each job, so that no answer and no step of a service grows with the flow.
+MAX_WHOLE, HORIZON = 1 << 22, 1 << 20
+#: The next lookahead is requested once half of the certain samples are, if there are so many.
+_MANY_CERTAIN = 1 << 16
 #: A change of a job's measured speed by less than this factor is no news.
 SPEED_STEP = 1.25
 
@@ -116,12 +121,40 @@ class LookaheadParts(NamedTuple):
         return cls(*arrays)
 
 
+class _Marks:
+    """A set of the keys from `first` to before `end`: a bit for each."""
+
+    def __init__(self, first: int, end: int) -> None:
+        self._first, self._length = first, end - first
+        self._bits = bytearray(-(-self._length // 8))
+        #: Number of keys in the set.
+        self.count = 0
+
+    def add(self, keys: Sequence[int]) -> None:
+        """Add these keys; those of other shards are ignored."""
+        first, length, bits, added = self._first, self._length, self._bits, 0
+        for key in keys:
+            place = key - first
+            if 0 <= place < length:
+                byte, bit = place >> 3, 1 << (place & 7)
+                if not bits[byte] & bit:
+                    bits[byte] |= bit
+                    added += 1
+        self.count += added
+
+    def has(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return whether each of these keys, which are the shard's, is in the set."""
+        places = keys - self._first
+        found: npt.NDArray[np.bool_] = (np.frombuffer(self._bits, np.uint8)[places >> 3] >> (places & 7)) & 1 > 0
+        return found
+
+
 @dataclass(slots=True, eq=False)
 class _JobEpoch:
     """A job's epoch at this shard."""
 
-    #: One byte for each of the shard's keys: whether the job has requested it in this epoch.
-    wanted: bytearray
+    #: The shard's keys that the job has requested in this epoch.
+    wanted: _Marks
     epoch: int = -1
     #: The epoch of each of its readers.
     epochs: dict[str, int] = field(default_factory=dict)
@@ -150,7 +183,7 @@ class ShardLookaheads:
         """Set the keys that the shard owns. Requests of jobs for other keys no longer count."""
         self._first, self._end = first, end
         for name, job in self._jobs.items():
-            job.wanted = bytearray(end - first)
+            job.wanted = _Marks(first, end)
             job.version = 0
             self._request(name, job)
 
@@ -162,21 +195,17 @@ class ShardLookaheads:
         """
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = _JobEpoch(bytearray(self._end - self._first))
+            job = self._jobs[name] = _JobEpoch(_Marks(self._first, self._end))
         if job.epochs.get(reader) != epoch:
             job.epochs[reader] = epoch
             latest = max(job.epochs.values())
             if latest != job.epoch:
                 job.epoch, job.version = latest, 0
-                job.wanted = bytearray(self._end - self._first)
+                job.wanted = _Marks(self._first, self._end)
                 self._request(name, job)
         if epoch != job.epoch:
             return False
-        first, length, wanted = self._first, len(job.wanted), job.wanted
-        for key in keys:
-            place = key - first
-            if 0 <= place < length:
-                wanted[place] = 1
+        job.wanted.add(keys)
         job.left -= len(keys)
         if job.left <= 0 and job.version:
             self._request(name, job)
@@ -206,6 +235,12 @@ class ShardLookaheads:
                 requests.append(LookaheadRequest(self._flow, name, self._first, self._end, job.version))
         return requests
 
+    def failed(self, requests: Sequence[LookaheadRequest]) -> None:
+        """Record that these requests may have had no answer; they are made again."""
+        for request in requests:
+            if (job := self._jobs.get(request.job)) is not None:
+                self._request(request.job, job)
+
     def answered(
         self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None
     ) -> Lookahead | None:
@@ -218,16 +253,20 @@ class ShardLookaheads:
         if parts is None or answer.epoch != job.epoch or answer.version == job.version:
             return None
         job.version = answer.version
-        wanted: npt.NDArray[np.bool_] = np.frombuffer(job.wanted, np.bool_)
-        certain, weights = parts.certain, parts.weights
-        is_left = ~wanted[certain - self._first]
-        is_likely = ~wanted[parts.likely - self._first]
-        speed = answer.speed or None
-        reads = parts.members if answer.has_members else np.arange(self._first, self._end)
+        certain = parts.certain[~job.wanted.has(parts.certain)]
+        if not answer.is_complete and len(certain) > _MANY_CERTAIN:
+            job.left = min(job.left, len(certain) // 2)
+        return self._lookahead(job, answer, parts, certain)
+
+    def _lookahead(self, job: _JobEpoch, answer: JobLookahead, parts: LookaheadParts, certain: Keys) -> Lookahead:
+        """Return an answer as the lookahead of a policy; certain: the samples that are not requested yet."""
+        weights, speed, keys = parts.weights, answer.speed or None, self._end - self._first
+        reads: Keys | None = parts.members
+        if not answer.has_members:
+            reads = np.arange(self._first, self._end) if keys <= MAX_WHOLE else None
         if answer.is_complete:
             # Samples may occur twice: an order of a sampler with replacement, the padding of an uneven end.
-            length = max(answer.length, len(certain))
-            certain = certain[is_left]
+            length = max(answer.length, len(parts.certain)) if keys <= MAX_WHOLE else keys
             return Lookahead(
                 epoch=job.epoch,
                 length=length,
@@ -237,12 +276,12 @@ class ShardLookaheads:
                 following=parts.following if answer.has_following else None,
                 speed=speed,
             )
-        position = int(np.count_nonzero(wanted[reads - self._first]))
+        is_likely = ~job.wanted.has(parts.likely)
         return Lookahead(
             epoch=job.epoch,
-            length=len(reads),
-            position=position,
-            certain=certain[is_left],
+            length=keys if reads is None else len(reads),
+            position=job.wanted.count if reads is None else int(np.count_nonzero(job.wanted.has(reads))),
+            certain=certain,
             likely=parts.likely[is_likely],
             weights=weights[is_likely] if len(weights) else weights,
             members=reads,

@@ -13,7 +13,7 @@ import numpy as np
 
 from torch_dpflow._core.threads import SuspendAwareClock
 from torch_dpflow.cluster.control.joint_order import Held, JointOrder
-from torch_dpflow.cluster.control.lookaheads import KnownEpoch, joint_order, speed_step
+from torch_dpflow.cluster.control.lookaheads import HORIZON, MAX_WHOLE, KnownEpoch, joint_order, speed_step
 from torch_dpflow.cluster.control.routing import Routing
 from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.messages.router import (
@@ -206,7 +206,7 @@ class Router:
         state = (
             ahead.epoch,
             ahead.complete,
-            len(known.done),
+            len(job.order.done),
             len(job.announced),
             speed_step(ahead.speed),
             None if ahead.complete else self._draws,
@@ -228,8 +228,11 @@ class Router:
             else:
                 ahead = Lookahead(epoch=job.announced_epoch, length=self._spec.size, certain=order)
             return KnownEpoch(ahead, order[:0], order[:0])
-        if self._group.remaining(name) or len(job.order.drawn):
-            return KnownEpoch(self._group.lookahead(name), job.order.drawn, job.order.done)
+        most = HORIZON if self._spec.size > MAX_WHOLE else None
+        drawn = job.order.drawn(most)
+        if self._group.remaining(name) or len(drawn):
+            done = job.order.done if most is None else drawn[:0]
+            return KnownEpoch(self._group.lookahead(name, horizon=most), drawn, done)
         return None
 
     # -- jobs ------------------------------------------------------------------------------------------------
@@ -332,6 +335,8 @@ class Router:
         bits = np.frombuffer(bitmap, np.uint8)
         if len(bits) != -(-self._spec.size // 8):
             raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-self._spec.size // 8)} are required")
+        if not bits.any():
+            return _NOTHING
         return np.flatnonzero(np.unpackbits(bits, count=self._spec.size))
 
     def _on_draw(self, call: IncomingCall) -> Result:

@@ -34,6 +34,8 @@ from torch_dpflow.log import SERVICE
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
 REGISTER_S = 1.0
+#: Timeout of a request for a lookahead, seconds.
+LOOKAHEAD_S = 30.0
 #: Interval of requests to the node for workers whose end the shard cannot detect, seconds.
 WATCH_S = 1.0
 #: How long a shard may take to end its workers, seconds.
@@ -43,8 +45,53 @@ LEAVE_S = 8.0
 GC_OBJECTS = 50_000
 
 
+class LookaheadCalls:
+    """Thread that requests lookaheads from the router, and passes them to the shard."""
+
+    # Apart from the registration: it waits for the threads of shard and router, which may be busy for a second each.
+    # Meanwhile the shard must not be taken for dead.
+
+    def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
+        self._service, self._shard, self._router = service, shard, router
+        self._client: RpcClient | None = None
+        self._thread = PeriodicCall(
+            self._call, math.inf, "dpflow-lookahead", what="requesting lookaheads from the router"
+        )
+        shard.on_lookahead_due = self.wake = self._thread.wake
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._thread.stop()
+        self._thread.join()
+
+    def _call(self) -> None:
+        requests = ask_in(self._shard.server, self._shard.lookahead_requests)
+        try:
+            for request in requests:
+                self._get_lookahead(request)
+        except DPFlowError:
+            if self._client is not None:
+                self._client.close()
+                self._client = None  # the router may have moved
+            ask_in(self._shard.server, partial(self._shard.lookaheads_failed, requests))
+            raise
+
+    def _get_lookahead(self, request: LookaheadRequest) -> None:
+        if self._client is None:
+            place = self._service.place
+            self._client = place.connect(locate(place, self._router), timeout_s=LOOKAHEAD_S)
+        try:
+            answer = self._client.call("lookahead", request, reply_type=JobLookahead)
+        except RemoteCallError as error:  # of the lookahead alone; the shard works without
+            SERVICE.warning("no lookahead of job %r (%s)", request.job, error)
+            return
+        parts = LookaheadParts.of(answer.frames, self._shard.size)
+        self._shard.server.post(partial(self._shard.take_lookahead, request, answer.body, parts))
+
+
 class RouterCalls:
-    """Thread that registers a shard with its router, and passes on the keys and lookaheads that the router sends."""
+    """Thread that registers a shard with its router, and passes on the keys that the router assigns."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
         self._service = service
@@ -54,29 +101,14 @@ class RouterCalls:
         self._client: RpcClient | None = None
         #: The newest routing generation that the router has sent.
         self._generation = 0
-        self._registered_at = -math.inf
-        sender = PeriodicCall(self._call, REGISTER_S, "dpflow-register", what="registering with the router")
-        shard.on_lookahead_due = sender.wake
-        sender.wake()
-        sender.start()
+        self._thread = PeriodicCall(self._register, REGISTER_S, "dpflow-register", what="registering with the router")
+        self._thread.wake()
+        self._thread.start()
 
-    def _call(self) -> None:
-        now = time.monotonic()
-        if self._client is None or now - self._registered_at >= REGISTER_S:
-            self._register()
-            self._registered_at = now
-        assert self._client is not None
-        for request in ask_in(self._shard.server, self._shard.lookahead_requests):
-            self._get_lookahead(self._client, request)
-
-    def _get_lookahead(self, router: RpcClient, request: LookaheadRequest) -> None:
-        try:
-            answer = router.call("lookahead", request, reply_type=JobLookahead)
-        except RemoteCallError as error:  # of the lookahead alone; the shard works without
-            SERVICE.warning("no lookahead of job %r (%s)", request.job, error)
-            return
-        parts = LookaheadParts.of(answer.frames, self._shard.size)
-        self._shard.server.post(partial(self._shard.take_lookahead, request, answer.body, parts))
+    def stop(self) -> None:
+        """End the thread."""
+        self._thread.stop()
+        self._thread.join()
 
     def _register(self) -> None:
         service, server = self._service, self._shard.server
@@ -197,6 +229,8 @@ def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> S
         clock=SuspendAwareClock(),
     )
     RouterCalls(service, shard, arguments.router)
+    if arguments.spec.policy != "none":
+        LookaheadCalls(service, shard, arguments.router)
     return shard
 
 

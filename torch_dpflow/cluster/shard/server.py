@@ -197,6 +197,10 @@ class SampleShard:
         """Return the lookaheads to request from the router now. In the server's thread."""
         return self._lookaheads.requests()
 
+    def lookaheads_failed(self, requests: list[LookaheadRequest]) -> None:
+        """Request these lookaheads again at the next call. In the server's thread."""
+        self._lookaheads.failed(requests)
+
     def take_lookahead(self, request: LookaheadRequest, answer: JobLookahead, parts: LookaheadParts | None) -> None:
         """Pass a router's answer to the cache's policy. In the server's thread."""
         lookahead = self._lookaheads.answered(request, answer, parts)
