@@ -404,8 +404,8 @@ class PrivateShard:
     def starved(self) -> None:
         self._notify(WorkerIdle())
 
-    def failed(self, worker: int) -> None:
-        self.processes.kill(worker, "it sent an invalid message, or its shared memory cannot be read")
+    def failed(self, worker: int, why: str) -> None:
+        self.processes.kill(worker, why)
 
     def overdue(self, worker: int) -> None:
         limit = f"task_timeout_s={self._task_timeout_s:g} s"

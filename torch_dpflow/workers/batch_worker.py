@@ -53,7 +53,7 @@ from torch_dpflow.ipc.messages.payload_groups import frames_of_tasks
 from torch_dpflow.ipc.serialization.codec import LARGE_BYTES
 from torch_dpflow.ipc.serialization.codec import encode as encode_payload
 from torch_dpflow.ipc.transport import Connection, Frame, connect
-from torch_dpflow.workers.batches import BatchSource, LoadedBatch, LoadSpec, unpicklable_failure
+from torch_dpflow.workers.batches import BatchSource, EpochSpec, LoadedBatch, LoadSpec, unpicklable_failure
 from torch_dpflow.workers.process_control import use_sched_batch
 
 #: By collate function that keeps no rows, the method by which datasets get memory for rows in its layout.
@@ -261,12 +261,21 @@ class BatchWorker:
         self._connection = connection
         self._source: BatchSource | None = None
         self._tasks: deque[tuple[int, bytes]] = deque()
+        #: Of the epoch that has begun.
+        self._generation = -1
         #: Whether no batch has been loaded yet.
         self._is_first = True
         self._stopped = False
 
     def work(self) -> None:
         """Load until the shard sends `Stop`. Raises RefusedError if it refuses this worker."""
+        self.begin()
+        while not self._stopped:
+            self.step()
+        self._connection.close()
+
+    def begin(self) -> None:
+        """Send the handshake, and become a DataLoader worker."""
         probe = self._arena.probe_ref() if self._arena is not None else None
         handshake = WorkerHandshake(
             self._number,
@@ -279,15 +288,16 @@ class BatchWorker:
         self._connection.send([encode(handshake)])
         # After the handshake: the answer arrives while torch is set up.
         self._source = BatchSource(self._load_spec, self._number)
-        while not self._stopped:
-            self._receive(wait=not self._tasks)
-            if self._tasks and not self._stopped:
-                self._load_oldest()
-                if self._is_first:
-                    self._is_first = False
-                    # Not before: a training waits for the first batch, and the socket's thread has to answer quickly.
-                    use_sched_batch()
-        self._connection.close()
+
+    def step(self) -> None:
+        """Handle the messages that have arrived, and load one batch; wait for a message if there is no task."""
+        self._receive(wait=not self._tasks)
+        if self._tasks and not self._stopped:
+            self._load_oldest()
+            if self._is_first:
+                self._is_first = False
+                # Not before: the job waits for the first batch, and the socket's thread has to answer quickly.
+                use_sched_batch()
 
     def _receive(self, *, wait: bool) -> None:
         frames = self._connection.receive(None if wait else 0)
@@ -323,7 +333,9 @@ class BatchWorker:
 
     def _begin(self, order: memoryview) -> None:
         assert self._source is not None
-        begun = self._source.begin(pickle.loads(order))
+        epoch: EpochSpec = pickle.loads(order)
+        self._generation = epoch.generation
+        begun = self._source.begin(epoch)
         if begun is None:
             return
         try:
@@ -346,6 +358,12 @@ class BatchWorker:
     def _load_oldest(self) -> None:
         assert self._source is not None
         task, index = self._tasks.popleft()
+        if task >> POSITION_BITS != self._generation:
+            # Not loaded: it would get the random numbers of another epoch.
+            raise WorkerError(
+                f"a batch of epoch {task >> POSITION_BITS} of this loader has come in its epoch {self._generation}: a "
+                "message of the shard was lost"
+            )
         self._running.note(task)
         loaded = self._source.load(task & POSITION_MASK, pickle.loads(index))
         table, frames = self._wrap(loaded)

@@ -91,8 +91,8 @@ class Requester(Protocol):
     def starved(self) -> None:
         """Handle that a worker is idle."""
 
-    def failed(self, worker: int) -> None:
-        """Replace a worker that violates the protocol, or whose memory cannot be read."""
+    def failed(self, worker: int, why: str) -> None:
+        """Replace a worker that violates the protocol, cannot be sent a message, or whose memory cannot be read."""
 
     def overdue(self, worker: int) -> None:
         """Replace a worker that has exceeded the time limit for a task or for its start."""
@@ -131,6 +131,9 @@ class Shard:
         self._payloads: dict[int, Frame] = {}
         #: The connection of each worker number.
         self._peers: dict[int, bytes] = {}
+        #: Workers that have sent nothing since they were sent an epoch, and those of them for which another one waits.
+        self._quiet: set[int] = set()
+        self._behind: set[int] = set()
 
     def submit(self, tasks: Sequence[tuple[int, Frame]], *, pinned_to: int | None = None) -> None:
         """Queue these tasks, in this order, for any worker or for one."""
@@ -144,10 +147,15 @@ class Shard:
         self._apply(self._scheduler.handle(CancelTasks(tasks, self._clock())))
 
     def begin_epoch(self) -> None:
-        """Cancel the rest of the last epoch and send the new one to every worker."""
+        """Cancel the rest of the last epoch and send the new one to every worker.
+
+        A worker that has not answered since the last epoch gets it with its next task, or once it answers. So a worker
+        that sits in one sample is sent one epoch, and not each of those that a script begins meanwhile.
+        """
         self.cancel(list(self._payloads))
-        for worker, peer in self._peers.items():
-            self.listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
+        self._behind.update(self._quiet)
+        for worker in self._peers.keys() - self._behind:
+            self._send_epoch(worker)
 
     def check_timeouts(self) -> None:
         """Apply time limits, and let other workers take over tasks of slow ones."""
@@ -163,6 +171,8 @@ class Shard:
         """Handle the end of a worker. at: the task that it was running, or empty; None if unknown."""
         self._peers.pop(worker, None)
         self._starting.pop(worker, None)
+        self._quiet.discard(worker)
+        self._behind.discard(worker)
         self._apply(self._scheduler.handle(Lose(worker, self._clock(), at)))
 
     def abandon(self) -> list[int]:
@@ -186,8 +196,8 @@ class Shard:
 
     def stop_workers(self) -> None:
         """Send every worker the request to stop."""
-        for peer in self._peers.values():
-            self.listener.send(peer, [encode(Stop())])
+        for worker in list(self._peers):
+            self._send(worker, [encode(Stop())])
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """Handle one message of a worker. A malformed one is counted and dropped."""
@@ -217,8 +227,8 @@ class Shard:
         """Replace the sender of a malformed message if it is a worker, else refuse it with the reason."""
         workers = [worker for worker, known in self._peers.items() if known == peer]
         for worker in workers:
-            self._requester.failed(worker)  # the result of its task would never come
-        if not workers:  # a worker of another release would wait without end
+            self._requester.failed(worker, f"it sent an invalid message: {reason}")  # its result would never come
+        if not workers:  # a worker of another release would wait without end; one that is gone needs no answer
             self.listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
     def _on_handshake(self, peer: bytes, handshake: WorkerHandshake) -> None:
@@ -234,7 +244,9 @@ class Shard:
         if is_new:
             self._starting[handshake.worker] = self._clock()
         self._peers[handshake.worker] = peer
-        self.listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(handshake.worker)])
+        self._behind.discard(handshake.worker)
+        self._quiet.add(handshake.worker)
+        self._send(handshake.worker, [encode(WorkerWelcome(shared)), self._requester.epoch_for(handshake.worker)])
         if is_new and handshake.is_ready:
             self._on_ready(peer)
 
@@ -243,6 +255,7 @@ class Shard:
         worker = _worker_of(peer)
         if self._peers.get(worker) == peer:
             self._starting.pop(worker, None)
+            self._note_answer(worker)
             self._apply(self._scheduler.handle(AddWorker(worker, self._clock())))
 
     def _on_begun(self, peer: bytes, frames: list[memoryview]) -> None:
@@ -251,12 +264,14 @@ class Shard:
         worker = _worker_of(peer)
         if self._peers.get(worker) == peer:
             self._requester.begun(worker, frames[0])
+            self._note_answer(worker)
 
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
         worker = _worker_of(peer)
         if self._peers.get(worker) != peer:
             # It was reported as lost and its tasks are requeued.
             return
+        self._note_answer(worker)
         if worker in self._starting:  # it is fetching the dataset, and lives
             self._starting[worker] = self._clock()
             return
@@ -265,7 +280,8 @@ class Shard:
             try:
                 opened = self._requester.open(worker, finished, payloads)
             except SegmentLostError:
-                self._requester.failed(worker)  # once it has ended, its task is requeued
+                # Once it has ended, its task is requeued.
+                self._requester.failed(worker, "its shared memory cannot be read")
                 continue
             for task, one in zip(finished.numbers, opened, strict=True):
                 results[task] = (finished, one)
@@ -302,11 +318,27 @@ class Shard:
             self._send_window(worker, window)
 
     def _send_window(self, worker: int, window: Window) -> None:
-        peer = self._peers.get(worker)
-        if peer is not None:
-            # If the peer is unreachable it will be reported as lost, and its tasks requeued.
-            frames = join_tasks(window, [self._payloads[task] for task in window.tasks])
-            self.listener.send(peer, [encode(window), *frames])
+        if worker in self._peers:
+            if window.tasks and worker in self._behind:
+                self._send_epoch(worker)
+            frames = join_tasks(window, [self._payloads[task] for task in window.tasks])  # completes the header
+            self._send(worker, [encode(window), *frames])
+
+    def _send_epoch(self, worker: int) -> None:
+        self._behind.discard(worker)
+        self._quiet.add(worker)
+        self._send(worker, [encode(EpochBegin()), self._requester.epoch_for(worker)])
+
+    def _note_answer(self, worker: int) -> None:
+        """Record that a worker has read what it was sent; send it the epoch that waited for that."""
+        self._quiet.discard(worker)
+        if worker in self._behind:
+            self._send_epoch(worker)
+
+    def _send(self, worker: int, frames: list[Frame]) -> None:
+        """Send a message to an admitted worker, or have it replaced: without the message its tasks would not end."""
+        if not self.listener.send(self._peers[worker], frames):
+            self._requester.failed(worker, "it cannot be reached, or does not read its messages")
 
 
 def _other_release(frame: memoryview) -> str:

@@ -169,7 +169,7 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
         assert workers.shard.unwatched == {0: 1}
         workers.shard.load([Load(1, 1, 0)])
         workers.turn()
-        workers.shard.failed(0)
+        workers.shard.failed(0, "a test ends it")
         assert workers.to_end == [(0, 1)], "it is for its node to end"
     finally:
         end(first)

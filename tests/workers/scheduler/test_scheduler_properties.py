@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
 from tests.workers.scheduler.invariants import validate
+from torch_dpflow.workers.scheduler import views
 from torch_dpflow.workers.scheduler.machine import (
     AddWorker,
     Assign,
@@ -30,6 +31,7 @@ from torch_dpflow.workers.scheduler.machine import (
 )
 
 WORKERS = st.integers(0, 3)
+MAX_UNANSWERED = views.MAX_UNANSWERED
 
 
 class Process:
@@ -78,8 +80,13 @@ class Interleavings(RuleBasedStateMachine):
         overtake=st.sampled_from([None, 0.0, 2.0]),
         limit=st.sampled_from([None, 0.0, 4.0]),
         workers=st.permutations(range(4)),
+        unanswered=st.sampled_from([0, 2, MAX_UNANSWERED]),
     )
-    def begin(self, window, more, poison_limit, overtake, limit, workers):
+    def begin(self, window, more, poison_limit, overtake, limit, workers, unanswered):
+        views.MAX_UNANSWERED = unanswered
+        #: Most messages to a worker that exchanges nothing: its tasks, and the revocation of each.
+        self.most_unanswered = unanswered + 2 * (window + more)
+        self.unanswered = Counter()
         self.poison_limit = poison_limit
         self.scheduler = Scheduler(
             window=window,
@@ -106,7 +113,12 @@ class Interleavings(RuleBasedStateMachine):
     def tell(self, kind, *fields):
         self.now += 1.0
         known_before = self.open_tasks()
-        for instruction in self.scheduler.handle(kind(*fields, self.now)):
+        if kind in (Exchanged, AddWorker):
+            self.unanswered[fields[0]] = 0
+        instructions = self.scheduler.handle(kind(*fields, self.now))
+        self.unanswered.update({one.worker for one in instructions if isinstance(one, Assign | Revoke)})
+        assert not self.unanswered or max(self.unanswered.values()) <= self.most_unanswered
+        for instruction in instructions:
             self.obey(instruction, known_before)
         validate(self.scheduler)
 
@@ -238,6 +250,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def teardown(self):
         """Once every worker is there and works, every task comes to its end."""
+        views.MAX_UNANSWERED = MAX_UNANSWERED
         if not hasattr(self, "scheduler"):
             return
         for worker in range(4):

@@ -438,13 +438,12 @@ class ShardWorkers:
     def starved(self) -> None:
         """Do nothing: jobs request samples."""
 
-    def failed(self, worker: int) -> None:
+    def failed(self, worker: int, why: str) -> None:
         known = self._workers.get(worker)
         if known is not None and not known.is_ending:
             known.is_ending = True
+            SERVICE.warning("worker killed: %s", why, extra={"worker": worker})
             self._end(worker, known.incarnation)
 
     def overdue(self, worker: int) -> None:
-        text = "worker killed: more than task_timeout_s=%g s at one sample, or at its start"
-        SERVICE.warning(text, self._task_timeout_s, extra={"worker": worker})
-        self.failed(worker)
+        self.failed(worker, f"more than task_timeout_s={self._task_timeout_s:g} s at one sample, or at its start")

@@ -241,6 +241,7 @@ class Scheduler:
         out: list[SchedulerInstruction] = []
         handler(event, out)
         starved = self._fill_windows(event.now)
+        self._views.note_messages(self._revoked.keys() | self._assigned.keys())
         if self._revoked:
             out.extend(Revoke(worker, tasks) for worker, tasks in self._revoked.items())
             self._revoked = {}
@@ -301,7 +302,7 @@ class Scheduler:
             return
         if self._pace is not None and event.finished:
             self._pace.took((event.now - view.since) / len(event.finished))
-        view.overtaken = view.condemned = False
+        view.overtaken, view.condemned, view.unanswered = False, False, 0
         running = event.started
         if running is None or running in event.finished:
             running = next(iter(view.held), None)

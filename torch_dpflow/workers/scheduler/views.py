@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from torch_dpflow._core.lazy_heap import LazyHeap
@@ -119,6 +120,9 @@ class Backlog:
         return tasks
 
 
+#: Messages that a worker gets, beyond one for each task that it may hold, before it must exchange. A worker that sits
+#: in one sample reads none, and its queue has a limit.
+MAX_UNANSWERED = 64
 #: The level of a view whose worker is lost.
 GONE = -1
 
@@ -138,6 +142,7 @@ class WorkerView:
         "running",
         "since",
         "starved",
+        "unanswered",
         "window",
         "worker",
     )
@@ -157,8 +162,10 @@ class WorkerView:
         self.since = now
         #: It was reported as idle, and has got nothing since.
         self.starved = False
-        #: Others have taken over its tasks; it gets none until it exchanges.
+        #: Others have taken over its tasks, or it has not answered many messages; it gets no task until it exchanges.
         self.overtaken = False
+        #: How many messages it was sent since it last exchanged.
+        self.unanswered = 0
         #: It is to be killed, because it has run one task for too long.
         self.condemned = False
         #: Index into `WorkerViews.levels`, or GONE.
@@ -251,6 +258,19 @@ class WorkerViews:
         if running is not None and running.losses:
             return True
         return len(view.reserved) > 0 and bool(view.reserved.oldest().losses)
+
+    def note_messages(self, workers: Iterable[WorkerId]) -> None:
+        """Count a message to each of these workers.
+
+        One that exchanges nothing gets no more tasks. Idle workers would steal each of them, without end.
+        """
+        for worker in workers:
+            view = self.views.get(worker)
+            if view is not None:
+                view.unanswered += 1
+                if view.unanswered >= MAX_UNANSWERED + view.window and not view.overtaken:
+                    view.overtaken = True
+                    self.place(view)
 
     def has_room(self, view: WorkerView) -> bool:
         """Return whether the view may get one more task."""
