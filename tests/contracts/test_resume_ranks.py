@@ -211,3 +211,49 @@ def test_an_object_that_has_every_attribute_is_asked_for_a_few() -> None:
             return Anything()
 
     assert ranks_of(Anything()) is None
+
+
+@pytest.mark.parametrize("kind", RESIZED)
+def test_a_loop_that_counts_to_the_length_reads_what_is_left(OurLoader: Any, kind: str) -> None:
+    """From the step of the state, as trainers do that save the number of the batch."""
+    for before, after, steps in ((2, 3, 4), (4, 2, 3), (1, 3, 5), (3, 3, 2), (2, 1, 0)):
+        loaders = [made(OurLoader, kind, before, rank) for rank in range(before)]
+        iterators = [iter(loader) for loader in loaders]
+        seen = [int(index) for own in iterators for batch in itertools.islice(own, steps) for index in batch]
+        state = loaders[-1].state_dict()
+        for rank in range(after):
+            loader = loaded(made(OurLoader, kind, after, rank), state)
+            end, iterator = len(loader), iter(loader)
+            for step in range(steps, end):
+                assert len(loader) == end, step
+                seen += [int(index) for index in next(iterator)]
+            assert next(iterator, None) is None
+            assert len(loader) == len(made(OurLoader, kind, after, rank)), "the next epoch is a whole one"
+        assert set(seen) == set(range(SIZE)), (before, after)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_another_batch_size_changes_the_length_of_the_epoch(OurLoader: Any, drop_last: bool) -> None:
+    loader = OurLoader(Indices(SIZE), batch_size=4, drop_last=drop_last)
+    read(loader, 5)
+    state = loader.state_dict()
+    resumed = loaded(OurLoader(Indices(SIZE), batch_size=7, drop_last=drop_last), state)
+    assert len(resumed) == 5 + (5 if drop_last else 6)
+    assert len([*resumed]) == len(range(5, 10 if drop_last else 11))
+    assert len(resumed) == (8 if drop_last else 9)
+
+
+@pytest.mark.parametrize("kind", RESIZED)
+def test_a_length_that_was_read_before_the_state_must_hold(OurLoader: Any, kind: str) -> None:
+    """Lightning's Trainer reads it first, and would drop the rest of the epoch."""
+    loader = made(OurLoader, kind, 2, 0)
+    read(loader, 4)
+    state = loader.state_dict()
+    same, other = made(OurLoader, kind, 2, 0), made(OurLoader, kind, 3, 0)
+    assert len(same) > len(other)
+    whole = read(made(OurLoader, kind, 3, 0))
+    with pytest.raises(StateError, match=r"ends after \d+ batches .* len\(\) of this loader was read before"):
+        other.load_state_dict(state)
+    assert read(other) == whole, "nothing was changed"
+    same.load_state_dict(state)
+    assert len(same) == len(made(OurLoader, kind, 2, 0))

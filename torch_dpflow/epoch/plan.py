@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from torch_dpflow._core.checks import working
+from torch_dpflow.epoch.epoch_end import end_after, length_or_none
 from torch_dpflow.epoch.index_order import batches_of, indices_of, is_drawn_here
 from torch_dpflow.epoch.own_state import (
     Unsaved,
@@ -305,7 +306,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
             deque(rest, maxlen=0)  # what `drop_last` drops, and the draws at the end
             return Plan(iter(()), position=state.position, ended_at=state.position)
         left = length_or_none(index_sampler.sampler)
-        end = _end(state, index_sampler, None if left is None else left - state.samples)
+        end = end_after(state, index_sampler, None if left is None else left - state.samples)
         part = stateful_part(index_sampler, sampler)
         plan = Plan(regrouped(index_sampler, rest), sampler=part, position=state.position, end=end)
     else:
@@ -330,16 +331,6 @@ def _after(samples: int, sampler: Any) -> _Iterated:
     return _Iterated(indices)
 
 
-def _end(state: LoaderState, index_sampler: Any, left: int | None) -> int | None:
-    """Return the position at the end of a resumed epoch of which so many samples are left; None if unknown."""
-    if left is None:
-        return None
-    if type(index_sampler) is not BatchSampler:
-        return state.position + left
-    size = index_sampler.batch_size
-    return int(state.position + (left // size if index_sampler.drop_last else -(-left // size)))
-
-
 def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:
     assert state.sampler is not None
     part = stateful_part(index_sampler, sampler)
@@ -351,7 +342,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
     if state.ended:
         return Plan(iter(()), sampler=order or part, position=state.position, ended_at=state.position)
     if order is not None:
-        end = _end(state, index_sampler, order.left)
+        end = end_after(state, index_sampler, order.left)
         return Plan(regrouped(index_sampler, order.rest()), sampler=order, position=state.position, end=end)
     left = working(part, "samples_left", working(part, "batches_left"))  # a sampler of batches counts those
     if type(left) is int and not left and state.position:  # its next iteration would be another epoch
@@ -363,7 +354,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
         left = whole - state.samples
     if state.sampler["iterator"] is None:
         batches = iter(index_sampler)
-    end = _end(state, index_sampler, left) if type(left) is int else None
+    end = end_after(state, index_sampler, left) if type(left) is int else None
     return Plan(batches, sampler=part, position=state.position, end=end)
 
 
@@ -373,14 +364,6 @@ def samples_in(index: Any) -> int:
         return operator.length_hint(index, 1)
     except Exception:
         return 1
-
-
-def length_or_none(sized: Any) -> int | None:
-    """Return the length of an object; None if `len` raises any error."""
-    try:
-        return len(sized)
-    except Exception:
-        return None
 
 
 def sampler_generators(index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler
 
 from torch_dpflow._core.ranks import Ranks, named_ranks, process_ranks, ranks_of
 from torch_dpflow._core.torch_private import DatasetKind
+from torch_dpflow.epoch.epoch_end import length_or_none
 from torch_dpflow.epoch.own_state import Unsaved, ended, opened
 from torch_dpflow.epoch.part import part_of_dataset, part_of_sampler
 from torch_dpflow.epoch.plan import (
@@ -20,7 +21,6 @@ from torch_dpflow.epoch.plan import (
     Plan,
     PlannedBatch,
     is_drawn_at_start,
-    length_or_none,
     replay,
     sampler_generators,
 )

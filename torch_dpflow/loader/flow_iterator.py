@@ -186,6 +186,11 @@ class _PlannedProgress:
     progress: EpochProgress
     batches: EpochReader
 
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch is over."""
+        return self.progress.finished
+
     def state(self) -> LoaderState:
         """Return the state to resume the iteration, as `EpochProgress.state` does."""
         self.batches.note_delivered()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow._core.dealing import RankPosition
+from torch_dpflow.epoch.epoch_end import end_of
 from torch_dpflow.epoch.progress import RANK, SIZES, LoaderShape
 from torch_dpflow.epoch.shards import ShardedIterableDataset, is_of_shards, merged_shards
 from torch_dpflow.epoch.state import LoaderState, StreamState
@@ -259,6 +260,35 @@ def check_fits(loader: Any, state: LoaderState) -> None:
 
         check_resumable(state.shared, int(mine.get("num_replicas") or 1))
     _check_workers(loader, state)
+
+
+#: The end of an epoch of which the number of batches is not known.
+UNKNOWN = -1
+
+
+def end_of_epoch(loader: Any, state: LoaderState) -> int | None:
+    """Return the number of the batch at which the epoch of a state ends in this loader; None for a whole epoch.
+
+    Raises StateError: the states are not those of all ranks; or the script has read `len(loader)` before, and may count
+        batches up to that, and the epoch of the state does not end there.
+    """
+    if state.fresh or state.kind == "iterable":
+        return None
+    shape = LoaderShape(loader)
+    mine, length = shape.parts(), shape.length()
+    end = UNKNOWN if any(state.made_of.get(name) != mine.get(name) for name in SIZES) else None
+    if state.shared is None:
+        end = end_of(state, loader._index_sampler, shape.ranks())
+    if end is None or end == length:
+        return None
+    if loader._runtime.is_measured and length is not None:
+        raise StateError(
+            f"the epoch of the state ends {'elsewhere' if end < 0 else f'after {end} batches'} with these ranks and "
+            f"this batch size, and len() of this loader was read before: {length}. A program that counts batches up to "
+            "that, as Lightning's Trainer does, would drop the rest. Load the state before len() is read; "
+            "len(loader.batch_sampler) is that of a whole epoch"
+        )
+    return end
 
 
 def _check_size(state: LoaderState, mine: dict[str, Any], resized: list[str], rank: int) -> None:

@@ -29,7 +29,7 @@ from torch_dpflow.loader.arguments import (
     undivided,
 )
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loaded_state import as_own, check_fits, read_states, with_seed_of
+from torch_dpflow.loader.loaded_state import as_own, check_fits, end_of_epoch, read_states, with_seed_of
 from torch_dpflow.loader.rebuilt_loaders import keep_class_when_rebuilt
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
@@ -150,6 +150,27 @@ class DPFlowDataLoader(DataLoader[T]):
 
             watch(self, watched_at)
 
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch; while a loaded state is pending or read, of the epoch it resumes.
+
+        That counts the batches before the state too. So programs that count batches from a saved step read the rest of
+        an epoch that was begun with another number of ranks or another batch size.
+
+        Raises:
+            TypeError: it is not known, as of an iterable dataset without a length, or of an epoch of a flow that other
+                ranks began.
+        """
+        runtime = self._runtime
+        if (end := runtime.end_of_epoch()) is None:
+            runtime.is_measured = True
+            return super().__len__()
+        if end < 0:
+            raise OptionTypeError(
+                "the epoch was begun with another number of ranks or another batch size, and the flow's router decides "
+                "its order, so the number of its batches is not known: read until the iterator ends"
+            )
+        return end
+
     def __iter__(self) -> Any:
         if self.flow is not None:
             from torch_dpflow.loader.flow_iterator import SharedLoaderIterator
@@ -220,17 +241,21 @@ class DPFlowDataLoader(DataLoader[T]):
         DistributedSampler or a `DynaGCSSampler`, what is left of the epoch is dealt to the new ranks.
 
         Args:
-            state_dict: what `state_dict()` returned: in any rank, if all ranks have read as many batches; else a list
-                of the states of all ranks, in any order.
+            state_dict: what `state_dict()` returned in this rank. Or, if all ranks have read as many batches, in any of
+                them: one state cannot show that the others were out of step, and samples are lost or repeated then. Or
+                a list of the states of all ranks, in any order. Each rank of an iterable dataset takes its own of them.
 
         Raises:
-            StateError: the state is invalid, or was taken with other data, another part of it or another shared flow;
-                or what is left cannot be divided anew; or the workers are threads. Nothing is changed then.
+            StateError: the state is invalid or damaged; it was taken with other data, another part of it, another
+                sampler or another shared flow; ranks are missing in a list; what is left cannot be divided again; the
+                epoch now ends at another batch than a `len()` has said that was read before; or the workers are
+                threads. Nothing is changed then. What a dataset or sampler refuses is raised by the next `iter`.
         """
         self._check_workers()
         rank = LoaderShape(self).rank()
         state = read_states(state_dict, rank, self.num_workers, self.dataset)
         check_fits(self, state)
+        self._runtime.resumed_end = end_of_epoch(self, state)
         self._runtime.pending = with_seed_of(state, rank)
         self._iterator = None  # persistent workers have read ahead, and begin epochs in another way than new ones
 

@@ -79,6 +79,10 @@ def taken_by(pid: int) -> tuple[float, float]:
 class IterationProgress(Protocol):
     """The progress of an iteration, as its loader reads it."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch is over."""
+
     def state(self) -> LoaderState:
         """Return the state to resume the iteration, or the next one if this one is over. No side effect."""
 
@@ -91,6 +95,10 @@ class LoaderRuntime:
         self.epoch = epoch
         #: A state that the next iteration begins with.
         self.pending: LoaderState | None = None
+        #: Number of the batch at which the epoch of that state ends, also while it is read; None: as any epoch.
+        self.resumed_end: int | None = None
+        #: Whether the script has read the loader's length before a state was loaded.
+        self.is_measured = False
         #: Fingerprints of the process's generators at the beginning of the first iteration.
         self.began: dict[str, str] = {}
         #: The latest iteration.
@@ -107,9 +115,16 @@ class LoaderRuntime:
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderRuntime, (self.epoch,)
 
+    def end_of_epoch(self) -> int | None:
+        """Return the number of the batch at which the epoch ends that was loaded; None if none is, or it is over."""
+        is_over = self.pending is None and (self.progress is None or self.progress.finished)
+        return None if is_over else self.resumed_end
+
     def take_pending(self) -> LoaderState | None:
         """Return the loaded state and drop it, as it applies to one iteration."""
         pending, self.pending = self.pending, None
-        if pending is not None:
+        if pending is None:
+            self.resumed_end = None
+        else:
             self.epoch, self.began = pending.epoch, pending.began
         return pending
