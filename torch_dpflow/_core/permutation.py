@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,8 +45,8 @@ class Permutation:
 
     def __init__(self, length: int, bits: np.random.MT19937) -> None:
         self._bits = bits
-        #: The number at each place minus the place. Memory of zeros is not touched before it is written.
-        self._moved: Order = np.zeros(length, np.int32 if length < 2**31 else np.int64)
+        #: The number at each place minus the place.
+        self._moved: Order = sparse_zeros(length, np.int32 if length < 2**31 else np.int64)
         #: Places that are final.
         self.drawn = 0
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.caches.residents import Distances, Ranking
 from torch_dpflow.caches.timetable import JOBS_PER_PLANE, JobProgress, Timetable
 from torch_dpflow.lookahead import Keys
@@ -69,7 +70,9 @@ class NextUseRanking(Ranking):
 
     def grow(self, span: int) -> None:
         """Grow arrays to hold keys below `span`."""
-        self.anchors = np.concatenate([self.anchors, np.zeros(span - len(self.anchors))])
+        anchors = sparse_zeros(span, np.float64)
+        anchors[: len(self.anchors)] = self.anchors
+        self.anchors = anchors
         self._anchor_of = self.anchors.data
         self.timetable.grow(span)
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.caches.policy import (
     MAX_KEY,
     Job,
@@ -49,7 +50,7 @@ class RankedPolicy(Policy):
         self._ranking = ranking
         self._residents = Residents(ranking, self.front)
         self._span = 0
-        #: sizes by key; None while all are 1
+        #: sizes of resident keys, by key; None while all are 1
         self._sizes: npt.NDArray[np.int64] | None = None
         self._known_keys = keys
         if keys:
@@ -162,7 +163,8 @@ class RankedPolicy(Policy):
         """Prepare for sizes other than 1; `size` is one of them."""
         check_size(size)
         if self._sizes is None:
-            self._sizes = np.ones(self._span, dtype=np.int64)
+            self._sizes = sparse_zeros(self._span, np.int64)
+            self._sizes[self._residents.keys()] = 1
 
     def _is_over(self) -> bool:
         return (self.max_items is not None and self._residents.count > self.max_items) or (
@@ -244,7 +246,7 @@ class RankedPolicy(Policy):
         span = key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), MAX_KEY + 1)
         self._residents.grow(span)
         if self._sizes is not None:
-            sizes = np.ones(span, dtype=np.int64)
+            sizes = sparse_zeros(span, np.int64)
             sizes[: self._span] = self._sizes
             self._sizes = sizes
         self._grow(span)

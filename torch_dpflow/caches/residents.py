@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.caches.coarse_order import CoarseOrder, Ranks
 from torch_dpflow.lookahead import Keys
 
@@ -84,7 +85,7 @@ class Residents:
 
     def grow(self, span: int) -> None:
         """Grow arrays to hold keys below `span`."""
-        loads = np.zeros(span, dtype=np.int32)
+        loads = sparse_zeros(span, np.int32)
         loads[: len(self.loads)] = self.loads
         self.loads, self.load_of = loads, loads.data
 

@@ -1,7 +1,9 @@
 """Directory of the samples that all caches together hold, in load order, and of the next victims."""
 
 import numpy as np
+from numpy.typing import NDArray
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
 
 #: Above this many residents per eviction a search pays for several evictions at once.
@@ -14,7 +16,7 @@ class Directory:
     The samples that the fewest jobs still need in their epochs are evicted first, among equals the oldest load. The
     latest loads are protected while any job needs them, because jobs that follow closely had no chance to read them.
 
-    Samples that no job needs any more are reported by `finished` and evicted first. Only if there are none, a search
+    Samples that no job needs any more are recorded by `on_read` and evicted first. Only if there are none, a search
     in O(capacity) selects several victims.
     """
 
@@ -22,12 +24,13 @@ class Directory:
         self.capacity = capacity
         #: How many of the latest loads are protected while a job needs them; set by the owner.
         self.protected = 0
-        #: For each sample, how many jobs still need it in their epochs; counted by the owner.
-        self.needed = np.zeros(size, np.uint16)
-        self._held = np.zeros(size, np.bool_)
+        #: How many jobs read all samples, and what to add to that for the number of jobs that still need a sample.
+        self._whole = 0
+        self.needed = sparse_zeros(size, np.int16)
+        self._held = sparse_zeros(size, np.bool_)
         self._residents = 0
         #: For each sample, the number of its latest load.
-        self._loaded = np.zeros(size, np.int64)
+        self._loaded = sparse_zeros(size, np.int64)
         #: Loads so far.
         self._loads = 0
         #: Samples and numbers of loads, in order; those of evicted samples stay until `_compact`.
@@ -43,6 +46,33 @@ class Directory:
     def resident(self, samples: CompactArray) -> BoolArray:
         """Return whether each sample is held."""
         return self._held[samples]
+
+    def needs(self, samples: CompactArray | slice) -> NDArray[np.int16]:
+        """Return how many jobs still need each sample in their epochs."""
+        needs: NDArray[np.int16] = self.needed[samples] + np.int16(self._whole)
+        return needs
+
+    def begin(self, read: CompactArray, unread: BoolArray | None) -> None:
+        """Add a job's epoch: `unread` are the samples that it needs; None: all but those `read`, in O(len(read))."""
+        if unread is not None:
+            self.needed += unread
+        else:
+            self._whole += 1
+            self.needed[read] -= 1
+        self.needs_changed()
+
+    def end(self, read: BoolArray | None, unread: BoolArray | None) -> None:
+        """Remove a job's epoch, whichever of the two it has begun with."""
+        if unread is not None:
+            self.needed -= unread
+        elif read is not None:
+            self._whole -= 1
+            self.needed += read
+
+    def on_read(self, samples: CompactArray) -> None:
+        """Record that a job has read these distinct samples, which it needed."""
+        self.needed[samples] -= 1
+        self.finished(samples)
 
     def load(self, samples: CompactArray) -> BoolArray:
         """Record that these distinct samples are read, in this order; all count as the latest loads.
@@ -60,12 +90,12 @@ class Directory:
 
     def finished(self, samples: CompactArray) -> None:
         """Record which of these distinct samples, just read, are resident and needed by no job."""
-        done = samples[(self.needed[samples] == 0) & self._held[samples]]
+        done = samples[(self.needs(samples) == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)
 
     def needs_changed(self) -> None:
-        """Select victims anew, as `needed` has grown, for example at the start of an epoch."""
+        """Select victims again, as more samples are needed."""
         self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 
@@ -102,7 +132,7 @@ class Directory:
         """Select the next `count` victims, or all that may be evicted."""
         self._compact()
         samples, numbers = self._samples[: self._length], self._numbers[: self._length]
-        needed = self.needed[samples]
+        needed = self.needs(samples)
         free = np.flatnonzero((numbers < self._loads - self.protected) | (needed == 0))
         order = free[np.argsort(needed[free], kind="stable")[:count]]
         if not len(order):

@@ -61,8 +61,8 @@ class Partition:
             yield np.unpackbits(np.frombuffer(key, np.uint8), count=self.size).astype(np.bool_)
 
 
-#: States of a sample in `SharedEpoch.need`.
-READ, NEEDED, _LISTED = 0, 1, 2
+#: States of a sample in `SharedEpoch.need`: needed; needed, and in the backlog; read, or not in the set.
+NEEDED, _LISTED, READ = 0, 1, 2
 #: Residents that are compared for each one to follow. More would find more that few jobs need, but take longer.
 _CHOICE = 4
 #: The search for a class that is short among the latest residents covers up to so many times as many.
@@ -77,15 +77,17 @@ class SharedEpoch:
     permutation, with which it *leads*.
     """
 
-    def __init__(self, order: Order, need: NDArray[np.uint8], partition: Partition, start: int = 0) -> None:
-        #: For each sample: read or not in the set, needed, or needed and in the backlog.
+    def __init__(
+        self, order: Order, need: NDArray[np.uint8], partition: Partition, *, start: int = 0, left: int
+    ) -> None:
+        #: By sample.
         self.need = need
         #: Samples loaded by others since this epoch began, in load order; some have been read or evicted since.
         self._backlog: CompactArray = order[:0]
         self._backlog_length = 0
-        self._split(order, partition, start)
+        self._split(order, partition, start, left)
 
-    def _split(self, order: Order, partition: Partition, start: int = 0) -> None:
+    def _split(self, order: Order, partition: Partition, start: int, left: int) -> None:
         """Divide an order into classes, of which only needed samples from place `start` on are read."""
         #: Positions that were drawn since `order` was split into classes.
         self._drawn = 0
@@ -95,7 +97,7 @@ class SharedEpoch:
             #: Of each class, the end of its candidates in the pile, the next candidate, and the samples not read yet.
             self._ends: IndexArray = np.array([len(order)])
             self._next_leads: IndexArray = np.array([start])
-            self._unread: IndexArray = np.array([np.count_nonzero(self.need)])
+            self._unread: IndexArray = np.array([left])
             return
         rest = self._still_needed(order[start:])
         labels = partition.labels[rest]
@@ -131,7 +133,8 @@ class SharedEpoch:
 
     def relabel(self, partition: Partition) -> None:
         """Divide the unread samples into other classes; they keep their order."""
-        self._split(self.unread(), partition)
+        unread = self.unread()
+        self._split(unread, partition, 0, len(unread))
 
     def quota(self, n: int) -> IndexArray:
         """Return how many of the next n samples are of each class."""
@@ -173,7 +176,7 @@ class SharedEpoch:
         if not quota.any():
             return self._backlog[:0]
         start, candidates = self._latest(quota, directory, partition)
-        chosen = _select(candidates, quota, directory.needed[candidates], partition.of(candidates))
+        chosen = _select(candidates, quota, directory.needs(candidates), partition.of(candidates))
         left = np.ones(len(candidates), np.bool_)
         left[chosen] = False
         kept = candidates[left]
@@ -234,7 +237,7 @@ class SharedEpoch:
         places = _ranges(starts, lengths)
         owners = np.repeat(np.arange(len(classes)), lengths)
         candidates = self._candidates(places)
-        needed = np.flatnonzero(self.need[candidates])
+        needed = np.flatnonzero(self.need[candidates] != READ)
         owners = owners[needed]
         ranks = np.arange(len(needed)) - np.searchsorted(owners, np.arange(len(classes)))[owners]
         taken = ranks < quota[classes][owners]
@@ -269,7 +272,7 @@ class SharedEpoch:
 
 
 def _select(
-    candidates: CompactArray, quota: IndexArray, needed: NDArray[np.uint16], labels: CompactArray | None
+    candidates: CompactArray, quota: IndexArray, needed: NDArray[np.int16], labels: CompactArray | None
 ) -> IndexArray:
     """Return the places of up to `quota` candidates of each class: least needed first, then the latest."""
     latest_first = np.arange(len(candidates) - 1, -1, -1)

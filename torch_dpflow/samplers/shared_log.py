@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.directory import Directory
 from torch_dpflow.samplers.group import Draw, Member, SamplingGroup
@@ -35,7 +36,7 @@ class SharedLogGroup(SamplingGroup):
     the start of its epoch leads throughout: its order is torch's for its seed. Otherwise its private permutation
     depends on its seed and its identity (its name or, if that is random, its set), so jobs may have equal seeds.
 
-    Cost: O(n) for a draw of n; a pass over one byte a sample for the start of an epoch; O(size) for a new set.
+    Cost: O(n) for a draw of n; a pass over one byte a sample for the end of an epoch; O(size) for a new set.
     Memory: 11 bytes for each sample of the group, and for each job 1, and 4 for each sample of its set.
     """
 
@@ -67,8 +68,7 @@ class SharedLogGroup(SamplingGroup):
         begun = self._begin(member, epoch, done)
         self._epochs[member.name] = begun
         self._rngs[member.name] = member.own_rng(epoch, 0)
-        self._directory.needed += begun.need != 0
-        self._directory.needs_changed()
+        self._directory.begin(done, None if member.indices is None else begun.need != READ)
 
     def _draw(self, member: Member, n: int) -> Draw:
         epoch = self._epochs[member.name]
@@ -79,8 +79,7 @@ class SharedLogGroup(SamplingGroup):
         led = epoch.lead(missing)
         picks = np.concatenate([followed, led])
         loaded = self._directory.load(led)
-        self._directory.needed[picks] -= 1
-        self._directory.finished(picks)
+        self._directory.on_read(picks)
         evicted = self._directory.shrink()
         for name, other in self._epochs.items():
             if name != member.name:
@@ -147,21 +146,24 @@ class SharedLogGroup(SamplingGroup):
             other is member or (not member.named and member.reads_as(other)) for other in self._members.values()
         )
         order = member.order(epoch) if alone else member.own_order(epoch)
-        need = np.zeros(self.size, np.uint8)
-        need[slice(None) if member.indices is None else member.indices] = NEEDED
+        need = sparse_zeros(self.size, np.uint8)
+        if member.indices is not None:
+            need[:] = READ
+            need[member.indices] = NEEDED
         need[done] = READ
         start = 0
         if len(done):
-            if not need[order[: len(done)]].any():
+            if (need[order[: len(done)]] == READ).all():
                 start = len(done)
             else:
                 order = member.own_order(epoch, len(done))
-        return SharedEpoch(order, need, self._partition, start)
+        return SharedEpoch(order, need, self._partition, start=start, left=member.length - len(done))
 
     def _drop_epoch(self, member: Member) -> None:
         self._rngs.pop(member.name, None)
         if (left := self._epochs.pop(member.name, None)) is not None:
-            self._directory.needed -= left.need != 0
+            whole = member.indices is None
+            self._directory.end(left.need == READ if whole else None, None if whole else left.need != READ)
 
     def _protect(self, without: Member | None = None) -> None:
         batches = sum(m.batch_size for m in self._members.values() if m is not without)
@@ -181,6 +183,6 @@ class SharedLogGroup(SamplingGroup):
         for name, epoch in self._epochs.items():
             epoch.validate()
             member = self._members[name]
-            assert int(np.count_nonzero(epoch.need)) == member.length - member.position, name
-            needed += epoch.need != 0
-        assert np.array_equal(needed, self._directory.needed)
+            assert int(np.count_nonzero(epoch.need != READ)) == member.length - member.position, name
+            needed += epoch.need != READ
+        assert np.array_equal(needed, self._directory.needs(slice(None)))

@@ -25,6 +25,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_dpflow._core.sparse_zeros import sparse_zeros
 from torch_dpflow.errors import UsageError
 from torch_dpflow.ipc.messages.fields import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers.group import SamplingGroup
@@ -311,8 +312,8 @@ class _JointEpoch:
         #: The samples that had been read when the epoch was begun here, ascending.
         self.done = _union([self._earlier, done])
         self._draw = draw
-        #: By slot, its sample plus 1; 0 while it is not filled. Memory of zeros is not touched before it is written.
-        self._slots: CompactArray = np.zeros(shares.total, compact(shares.length + 1))
+        #: By slot, its sample plus 1; 0 while it is not filled.
+        self._slots: CompactArray = sparse_zeros(shares.total, compact(shares.length + 1))
         #: The slots to fill, ascending.
         self._open = _OpenSlots(shares.total, [one.position for one in held])
         self._filled = 0
