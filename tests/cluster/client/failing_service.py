@@ -11,7 +11,7 @@ import numpy as np
 from torch_dpflow.cluster.messages.coordinator import Access, ContentPiece, FlowSpec
 from torch_dpflow.cluster.messages.router import (
     DrawSamples,
-    JobHeartbeat,
+    JobHeartbeatReply,
     JobId,
     Join,
     Joined,
@@ -38,6 +38,8 @@ class FailingService:
         self.faults: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.error: Exception = KeyError("a table has no such entry")
+        #: Generation of the routing table, as heartbeats are answered with it.
+        self.generation = 1
         self.is_stored = True
         #: Methods that are not answered.
         self.silent: set[str] = set()
@@ -55,7 +57,7 @@ class FailingService:
             ("draw", DrawSamples, self._draw),
             ("want", Ask, self._want),
             ("fetch", Ask, self._fetch),
-            ("heartbeat", JobHeartbeat, lambda call: Result(1)),
+            ("heartbeat", Any, lambda call: Result(JobHeartbeatReply(self.generation))),
             ("leave", JobId, lambda call: None),
         ]
         self._server = RpcServer(listen(address))
@@ -99,6 +101,7 @@ class FailingService:
             self._waiting.pop().answer(samples.body, samples.frames)
 
     def close(self) -> None:
+        """End the service; may be called twice."""
         self._server.stop()
         self._thread.join()
         self._server.close()

@@ -5,6 +5,7 @@ Real servers in the places of coordinator, router and shard, whose methods fail 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.client.failing_service import SIZE, FailingService
+from tests.shared_cluster import wait
 from torch_dpflow.cluster.client.flow_registration import register
 from torch_dpflow.cluster.client.open_job import JobOptions, SharedJob
 from torch_dpflow.cluster.client.options import JobDescription
@@ -21,6 +23,7 @@ from torch_dpflow.cluster.messages.coordinator import FlowSpec
 from torch_dpflow.cluster.security.connection_file import Cluster
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.ipc.messages.fields import (
+    AwaitedRanksError,
     AwaitedWorkersError,
     LostWorkersError,
     OverloadedError,
@@ -43,9 +46,7 @@ def open_(service: FailingService) -> Iterator[Callable[..., SharedJob]]:
     with ExitStack() as jobs:
 
         def open_(ready: int = 1) -> SharedJob:
-            cluster = Cluster(address=service.address, transport=TransportOptions())
-            job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
-            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=ready, reconnect_timeout_s=60)))
+            return jobs.enter_context(opened(service, ready=ready))
 
         yield open_
 
@@ -55,6 +56,34 @@ def test_a_fault_that_passes_is_not_seen(service: FailingService, open_: Callabl
     service.faults[method] = 2
     assert list(open_().traverse(0)) == [[0, 1], [2, 3], [4, 5]]
     assert service.calls[method] >= 3
+
+
+@pytest.mark.parametrize("method", ["heartbeat", "table"])
+def test_a_job_that_is_closed_waits_for_no_service(service: FailingService, method: str) -> None:
+    """Its heartbeat waits for a router that is away, or for a table; it may wait there for an hour."""
+    service.generation = 2
+    service.silent.add(method)
+    job = opened(service, reconnect_timeout_s=3600)
+    wait(lambda: service.calls[method] >= 1, what="a call that is not answered")
+    service.close()
+    job.close()
+
+
+def test_heartbeats_go_on_while_a_draw_waits_for_other_ranks_and_the_table_changes(service: FailingService) -> None:
+    service.faults["draw"], service.error = math.inf, AwaitedRanksError("rank 1 is awaited")
+    with opened(service) as job:
+        batches = job.traverse(0)
+        wait(lambda: service.calls["draw"] >= 2, what="a draw that waits")
+        service.generation = 2
+        wait(lambda: service.calls["table"] >= 2, what="the table, fetched twice by heartbeats")
+        service.faults["draw"] = 0
+        assert list(batches) == [[0, 1], [2, 3], [4, 5]]
+
+
+def opened(service: FailingService, *, ready: int = 1, reconnect_timeout_s: float = 60.0) -> SharedJob:
+    cluster = Cluster(address=service.address, transport=TransportOptions())
+    job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
+    return SharedJob(cluster, job, list, JobOptions(ready=ready, reconnect_timeout_s=reconnect_timeout_s))
 
 
 @pytest.mark.parametrize("error", [KeyError("no entry"), MemoryError("none left")], ids=type)

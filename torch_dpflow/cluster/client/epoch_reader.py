@@ -437,7 +437,7 @@ class EpochReader:
             self._links.release([], self._of)
         self._samples += len(keys)
         ready = ReadyBatch(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
-        build_batch(ready, came, self._collate, self._router.how_workers_ended)
+        build_batch(ready, came, self._collate, self._router.inquiries.how_workers_ended)
         self._ready.put(ready, self._take_answered)
 
     def _release_all(self) -> None:

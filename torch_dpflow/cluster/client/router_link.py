@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 import time
@@ -16,11 +15,11 @@ from torch_dpflow._core.backoff import Backoff
 from torch_dpflow._core.processes import has_ended, own_process
 from torch_dpflow._core.threads import StopSignal
 from torch_dpflow.cluster.client.epoch_cursor import DrawnEpoch, EpochCursor, Marks, mark
+from torch_dpflow.cluster.client.inquiries import FlowInquiries
 from torch_dpflow.cluster.client.options import Failover, JobDescription
 from torch_dpflow.cluster.client.outage_log import OutageLog
 from torch_dpflow.cluster.control.routing import RouteMap
-from torch_dpflow.cluster.messages.coordinator import Access, Cost, CostRequest
-from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.cluster.messages.coordinator import Access
 from torch_dpflow.cluster.messages.router import (
     DrawSamples,
     JobFigures,
@@ -59,11 +58,6 @@ MIN_CALL_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: How long the position of all ranks is requested while the router or other ranks are away, seconds.
 READ_BY_ALL_S = 3.0
-#: Least time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
-#: coordinator may be away while jobs read.
-COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
-#: Timeout of the request for how a sample's workers ended, seconds, and how many of them an error names.
-ENDS_CALL_S, MAX_ENDS = 2.0, 3
 
 
 class RouterLink:
@@ -75,6 +69,7 @@ class RouterLink:
 
     Args:
         failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
+        closed: ends all calls with PeerLostError once it is set; a running one only by `interrupt`.
 
     Raises:
         UsageError: the router or the coordinator rejects the job; the message has the reason.
@@ -89,7 +84,9 @@ class RouterLink:
         *,
         reconnect_timeout_s: float,
         failover: Failover | None = None,
+        closed: StopSignal | None = None,
     ) -> None:
+        self._closed = closed or StopSignal()
         self.cluster = cluster
         self.outages = OutageLog(job.flow, job.name, reconnect_timeout_s=reconnect_timeout_s)
         self._failover = failover
@@ -104,7 +101,8 @@ class RouterLink:
         #: The `_holder` of each process of the job that is known to have ended.
         self._replaces: list[int] = []
         self._generation = 0
-        self._lock = threading.RLock()
+        #: Not held during pauses between attempts: other ranks may be awaited for any time, and heartbeats must go on.
+        self._lock = threading.Lock()
         self._coordinator: RpcClient | None = None
         self._router: RpcClient | None = None
         #: The router's latest address; empty before it is known.
@@ -119,14 +117,13 @@ class RouterLink:
         self._announced: tuple[int, CompactArray] | None = None
         #: What limits the flow's jobs, as its services report; empty: nothing that is known.
         self.limited_by = ""
-        #: The worker-seconds of the flow, and when they were requested.
-        self.cost = Cost(0.0, 0.0)
-        self._cost_requested_at = -math.inf
+        self.inquiries = FlowInquiries(job, lambda: None if self.outages.is_out else self._coordinator)
         #: Samples of an epoch.
         self.length = 0
         self.routes: RouteMap
         try:
-            self._attempt(self._connected)
+            with self._lock:
+                self._attempt(self._connected)
         except BaseException:
             self.close()
             raise
@@ -155,7 +152,9 @@ class RouterLink:
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
         """Return the epoch's next samples, at most `count`; empty at its end. PeerLostError once it is abandoned."""
         with self._lock:
-            return self._attempt(lambda: self._draw(count), given_up)
+            epoch = self._epoch
+            assert epoch is not None
+            return self._attempt(lambda: self._draw(epoch, count), given_up)
 
     def read_by_all(self, epoch: int, position: int) -> Marks | None:
         """Return the samples that all ranks have once each has `position` samples of its part; None if not known.
@@ -187,17 +186,19 @@ class RouterLink:
     def refresh_routes(self, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Fetch the present routing table. Arguments as for `rejoin`."""
         with self._lock:
-            self._attempt(self._refresh, given_up, deadline)
+            self._attempt(lambda: self._fetch_routes(self._connected(), self._call_s), given_up, deadline)
 
     def send_heartbeat(self, figures: JobFigures, *, reads: bool) -> None:
         """Renew the lease, report the job's figures, and fetch the routing table if it has changed. One attempt.
+
+        Takes no lock: shards drop a job without heartbeats, and another thread may wait for its router.
 
         reads: whether the job is in the middle of an epoch. Between two epochs its services may be stopped in favour of
             another flow, so a missing answer is not logged.
         """
         router = self._router
         if router is None:
-            raise PeerLostError("the job has been closed")
+            raise PeerLostError("the router is being located again")
         heartbeat = JobHeartbeat(self.id, figures, reads)
         try:
             reply: JobHeartbeatReply = router.call(
@@ -209,31 +210,7 @@ class RouterLink:
         self.outages.on_answer()
         self.limited_by = reply.limited_by
         if reply.generation != self.routes.generation:
-            self.refresh_routes()
-
-    def look_at_cost(self, *, every_s: float = COST_S) -> None:
-        """Request the cost, unless that was done shortly before. Without an answer, the last known cost is kept."""
-        coordinator, now = self._coordinator, time.monotonic()
-        if coordinator is None or self.outages.is_out or now - self._cost_requested_at < every_s:
-            return
-        self._cost_requested_at = now
-        request = CostRequest(self._job.instance, self._job.reader)
-        try:
-            self.cost = coordinator.call("cost", request, reply_type=Cost, timeout_s=COST_CALL_S).body
-        except (DeadlineError, PeerLostError, RemoteCallError):
-            self._cost_requested_at = now + COST_PAUSE_S
-
-    def how_workers_ended(self) -> str:
-        """Describe how the flow's workers ended lately; empty if that is not known."""
-        coordinator, mine = self._coordinator, f"{self._job.instance}/"
-        if coordinator is None:
-            return ""
-        try:
-            views = coordinator.call("processes", reply_type=list[ProcessView], timeout_s=ENDS_CALL_S).body
-        except (DeadlineError, PeerLostError, RemoteCallError):
-            return ""
-        ends = [view.ended for view in views if view.role == "worker" and view.id.startswith(mine)]
-        return "; ".join(dict.fromkeys([*filter(None, ends)][:MAX_ENDS]))
+            self._fetch_routes(router, min(CALL_S, self._timeout_s))
 
     def interrupt(self) -> None:
         """Fail the running calls at once; the next ones connect again. Takes no lock."""
@@ -259,22 +236,24 @@ class RouterLink:
     ) -> T:
         """Repeat a call until it succeeds; each attempt first refreshes whatever was out of date in the one before."""
         deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
-        self._deadline = deadline
         backoff: Backoff | None = None
         faults = 0
         if self.outages.is_out:
             self._disconnect()  # the router may have moved: another call to its old address would time out again
             self._look_for_cluster()
-        given_up = given_up or StopSignal()
-        while not given_up.is_set():
+        given_up = given_up or self._closed
+        while not (given_up.is_set() or self._closed.is_set()):
+            self._deadline = deadline
             try:
                 result = call()
             except RemoteCallError as error:
                 faults += error.kind is ErrorKind.INTERNAL
                 self._note(error, deadline, faults)
                 if error.kind is ErrorKind.RANKS_AWAITED:  # they may take as long as they like
-                    self._deadline = deadline = max(deadline, time.monotonic() + self._timeout_s)
+                    deadline = max(deadline, time.monotonic() + self._timeout_s)
             except (DeadlineError, PeerLostError) as error:
+                if given_up.is_set() or self._closed.is_set():
+                    break  # `interrupt` has failed the call, and not an outage
                 self.outages.on_no_answer(error)
                 if time.monotonic() >= deadline:
                     raise self.outages.deadline_error(error) from error
@@ -284,7 +263,11 @@ class RouterLink:
                 self.outages.on_success()
                 return result
             backoff = backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-            given_up.wait(backoff.pause_s())
+            self._lock.release()
+            try:
+                given_up.wait(backoff.pause_s())
+            finally:
+                self._lock.acquire()
         raise PeerLostError("the epoch was abandoned during a call to its router")
 
     def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
@@ -426,9 +409,9 @@ class RouterLink:
         router.call("start", body, frames, timeout_s=self._call_s)
         self._router_in_step = True
 
-    def _draw(self, count: int) -> IndexArray:
-        epoch = self._epoch
-        assert epoch is not None
+    def _draw(self, epoch: DrawnEpoch, count: int) -> IndexArray:
+        if self._epoch is not epoch:
+            raise UsageError(f"epoch {epoch.number} was abandoned: the job has begun another one")
         if epoch.position == epoch.length:
             return np.empty(0, np.int64)
         router = self._in_epoch()
@@ -439,9 +422,8 @@ class RouterLink:
         epoch.position += len(drawn)
         return drawn
 
-    def _refresh(self) -> None:
-        router = self._connected()
-        self._take_routes(router.call("table", reply_type=RoutingTable, timeout_s=self._call_s).body)
+    def _fetch_routes(self, router: RpcClient, timeout_s: float) -> None:
+        self._take_routes(router.call("table", reply_type=RoutingTable, timeout_s=timeout_s).body)
 
     def _take_routes(self, table: RoutingTable) -> None:
         try:

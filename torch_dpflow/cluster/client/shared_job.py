@@ -69,13 +69,15 @@ class SharedJob:
         #: Identification of its flow's content when the job was opened, by `flow_registration.content_of`.
         self.content = dict(content or {})
         self._options = options
-        self._router = RouterLink(cluster, job, reconnect_timeout_s=options.reconnect_timeout_s, failover=failover)
+        self._closed = StopSignal()
+        self._router = RouterLink(
+            cluster, job, reconnect_timeout_s=options.reconnect_timeout_s, failover=failover, closed=self._closed
+        )
         self._links = ShardLinks(self._router)
         self._meter = LoaderMeter()
         #: The latest reader; never reset to None, as another thread may close the job meanwhile.
         self._reader: EpochReader | None = None
         self._cursor = self._cursor_at_start(0)
-        self._closed = StopSignal()
         #: Whether the heartbeat's thread has sent its last heartbeat, and leaves the flow.
         self._leaving = False
         self._heartbeat = PeriodicCall(
@@ -116,9 +118,8 @@ class SharedJob:
 
     def cost(self) -> Cost:
         """Return the flow's worker-seconds and this job's part; at most a second old while the cluster answers."""
-        if not self._leaving:
-            self._router.look_at_cost()
-        return self._router.cost
+        inquiries = self._router.inquiries
+        return inquiries.cost if self._leaving else inquiries.look_at_cost()
 
     @property
     def is_read(self) -> bool:
@@ -318,8 +319,7 @@ class SharedJob:
         if self._reader is not None:
             self._reader.close()
         self._links.close(self._router.id)
-        self._router.look_at_cost(every_s=0.0)
-        cost = self._router.cost
+        cost = self._router.inquiries.look_at_cost(every_s=0.0)
         if cost.flow_s:
             text = "flow %r, job %r has ended: %.1f worker-seconds, of %.1f that the flow's workers have taken"
             LOADER.info(text, self._job.flow, self._job.name, cost.job_s, cost.flow_s)

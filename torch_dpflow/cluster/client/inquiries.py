@@ -1,0 +1,56 @@
+"""Questions of a job to the coordinator that its reading does not wait for: what it costs, how workers ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from torch_dpflow.cluster.client.options import JobDescription
+from torch_dpflow.cluster.messages.coordinator import Cost, CostRequest
+from torch_dpflow.cluster.messages.node import ProcessView
+from torch_dpflow.errors import DeadlineError, PeerLostError, RemoteCallError
+from torch_dpflow.ipc.rpc import RpcClient
+
+#: Least time between two requests for the cost, timeout of one, and pause after one without an answer, seconds. A
+#: coordinator may be away while jobs read.
+COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
+#: Timeout of the request for how a sample's workers ended, seconds, and how many of them an error names.
+ENDS_CALL_S, MAX_ENDS = 2.0, 3
+
+
+class FlowInquiries:
+    """Requests to the coordinator that are made once and never repeated. Any thread may call.
+
+    coordinator: returns its client; None while it does not answer.
+    """
+
+    def __init__(self, job: JobDescription, coordinator: Callable[[], RpcClient | None]) -> None:
+        self._job, self._coordinator = job, coordinator
+        #: The worker-seconds of the flow, and when they were requested.
+        self.cost = Cost(0.0, 0.0)
+        self._cost_requested_at = -math.inf
+
+    def look_at_cost(self, *, every_s: float = COST_S) -> Cost:
+        """Request the cost, unless that was done shortly before. Without an answer, return the last known cost."""
+        coordinator, now = self._coordinator(), time.monotonic()
+        if coordinator is not None and now - self._cost_requested_at >= every_s:
+            self._cost_requested_at = now
+            request = CostRequest(self._job.instance, self._job.reader)
+            try:
+                self.cost = coordinator.call("cost", request, reply_type=Cost, timeout_s=COST_CALL_S).body
+            except (DeadlineError, PeerLostError, RemoteCallError):
+                self._cost_requested_at = now + COST_PAUSE_S
+        return self.cost
+
+    def how_workers_ended(self) -> str:
+        """Describe how the flow's workers ended lately; empty if that is not known."""
+        coordinator, mine = self._coordinator(), f"{self._job.instance}/"
+        if coordinator is None:
+            return ""
+        try:
+            views = coordinator.call("processes", reply_type=list[ProcessView], timeout_s=ENDS_CALL_S).body
+        except (DeadlineError, PeerLostError, RemoteCallError):
+            return ""
+        ends = [view.ended for view in views if view.role == "worker" and view.id.startswith(mine)]
+        return "; ".join(dict.fromkeys([*filter(None, ends)][:MAX_ENDS]))
