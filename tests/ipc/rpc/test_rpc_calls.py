@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.shared_cluster import wait
 from torch_dpflow.cluster.security.connection_file import generate_keys
 from torch_dpflow.errors import (
     DeadlineError,
@@ -320,3 +321,60 @@ def test_frames_too_large_for_the_shared_memory_go_through_the_socket(
 def test_options_out_of_range_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises((OptionError, OptionTypeError)):
         make()
+
+
+def test_a_call_that_exceeds_a_limit_fails_in_its_own_thread_at_once_and_no_other_does(
+    ipc_address: str, start_server: StartServer, open_client: OpenClient
+) -> None:
+    """While one thread waits for an answer, it sends what all threads have queued."""
+    waiting: list[IncomingCall] = []
+
+    def slow(call: IncomingCall) -> Later:
+        waiting.append(call)
+        return LATER
+
+    def register(server: RpcServer) -> None:
+        prepare(server)
+        server.register("slow", slow)
+
+    start_server(ipc_address, register)
+    client = open_client(ipc_address, timeout_s=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.call, "slow")
+        wait(lambda: waiting, what="the slow call")
+        with pytest.raises(MessageError, match="a message of 5001 frames: max_frames allows 1 to"):
+            client.call("echo", None, [b""] * 5000)
+        assert client.call("echo", 3).body == 3
+        waiting[0].answer("done")
+        assert first.result().body == "done"
+
+
+def test_a_call_that_begins_while_another_thread_takes_its_answer_is_sent(
+    ipc_address: str, start_server: StartServer, open_client: OpenClient
+) -> None:
+    arrived = threading.Event()
+
+    def note(call: IncomingCall) -> None:
+        arrived.set()
+
+    def register(server: RpcServer) -> None:
+        prepare(server)
+        server.register("note", note)
+
+    start_server(ipc_address, register)
+    client = open_client(ipc_address, timeout_s=60.0)
+    receive, begun = client._connection.receive, threading.Event()
+
+    def receive_and_wait(timeout_s: float | None) -> list[memoryview] | None:
+        """Between the answer and the lock another thread begins a call."""
+        message = receive(timeout_s)
+        if message is not None and not begun.is_set() and client._session.stats.calls:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(client.begin, "note").result()
+            begun.set()
+        return message
+
+    client._connection.receive = receive_and_wait  # type: ignore[method-assign]
+    assert client.call("echo", 1).body == 1
+    assert begun.is_set()
+    assert arrived.wait(60.0), "the call was not sent, and no other call followed"

@@ -1,11 +1,17 @@
 """Every transport of ours keeps the contract."""
 
+import signal
+import sys
 import uuid
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
 
 from tests.contracts.transports import TransportContract
 from torch_dpflow.cluster.security.connection_file import generate_keys
-from torch_dpflow.ipc.transport import TransportOptions
+from torch_dpflow.ipc.transport import TransportOptions, connect, listen
 
 _CLUSTER = generate_keys("tcp://127.0.0.1:0")
 
@@ -26,3 +32,30 @@ class TestTcpWithCurve(TransportContract):
 
     def new_address(self, tmp_path: Path) -> str:
         return "tcp://127.0.0.1:0"
+
+
+@pytest.mark.parametrize("kind", ["listener", "connection"])
+def test_a_signal_handler_may_wake_an_endpoint_that_is_being_closed(kind: str, tmp_path: Path) -> None:
+    """Between any two steps of `close`: services call `wake` to stop."""
+    address = f"ipc://{tmp_path}/socket"
+    endpoint = listen(address) if kind == "listener" else connect(address)
+    handled: list[int] = []
+
+    def handle(*_: object) -> None:
+        endpoint.wake()
+        handled.append(1)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_name == "close":
+            signal.raise_signal(signal.SIGUSR1)
+            return trace
+        return None
+
+    previous = signal.signal(signal.SIGUSR1, handle)
+    sys.settrace(trace)
+    try:
+        endpoint.close()
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(handled) >= 4

@@ -23,7 +23,7 @@ from torch_dpflow.errors import PeerLostError, StateError
 from torch_dpflow.ipc.messages.headers import body_decoder, encode_body
 from torch_dpflow.ipc.rpc.carrier import Carrier
 from torch_dpflow.ipc.rpc.client_session import Answer, Call, ClientSession, ClientStats
-from torch_dpflow.ipc.transport import Frame, TransportOptions, connect
+from torch_dpflow.ipc.transport import Frame, TransportOptions, check_frames, connect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ class RpcClient:
         self.address = address
         self.options = options or ClientOptions()
         self._pid = os.getpid()
-        self._connection = connect(address, options=transport or TransportOptions())
+        transport = transport or TransportOptions()
+        self._connection = connect(address, options=transport)
         #: Guards everything below, and the connection while no thread leads.
         self._changed = threading.Condition(threading.Lock())
         #: Whether a thread leads. It owns the connection then, without holding the lock.
@@ -102,7 +103,11 @@ class RpcClient:
         self._waiters = 0
         # Not a bound method: a reference cycle would leave a client that was not closed to the garbage collector, which
         # would close its socket in an arbitrary thread.
-        self._session = ClientSession(address, functools.partial(_make_carrier, address, self.options))
+        self._session = ClientSession(
+            address,
+            functools.partial(_make_carrier, address, self.options),
+            functools.partial(check_frames, options=transport),
+        )
         self._inquire_at = time.monotonic()
 
     def call(
@@ -204,6 +209,8 @@ class RpcClient:
             return self._wait_on(call, deadline)
         finally:
             self._waiters -= 1
+            if self._session.outbox and not (self._leading or self._waiters):
+                self._lead(None)  # a call that another thread began after this one had sent the others
 
     def _wait_on(self, call: Call, deadline: float) -> bool:
         while not call.is_over:
@@ -232,13 +239,15 @@ class RpcClient:
         received = None
         self._leading = True
         self._changed.release()
+        outbox.reverse()
         try:
-            for frames in outbox:
-                self._connection.send(frames)
+            while outbox:
+                self._connection.send(outbox.pop())
             if wait_s is not None:
                 received = self._connection.receive(wait_s)
         finally:
             self._changed.acquire()
+            self._session.outbox[:0] = outbox[::-1]  # what was behind a message that the connection did not take
             self._leading = False
             self._changed.notify_all()
         if received is not None:

@@ -138,9 +138,17 @@ class ClientSession:
     Args:
         address: of the server, for messages.
         make_carrier: creates a carrier for a server that has restarted or dropped the session.
+        check: raises MessageError for a message that the connection will not take. Checked when a call begins: later
+            another thread may send it, which would get the error.
     """
 
-    def __init__(self, address: str, make_carrier: Callable[[], Carrier]) -> None:
+    def __init__(
+        self,
+        address: str,
+        make_carrier: Callable[[], Carrier],
+        check: Callable[[Sequence[Frame]], None] = lambda _: None,
+    ) -> None:
+        self._check = check
         self.address = address
         self.outbox: list[Sequence[Frame]] = []
         self.stats = ClientStats()
@@ -209,7 +217,9 @@ class ClientSession:
 
     def send(self, header: Header, frames: Sequence[Frame] = ()) -> None:
         """Queue a message."""
-        self.outbox.append([encode(header), *frames])
+        message = [encode(header), *frames]
+        self._check(message)
+        self.outbox.append(message)
 
     # --- messages of the server ---
 

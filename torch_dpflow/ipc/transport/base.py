@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch_dpflow._core.checks import check_fields, check_int, check_seconds
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.ipc.messages.headers import Frame
 
 #: Length of a key in Z85 text, bytes.
@@ -213,3 +213,19 @@ def check_identity(identity: bytes) -> None:
     """Raise OptionError unless this is a valid identity: 1 to 255 bytes, the first not zero."""
     if not 1 <= len(identity) <= MAX_IDENTITY_BYTES or identity[0] == 0:
         raise OptionError(f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero")
+
+
+def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
+    """Raise MessageError unless `frames` is a message within the limits."""
+    if not 1 <= len(frames) <= options.max_frames:
+        raise MessageError(
+            f"a message of {len(frames)} frames: max_frames allows 1 to {options.max_frames}; join small ones"
+        )
+    for frame in frames:
+        size = len(frame)
+        if isinstance(frame, memoryview):
+            size = frame.nbytes
+            if not frame.c_contiguous:
+                raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
+        if size > options.max_frame_bytes:
+            raise MessageError(f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it")

@@ -20,13 +20,14 @@ import zmq
 
 from torch_dpflow._core import descriptors
 from torch_dpflow._core.checks import is_loopback
-from torch_dpflow.errors import MessageError, OptionError, PeerLostError, StateError, TransportError
+from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
 from torch_dpflow.ipc.messages.headers import Frame
 from torch_dpflow.ipc.transport.base import (
     ClientKeys,
     ServerKeys,
     TransportOptions,
     WorkerKeys,
+    check_frames,
     check_identity,
 )
 from torch_dpflow.ipc.transport.zeromq import contexts
@@ -64,7 +65,8 @@ class _SocketEndpoint:
         self._options = options
         self._closed = False
         self._foreign = False
-        self._wake_lock = threading.Lock()
+        #: Reentrant: a signal handler that calls `wake` may interrupt `close` in its thread.
+        self._wake_lock = threading.RLock()
         #: None: it uses the shared one.
         self._own_context = context
         descriptors.require(SOCKET_DESCRIPTORS, f"a socket for {address}")
@@ -196,7 +198,7 @@ class _SocketEndpoint:
     def disown(self) -> list[object]:
         """In a forked child: become unusable, without a call into the parent's socket."""
         self._foreign = True
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()
         return [self._socket, self._own_context, self._monitor]
 
     def __del__(self) -> None:
@@ -345,7 +347,7 @@ class ZeroMQListener(_SocketEndpoint):
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         self._check_usable()
-        _check_frames(frames, self._options)
+        check_frames(frames, self._options)
         try:
             self._socket.send(peer, _NOBLOCK | _SNDMORE)
         except zmq.ZMQError as error:
@@ -392,7 +394,7 @@ class ZeroMQConnection(_SocketEndpoint):
 
     def send(self, frames: Sequence[Frame]) -> None:
         self._check_usable()
-        _check_frames(frames, self._options)
+        check_frames(frames, self._options)
         try:
             self._send(frames)
         except zmq.Again:
@@ -419,19 +421,3 @@ def _send_frame(socket: zmq.SyncSocket, frame: Frame, flags: int) -> None:
     else:
         size = len(frame)
     socket.send(frame, flags, copy=size < ZERO_COPY_BYTES)
-
-
-def _check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
-    """Raise MessageError unless `frames` is a message within the limits."""
-    if not 1 <= len(frames) <= options.max_frames:
-        raise MessageError(
-            f"a message of {len(frames)} frames: max_frames allows 1 to {options.max_frames}; join small ones"
-        )
-    for frame in frames:
-        size = len(frame)
-        if isinstance(frame, memoryview):
-            size = frame.nbytes
-            if not frame.c_contiguous:
-                raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
-        if size > options.max_frame_bytes:
-            raise MessageError(f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it")
