@@ -69,7 +69,7 @@ class RouterLink:
 
     Args:
         failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
-        closed: ends all calls with PeerLostError once it is set; a running one only by `interrupt`.
+        closed: ends all calls with UsageError once it is set; a running one only by `interrupt`.
 
     Raises:
         UsageError: the router or the coordinator rejects the job; the message has the reason.
@@ -268,7 +268,9 @@ class RouterLink:
                 given_up.wait(backoff.pause_s())
             finally:
                 self._lock.acquire()
-        raise PeerLostError("the epoch was abandoned during a call to its router")
+        if given_up.is_set() and given_up is not self._closed:
+            raise PeerLostError("the epoch was abandoned during a call to its router")
+        raise UsageError("its job was closed during a call to the router; open another job")
 
     def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
         """Record what this error shows to be out of date; raise an error that a retry cannot mend."""
