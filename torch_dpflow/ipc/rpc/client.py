@@ -209,7 +209,7 @@ class RpcClient:
             return self._wait_on(call, deadline)
         finally:
             self._waiters -= 1
-            if self._session.outbox and not (self._leading or self._waiters):
+            if self._session.outbox and not (self._leading or self._waiters or self._closed):
                 self._lead(None)  # a call that another thread began after this one had sent the others
 
     def _wait_on(self, call: Call, deadline: float) -> bool:
