@@ -107,7 +107,8 @@ class Files:
         if not address or address.endswith("://"):
             raise OptionError(f"{address!r} names no directory; give a path, or a URL such as s3://bucket/datasets")
         self._opened = PerProcess(self._open)
-        if "://" in address and not address.startswith("file://") and split_chain(address).inner.endswith("//"):
+        scheme, _, path = split_chain(address).inner.partition("://")
+        if scheme != "file" and path.endswith("//"):
             raise OptionError(f"{without_login(address)} ends with several slashes, which no directory does; give one")
         #: the directory's URL, absolute, without a slash at the end
         self.url: str = address

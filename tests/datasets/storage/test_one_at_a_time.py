@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 import tarfile
 import threading
@@ -15,10 +16,13 @@ from typing import Any
 import fsspec
 import pytest
 
+from tests.datasets.storage.web_server import WebServer, reply, serve_ranges, then
 from torch_dpflow.datasets.describing import Objects
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.deadlines import _locks
+from torch_dpflow.datasets.storage.file_systems import open_file_system
 from torch_dpflow.errors import StorageError, StorageTimeoutError
 
 COUNT = 100
@@ -61,23 +65,27 @@ class Fragile(fsspec.AbstractFileSystem):
 
     protocol = "fragile"
     cachable = False
-    inside = threading.Semaphore(1)
     overlaps = 0
-    entered = threading.Event()
+    left = threading.Event()
     gate = threading.Event()
     extra = b""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.inside = threading.Semaphore(1)
+
     def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
-        if not Fragile.inside.acquire(blocking=False):
+        if not self.inside.acquire(blocking=False):
             Fragile.overlaps += 1
             return b"wrong"
         try:
             if "slow" in path:
-                Fragile.entered.set()
                 Fragile.gate.wait(60)
             return bytes(range(100))[start:end] + Fragile.extra
         finally:
-            Fragile.inside.release()
+            self.inside.release()
+            if "slow" in path:
+                Fragile.left.set()
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         return {"name": path, "type": "file", "size": len(self.cat_file(path))}
@@ -88,36 +96,84 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> type[Fragile]:
     fsspec.register_implementation("fragile", Fragile, clobber=True)
     monkeypatch.setattr(Fragile, "overlaps", 0)
     monkeypatch.setattr(Fragile, "extra", b"")
-    monkeypatch.setattr(Fragile, "entered", threading.Event())
+    monkeypatch.setattr(Fragile, "left", threading.Event())
     monkeypatch.setattr(Fragile, "gate", threading.Event())
     return Fragile
 
 
-def test_two_readers_and_a_look_at_sizes_share_the_turn(fragile: type[Fragile]) -> None:
+def test_threads_and_looks_share_the_turn_of_a_file_system(fragile: type[Fragile]) -> None:
     spans = [ByteRange(f"fragile://{number}") for number in range(30)]
     with (
-        ObjectReader() as one,
-        ObjectReader() as other,
-        Objects({}) as objects,
+        ObjectReader() as reader,
         ThreadPoolExecutor(3) as many,
     ):
-        reads = [many.submit(reader.read_many, spans) for reader in (one, other)]
-        sizes = [look.size for look in objects.looks(spans)]  # type: ignore[union-attr]
+        reads = [many.submit(reader.read_many, spans) for _ in range(2)]
+        sizes = [look.size for look in reader.look_each(spans)]  # type: ignore[union-attr]
         assert [read.result() for read in reads] == [[bytes(range(100))] * 30] * 2
     assert (set(sizes), fragile.overlaps) == ({100}, 0)
 
 
-def test_who_waits_behind_a_read_that_hangs_ends_at_its_deadline(fragile: type[Fragile]) -> None:
+def test_a_file_system_that_hangs_holds_itself_alone(fragile: type[Fragile], tmp_path: Path) -> None:
+    """Others that serve one call at a time, of other readers and kinds, are read meanwhile, and afterwards."""
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("x", b"content")
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/hangs/data.zip", (tmp_path / "data.zip").read_bytes())
     impatient = ReadOptions(attempts=1, deadline_s=0.2)
-    with ObjectReader() as patient, ObjectReader(options=impatient) as reader, ThreadPoolExecutor(1) as other:
-        slow = other.submit(patient.read, "fragile://slow")
-        assert fragile.entered.wait(60)
+    others = [
+        f"zip://x::file://{tmp_path}/data.zip",
+        "zip://x::memory://hangs/data.zip",
+        "memory://hangs/data.zip",
+    ]
+    with ObjectReader(options=impatient) as reader, ObjectReader() as other:
         with pytest.raises(StorageTimeoutError):
-            reader.read("fragile://b")
+            reader.read("fragile://host/slow")
+        assert [len(other.read(url)) for url in others[:2]] == [7, 7]
+        assert other.read(others[2]) == (tmp_path / "data.zip").read_bytes()
+        assert other.look_each([ByteRange(others[0])])[0].size == 7  # type: ignore[union-attr]
+        with pytest.raises(StorageTimeoutError):
+            reader.read("fragile://host/b")  # this one waits, as a second call could return wrong bytes
         fragile.gate.set()
-        assert slow.result() == bytes(range(100))
-        assert patient.read("fragile://b") == bytes(range(100))
+        assert fragile.left.wait(60)
+        assert reader.read("fragile://host/b") == bytes(range(100))
+    files.rm("/hangs", recursive=True)
     assert fragile.overlaps == 0
+
+
+def test_an_archive_takes_its_turn_in_what_it_lies_in(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("x", b"content")
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/lies/data.zip", (tmp_path / "data.zip").read_bytes())
+    in_memory = open_file_system("zip://x::memory://lies/data.zip", {}, 60)[0]
+    on_disk = open_file_system(f"zip://x::file://{tmp_path}/data.zip", {}, 60)[0]
+    assert [len(_locks(one)) for one in (in_memory, on_disk, memory)] == [2, 1, 1]
+    assert _locks(in_memory)[1:] == _locks(memory)
+    assert _locks(on_disk) != _locks(in_memory)[:1]
+    assert _locks(on_disk) == _locks(on_disk)
+    assert _locks(fsspec.filesystem("file")) == []
+    memory.rm("/lies", recursive=True)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e10, 5.0])
+@pytest.mark.parametrize("deadline_s", [math.inf, 1e10, 5.0])
+def test_any_number_of_seconds_is_a_limit(
+    timeout_s: float, deadline_s: float, fragile: type[Fragile], tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("x", b"content")
+    limits = ReadOptions(timeout_s=timeout_s, deadline_s=deadline_s, backoff_s=1e-9)
+    failing = lambda handler: reply(handler, 503)  # noqa: E731
+    with WebServer(then(serve_ranges(b"content"), failing)) as web, ObjectReader(options=limits) as reader:
+        for url in (
+            f"zip://x::file://{tmp_path}/data.zip",
+            f"{web.url}/x",
+            f"file://{tmp_path}/data.zip",
+            "fragile://b",
+        ):
+            assert reader.read(url)
+            assert reader.look_each([ByteRange(url)])[0].size  # type: ignore[union-attr]
+        assert Files(f"zip://::file://{tmp_path}/data.zip", read_options=limits).children()[0].name == "x"
 
 
 def test_more_bytes_than_were_asked_for_are_refused(fragile: type[Fragile]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -21,8 +22,12 @@ T = TypeVar("T")
 #: bytes (they share one position in one file), `sftp` hangs, `memory` fails to list what another thread removes and
 #: creates a file twice.
 _THREAD_SAFE = ("fsspec.implementations.local", "fsspec.implementations.arrow", "ossfs")
-#: One lock for all of them, since one may read through another. Held for single calls.
-_SERIAL_LOCK = PerProcess(threading.Lock)
+#: All file systems in memory share one table of files.
+_MEMORY_LOCK = PerProcess(threading.Lock)
+#: The attribute of a file system with its lock. A forked process opens its own file systems.
+_LOCK = "_dpflow_lock"
+#: Longest single wait, seconds: systems refuse infinity, and sockets more milliseconds than 31 bits have.
+MAX_WAIT_S = 1e6
 
 
 def is_thread_safe(file_system: Any) -> bool:
@@ -35,9 +40,37 @@ def is_thread_safe(file_system: Any) -> bool:
     )
 
 
+def _locks(file_system: Any) -> list[threading.Lock]:
+    """Return the locks of a file system that is not thread-safe, and of those that it reads through, inner ones first.
+
+    All callers take them in this order. A call that hangs keeps the locks of its own file systems only.
+    """
+    found = []
+    while file_system is not None:
+        if isinstance(file_system, MemoryFileSystem):
+            found.append(_MEMORY_LOCK.get())
+        elif not isinstance(file_system, DirFileSystem) and not is_thread_safe(file_system):
+            found.append(vars(file_system).setdefault(_LOCK, threading.Lock()))  # atomic
+        outer = getattr(file_system, "of", None) or getattr(file_system, "fo", None)  # of archives
+        file_system = getattr(file_system if outer is None else outer, "fs", None)
+    return found
+
+
 def exclusive(file_system: Any) -> AbstractContextManager[Any]:
     """Serialize calls of a file system that is not thread-safe. Do not use `call_with_deadline` inside."""
-    return nullcontext() if is_thread_safe(file_system) else _SERIAL_LOCK.get()
+    return _held(_locks(file_system), MAX_WAIT_S)
+
+
+@contextmanager
+def _held(locks: Sequence[threading.Lock], seconds: float) -> Iterator[None]:
+    """Hold all locks. Raises TimeoutError if one is not to be had within `seconds`."""
+    end = time.monotonic() + seconds
+    with ExitStack() as held:
+        for lock in locks:
+            if not lock.acquire(timeout=min(max(end - time.monotonic(), 0.0), MAX_WAIT_S)):
+                raise TimeoutError(f"other reads took {seconds:.1f} s, and this file system serves one at a time")
+            held.callback(lock.release)
+        yield
 
 
 def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
@@ -50,21 +83,13 @@ def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) 
     """
     if isinstance(file_system, LocalFileSystem):
         return call()
-    if isinstance(file_system, MemoryFileSystem):
-        return _serialized(seconds, call)
-    if is_thread_safe(file_system):
-        return call_within(seconds, call)
-    return call_within(seconds, lambda: _serialized(seconds, call))
+    locks = _locks(file_system)
 
+    def serialized() -> T:
+        with _held(locks, seconds):
+            return call()
 
-def _serialized(seconds: float, call: Callable[[], T]) -> T:
-    lock = _SERIAL_LOCK.get()
-    if not lock.acquire(timeout=max(seconds, 0.0)):
-        raise TimeoutError(f"other reads took {seconds:.1f} s, and this kind of file system serves one at a time")
-    try:
-        return call()
-    finally:
-        lock.release()
+    return serialized() if isinstance(file_system, MemoryFileSystem) else call_within(seconds, serialized)
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
@@ -82,7 +107,7 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
 
     worker = threading.Thread(target=run, name="dpflow-storage-call", daemon=True)
     worker.start()
-    worker.join(max(seconds, 0.0))
+    worker.join(min(max(seconds, 0.0), MAX_WAIT_S))
     if results.empty():
         raise TimeoutError(f"no response within {seconds:.1f} s")
     value, error = results.get()

@@ -19,6 +19,7 @@ from typing import TypeVar
 from torch_dpflow._core.backoff import Backoff
 from torch_dpflow.datasets.storage.base import WRITTEN_AGAIN, ByteRange, ReadOptions, Storage
 from torch_dpflow.datasets.storage.credentials import left_out_hint
+from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
 from torch_dpflow.datasets.storage.http_connection import MalformedResponseError
 from torch_dpflow.errors import (
     AccessDeniedError,
@@ -213,7 +214,7 @@ def with_retries(
                 raise
             if options.attempts is not None:
                 allowed = min(allowed, options.attempts)
-            backoff = backoff or Backoff(options.backoff_s, options.longest_backoff_s)
+            backoff = backoff or Backoff(min(options.backoff_s, MAX_WAIT_S), options.longest_backoff_s)
             pause, now = backoff.pause_s(), clock()
             left = deadline - now
             if backoff.failures >= allowed or left <= max(options.backoff_s, _MIN_LEFT_S):
@@ -224,7 +225,7 @@ def with_retries(
                 cause = str(error)
             if now - begun >= _REPORT_AFTER_S:
                 _report(error, backoff.failures, left)
-        sleep(min(pause, left / 2))
+        sleep(min(pause, left / 2, MAX_WAIT_S))
 
 
 _reported_at = -math.inf

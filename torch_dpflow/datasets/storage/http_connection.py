@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch_dpflow.datasets.storage.deadlines import MAX_WAIT_S
 from torch_dpflow.errors import OptionError
 
 #: Bytes to receive if the length is unknown: a head and the beginning of a body.
@@ -114,7 +115,7 @@ class TimedSocket:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
-        wait_s = min(self._silence_s, left)
+        wait_s = min(self._silence_s, left, MAX_WAIT_S)
         if wait_s == self._wait_s:
             return
         self._wait_s = wait_s
@@ -387,7 +388,7 @@ class KeepAliveConnection:
         return Response(self._socket)
 
     def _connect(self, silence_s: float, deadline: float) -> TimedSocket:
-        wait_s = min(silence_s, deadline - time.monotonic())
+        wait_s = min(silence_s, deadline - time.monotonic(), MAX_WAIT_S)
         if wait_s <= 0:
             raise TimeoutError("the deadline has passed")
         raw = socket.create_connection((self._origin.host, self._origin.port), wait_s)
