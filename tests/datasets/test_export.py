@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -276,6 +279,66 @@ def test_an_interrupted_export_goes_on(store: DatasetStore, tmp_path: Path, form
     assert again.kept == 2 < len(again.files)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert export(stored, tmp_path / "out", format=format, file_size="9KiB").kept == len(again.files)
+
+
+class Killed(BaseException):
+    pass
+
+
+class Host(AbstractFileSystem):
+    """A host with disks, as sftp and hdfs: a put opens the file at its name, and a killed writer leaves a half."""
+
+    protocol = "host"
+    cachable = False
+    puts_left = 10**9
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        Host.puts_left -= 1
+        LocalFileSystem().pipe_file(path, value if Host.puts_left > 0 else value[: len(value) // 2])
+        if Host.puts_left <= 0:
+            raise Killed
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        LocalFileSystem().mv(path1, path2)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        return LocalFileSystem().ls(path, detail=detail)
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        return LocalFileSystem().info(path)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> Any:
+        return LocalFileSystem().cat_file(path, start, end)
+
+    def _rm(self, path: str) -> None:
+        LocalFileSystem().rm(path)
+
+
+class HostWithoutRename(Host):
+    protocol = "unnamed"
+    mv = AbstractFileSystem.mv
+
+
+@pytest.mark.parametrize("kind", [Host, HostWithoutRename])
+@pytest.mark.parametrize("format", ["webdataset", "parquet"])
+def test_an_export_that_was_killed_at_any_put_leaves_no_half(
+    local_store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Host], format: Any
+) -> None:
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    stored = stored_of(local_store, samples(20))
+    names = export(stored, tmp_path / "whole", format=format, file_size="9KiB").files
+    assert len(names) == 5
+    whole = contents(tmp_path / "whole")
+    for put in range(1, len(whole) + 1):
+        target = f"{kind.protocol}://{tmp_path}/{put}"
+        (tmp_path / f"{put}").mkdir()
+        monkeypatch.setattr(Host, "puts_left", put)
+        with pytest.raises(Killed):
+            export(stored, target, format=format, file_size="9KiB")
+        monkeypatch.setattr(Host, "puts_left", 10**9)
+        again = export(stored, target, format=format, file_size="9KiB")
+        assert contents(tmp_path / f"{put}") == whole, put
+        assert again.kept == (max(0, put - 2) if kind is Host else 0)
 
 
 def test_an_export_does_not_mix_with_others(local_store: DatasetStore, tmp_path: Path) -> None:

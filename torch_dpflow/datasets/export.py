@@ -92,7 +92,8 @@ def export(
     """Write all samples of a variant, in order, as files that other libraries read.
 
     The files are equal in every run. Each appears whole or not at all. Call it again to continue an export that was
-    killed: files that are there are kept. Several variants may be exported to one directory. One file is in memory at
+    killed: files that are there are kept, except on a storage that cannot rename, where they are written again. Several
+    variants may be exported to one directory. One file is in memory at
     a time.
 
     Args:
@@ -246,7 +247,8 @@ def _begin(files: Files, stored: StoredDataset, settings: Mapping[str, Any], nam
     present = {child.name for child in files.children() if ours.fullmatch(child.name)}
     path = f".{variant}.{ending}.export.json"
     if files.exists(path):
-        if files.read(path) != record:
+        found = files.read(path)
+        if found != record and (files.writes_whole or not record.startswith(found)):
             raise OptionError(
                 f"{files.url} has another export of {variant!r}, of another dataset or with other options; give an "
                 f"empty directory, or remove those files and {path}"
@@ -260,7 +262,8 @@ def _begin(files: Files, stored: StoredDataset, settings: Mapping[str, Any], nam
         raise OptionError(f"{files.url} has {min(present - {*names})} beside the export; remove it")
     files.sweep("")
     files.write(path, record)
-    return present
+    # A file that a killed run has left there may be a part of one, and would be taken for the whole.
+    return present if files.writes_whole else set()
 
 
 class _Samples:

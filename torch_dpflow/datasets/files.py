@@ -20,7 +20,7 @@ from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error, with_retries
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
-from torch_dpflow.datasets.storage.local import UNFINISHED, link_into_place, write_beside
+from torch_dpflow.datasets.storage.local import UNFINISHED, beside_name, link_into_place, write_beside
 from torch_dpflow.datasets.storage.object_reader import service_of
 from torch_dpflow.datasets.storage.states import state_of_entry, state_of_file
 from torch_dpflow.datasets.storage.urls import (
@@ -47,6 +47,8 @@ _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "s3": {"mode": "create"},
     "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
 }
+#: Storages whose put shows an object with all its bytes or not at all.
+_WHOLE_PUTS = frozenset({"memory", "s3", "s3a", "oss", "gs", "gcs", "abfs", "abfss", "az"})
 _WEB = ("http://", "https://")
 #: Parts of keys that no path has.
 _NO_NAMES = frozenset({"", ".", ".."})
@@ -70,9 +72,9 @@ class DirectoryEntry(NamedTuple):
 class Files:
     """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
 
-    A file appears with all its bytes or not at all, even if the writer is killed: on a local disk or a mount it is
-    written beside its place and renamed, on object stores it is a single put. Thread-safe; a pickle or a fork opens its
-    own connection. Reading and listing have a deadline on every storage, writing has none.
+    A file appears with all its bytes or not at all, even if the writer is killed: on disks, mounts and hosts it is
+    written beside its place and renamed, on object stores it is a single put. See `writes_whole`. Thread-safe; a pickle
+    or a fork opens its own connection. Reading and listing have a deadline on every storage, writing has none.
 
     Failures of the storage are raised as StorageError, which names the file, such as AccessDeniedError; a missing file
     as FileNotFoundError.
@@ -130,6 +132,13 @@ class Files:
     def filesystem(self) -> Any:
         """The fsspec file system; a forked child opens its own. Raises MissingExtraError."""
         return self._opened.get()[0]
+
+    @property
+    def writes_whole(self) -> bool:
+        """Whether a killed writer leaves no part of a file: false for a storage that can neither put nor rename."""
+        if self._is_local or file_system_of(self.url) in _WHOLE_PUTS:
+            return True
+        return type(self.filesystem).mv is not AbstractFileSystem.mv
 
     def at(self, path: str) -> Files:
         """Return the directory `path` below this one."""
@@ -235,7 +244,18 @@ class Files:
                 raise FileExistsError(f"{self._url(path)} exists already")
             if needs_host(type(fs)):
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-            fs.pipe_file(full, data, **options)
+            if file_system_of(self.url) in _WHOLE_PUTS or not self.writes_whole:
+                fs.pipe_file(full, data, **options)
+                return
+            beside = beside_name(full)
+            fs.pipe_file(beside, data)
+            try:
+                fs.mv(beside, full)
+            except Exception:
+                if not _exists(fs, full) or not _exists(fs, beside):
+                    raise
+                fs.rm_file(full)  # not all hosts rename onto a file that exists
+                fs.mv(beside, full)
 
     def children(self, path: str = "", *, all_keys: bool = False, hidden: bool = False) -> list[DirectoryEntry]:
         """Return the entries of a directory, sorted by name; none if there is no such directory.
@@ -302,11 +322,10 @@ class Files:
 
     def sweep(self, path: str) -> None:
         """Remove the unfinished files of killed writers from a directory."""
-        full = self._full(path)
-        if self._is_local and os.path.isdir(full):
-            for name in os.listdir(full):
-                if name.startswith(".") and name.endswith(UNFINISHED):
-                    os.unlink(os.path.join(full, name))
+        if self._is_local or file_system_of(self.url) not in _WHOLE_PUTS:
+            for child in self.children(path, hidden=True):
+                if child.name.startswith(".") and child.name.endswith(UNFINISHED):
+                    self.remove(f"{path}/{child.name}" if path else child.name)
 
     def remove_empty(self, path: str) -> None:
         """Remove a directory on a local disk if it is empty. Object stores have no empty ones."""

@@ -45,13 +45,10 @@ class OpenedDataset(DatasetReader):
         """Return each sample, or its error. Raises IndexError, and what a function given as `decode` raises."""
         opened = self._opened.get()
         numbers = self._wrapped(indices)
-        described = self._describe(opened, numbers)
-        if self._is_index:
-            described = [self._removed(what) if isinstance(what, DamagedStoreError) else what for what in described]
-        wanted = [(number, what) for number, what in zip(numbers, described) if isinstance(what, Described)]
-        mains = [(number, what.span) for number, what in wanted]
-        parts = [_parts(what) for _, what in wanted]
-        spans = [span for one in parts for span in one.values()]
+        described = [self._with_parts(what) for what in self._describe(opened, numbers)]
+        wanted = [(number, *what) for number, what in zip(numbers, described) if not isinstance(what, DPFlowError)]
+        mains = [(number, what.span) for number, what, _ in wanted]
+        spans = [span for _, _, parts in wanted for span in parts.values()]
         if self._through is None:  # in one call, so that neighbouring ranges become one request
             contents = opened.data.read_each([*(span for _, span in mains), *spans])
             found = [(content, False) for content in contents[: len(mains)]]
@@ -60,9 +57,18 @@ class OpenedDataset(DatasetReader):
             found = self._contents(opened.data, mains)
             rest = iter(opened.data.read_each(spans))
         finished = iter(
-            [self._sample(what, *one, dict(zip(names, rest))) for (_, what), one, names in zip(wanted, found, parts)]
+            [self._sample(what, *one, dict(zip(parts, rest))) for (_, what, parts), one in zip(wanted, found)]
         )
-        return [next(finished) if isinstance(what, Described) else what for what in described]
+        return [what if isinstance(what, DPFlowError) else next(finished) for what in described]
+
+    def _with_parts(self, what: Described | DPFlowError) -> tuple[Described, dict[str, ByteRange]] | DPFlowError:
+        """Return a sample with the places of its further parts, or its error."""
+        try:
+            if isinstance(what, Described):
+                return what, _parts(what)
+        except DamagedStoreError as error:
+            what = error
+        return self._removed(what) if self._is_index and isinstance(what, DamagedStoreError) else what
 
     def _removed(self, error: DamagedStoreError) -> DamagedStoreError:
         """Remove the file of the index, so that the next opening builds it again; and return the error that says so."""

@@ -49,6 +49,7 @@ def open_dataset(
     source: Source,
     *,
     format: str | None = None,
+    split: str | None = None,
     decode: Decode | None = None,
     store: DatasetStore | str | None = None,
     index_dir: str | os.PathLike[str] | None = None,
@@ -69,6 +70,8 @@ def open_dataset(
             match names. Or a list of these. A local path that exists, and a `pathlib.Path`, is no pattern. Or the name
             of a stored dataset, such as "core/pets:v1:train".
         format: one of `FORMATS`; None: found by names, or else by first bytes.
+        split: which of the splits to read if the directory has several, such as "train"; by names of files, or of
+            directories.
         decode: None: values are bytes. "pil", "rgb", "torch": images become RGB images of Pillow, uint8 arrays of
             shape (height, width, 3), or uint8 tensors of shape (3, height, width); numbers, texts, JSON and npy
             arrays are decoded too. A function is called with each sample's dict, and returns the sample.
@@ -83,27 +86,36 @@ def open_dataset(
             `read_options` alone.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found.
-        SourceError: an object is missing, damaged, cut short, or of another format.
+        OptionError, OptionTypeError: an argument is not allowed, or the format cannot be found; there is no such split.
+        SourceError: an object is missing, damaged, cut short, or of another format; a directory has several splits,
+            and none is chosen.
         DatasetNotFoundError: no such dataset is stored.
         StorageError: the storage cannot be read.
     """
     decoder_of(decode)  # before an index is built
     if store is not None or _is_stored(source):
-        if format is not None or settings:
-            raise OptionError(f"format={format!r}, settings={settings!r} are not for stored datasets; leave them out")
+        if format is not None or settings or split is not None:
+            raise OptionError(
+                f"format={format!r}, settings={settings!r}, split={split!r} are not for stored datasets; leave them out"
+            )
         return OpenedDataset(
             _store(store).open(_ref(source)), decode=decode, storage_options=storage_options, **reading
         )
     if settings is not None:
         check_type("settings", settings, Mapping, "a mapping of names")
+    check_type("split", split, (str, type(None)), "a name, such as 'train', or None")
     files = find_sources(source, storage_options, _read_options(reading))
+    below = None if split is None else files.of_folder(split)
+    files, split = (files, split) if below is None else (below, None)
     name = found_format(files) if format is None else _known_format(format)
+    settings = {**(settings or {}), **({} if split is None else {"split": split})}
     if name == "table":
-        return _table(files, decode, checksum, {**(settings or {}), **reading})
+        return _table(files, decode, checksum, {**settings, **reading})
+    if split is not None and not getattr(importer_class(name), "has_splits", False):
+        raise OptionError(f"split={split!r}: {files.given} has no directory of that name; it has {files.folders}")
     if name == "imagefolder":
         _check_apart(files, index_dir)
-    importer = _importer(name, files, settings or {})
+    importer = _importer(name, files, settings)
     importer.is_in_place = True
     if isinstance(importer, ShardImporter):
         # Checksums are computed later, and the cache finds samples by them.

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_dpflow._core.checks import check_type
 from torch_dpflow.datasets.files import DirectoryEntry, Files
+from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split, folder_of_split
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.states import state_of_file
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
@@ -54,8 +55,20 @@ def are_tables(names: Sequence[str]) -> bool:
     )
 
 
-def find_tables(url: Any, storage_options: Mapping[str, Any], read_options: ReadOptions) -> list[TableFile]:
-    """Return the files of a table, in order. Each directory is listed once."""
+def find_tables(
+    url: Any, storage_options: Mapping[str, Any], read_options: ReadOptions, split: str | None = None
+) -> list[TableFile]:
+    """Return the files of a table, in order. Each directory is listed once.
+
+    Args:
+        split: which files of a directory; None: it has those of one split.
+
+    Raises:
+        OptionError: a directory has no such split.
+        SourceError: a file is missing, or a directory is no table, or one of several splits.
+    """
+    if split is not None and not isinstance(url, str | os.PathLike):
+        raise OptionError(f"split={split!r} chooses files of one directory; give the files of the split")
     urls = [url] if isinstance(url, str | os.PathLike) else url
     check_type("url", urls, Sequence, "a path, a URL, or a list of files")
     if not urls:
@@ -65,40 +78,48 @@ def find_tables(url: Any, storage_options: Mapping[str, Any], read_options: Read
     for one in map(os.fspath, urls):
         folder, name = split_name(one)
         if not name.lower().endswith(_PARQUET + _ARROW):
-            found += _in_directory(Files(one, storage_options, read_options))
+            found += _in_directory(Files(one, storage_options, read_options), split)
             continue
         if folder not in listed:
             files = Files(folder or ".", storage_options, read_options)
             listed[folder] = files, {entry.name: entry for entry in files.children()}
-        found += _named(*listed[folder], name)
+        found += _named(*listed[folder], name, split)
     return found
 
 
-def _named(files: Files, entries: Mapping[str, DirectoryEntry], name: str) -> list[TableFile]:
+def _named(files: Files, entries: Mapping[str, DirectoryEntry], name: str, split: str | None) -> list[TableFile]:
     """Return the file of this name, or those of the directory of this name, as Spark writes it."""
     if name not in entries:
         raise SourceError(f"there is no {without_login(join_url(files.url, name))}; check the path")
     if entries[name].is_directory:
-        return _in_directory(files.at(name))
+        return _in_directory(files.at(name), split)
+    if split is not None:
+        raise OptionError(f"split={split!r} chooses files of a directory, and {name} is one file; leave it out")
     return [_described(files, entries[name])]
 
 
-def _in_directory(files: Files) -> list[TableFile]:
-    entries = {entry.name: entry for entry in files.children()}
+def _in_directory(files: Files, split: str | None) -> list[TableFile]:
+    entries = {entry.name: entry for entry in files.children(hidden=True)}
     shown = without_login(files.url)
+    check_no_log(entries, shown)
+    folders = [name for name, entry in entries.items() if entry.is_directory and not name.startswith(("_", "."))]
+    folder = None if split is None else folder_of_split(folders, split)
+    if folder is not None:
+        return _in_directory(files.at(folder), None)
     if _SPLITS in entries:
-        splits = sorted(name for name, entry in entries.items() if entry.is_directory)
-        raise SourceError(f"{shown} has several datasets, {splits}; give one of them, as {shown}/{splits[0]}")
+        raise SourceError(
+            f"{shown} has several datasets, {folders}; give one of them, as {shown}/{folders[0]}, or split="
+        )
     if _STATE in entries:
         names = _names_in_state(files)
         missing = [name for name in names if name not in entries]
         if missing:
             raise SourceError(f"{shown}/{_STATE} names {missing}, which are not there; restore them")
+    elif folders:
+        raise SourceError(f"{shown} has directories, such as {folders[0]!r}; give one of them, or a list of files")
     else:
-        folders = [name for name, entry in entries.items() if entry.is_directory and not name.startswith("_")]
-        if folders:
-            raise SourceError(f"{shown} has directories, such as {folders[0]!r}; give one of them, or a list of files")
-        names = [name for name in entries if name.lower().endswith(_PARQUET + _ARROW) and not name.startswith("_")]
+        names = [name for name in entries if name.lower().endswith(_PARQUET + _ARROW) and name[0] not in "_."]
+        names = files_of_split(names, split, shown)
     endings = {name.lower().endswith(_PARQUET) for name in names}
     if len(endings) != 1:
         raise SourceError(f"{shown} has {'both Parquet and Arrow' if endings else 'no Parquet or Arrow'} files")

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow._core.checks import check_type, parse_bytes
 from torch_dpflow._core.processes import PerProcess
+from torch_dpflow.datasets.importers.delimited import check_names
 from torch_dpflow.datasets.sample_reader import check_storage_options
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
@@ -52,6 +53,7 @@ class TableDataset(Dataset[Any]):
         url: a file, a directory, or a list of files. A directory is read in the order of its names; one that
             HuggingFace's `save_to_disk` wrote, in the order of its `state.json`.
         columns: the columns to read; None: all.
+        split: the split to read of a directory that has several, such as "train".
         decode: called with each sample; its result is the sample.
         storage_options: fsspec's options, such as credentials.
         read_options: timeouts, retries, disk cache.
@@ -69,6 +71,7 @@ class TableDataset(Dataset[Any]):
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         columns: Sequence[str] | None = None,
+        split: str | None = None,
         decode: Callable[[dict[str, Any]], Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
@@ -85,7 +88,7 @@ class TableDataset(Dataset[Any]):
         self._storage_options = dict(storage_options or {})
         self._read_options = read_options if read_options is not None else ReadOptions()
         check_type("read_options", self._read_options, ReadOptions, "a ReadOptions, or None")
-        self._files = find_tables(url, self._storage_options, self._read_options)
+        self._files = find_tables(url, self._storage_options, self._read_options, split)
         self._opened = PerProcess(self._open)
         counts = self._count_blocks()
         #: Rows of each block, in order.
@@ -176,6 +179,9 @@ class _OpenedTable:
     def counts(self, number: int) -> tuple[list[int], dict[str, str]]:
         """Return the rows of each block of a file, and the types of its columns."""
         file = self._file(number)
+        from torch_dpflow.datasets.importers.table_values import field_names
+
+        check_names([*field_names(file.schema)], without_login(self._table._files[number].url))
         return file.counts, {field.name: str(field.type) for field in file.schema}
 
     def rows(self, wanted: Mapping[int, list[int]]) -> Iterator[list[dict[str, Any]]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -13,7 +15,7 @@ import numpy as np
 from torch_dpflow.datasets.importers.columns import Columns, lit_sample, mds_sample
 from torch_dpflow.datasets.importers.tfrecord import parse_example
 from torch_dpflow.datasets.importers.webdataset import KEY, MAIN, PARTS
-from torch_dpflow.errors import DPFlowError, OptionError, SourceError
+from torch_dpflow.errors import OptionError, SourceError
 
 #: What `open_dataset(decode=)` accepts: a name, or a function of a sample's dict.
 Decode = Literal["pil", "rgb", "torch"] | Callable[[dict[str, Any]], Any]
@@ -21,8 +23,8 @@ Decode = Literal["pil", "rgb", "torch"] | Callable[[dict[str, Any]], Any]
 View = Callable[[bytes, dict[str, Any], Mapping[str, bytes]], dict[str, Any]]
 
 _IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "pgm", "pbm", "bmp", "gif", "tif", "tiff", "webp", "image"})
-#: The first bytes of JPEG, PNG, GIF and TIFF files.
-_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
+#: The first bytes of JPEG, PNG, GIF, TIFF, WebP and BMP files.
+_SIGNATURE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|BM.{4}\0{4}", re.DOTALL)
 _NUMBERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 _TEXTS = frozenset({"txt", "text", "transcript"})
 _JSON = frozenset({"json", "jsn"})
@@ -75,7 +77,8 @@ def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any]:
     if decode is None:
         return _as_it_is
     if callable(decode):
-        return decode
+        is_for_images = type(decode).__module__.startswith("torchvision.")
+        return partial(_transformed, decode) if is_for_images else decode
     if decode not in get_args(get_args(Decode)[0]):
         names = ", ".join(get_args(get_args(Decode)[0]))
         raise OptionError(f"decode={decode!r}: give one of {names}, a function of a sample's dict, or None")
@@ -84,6 +87,27 @@ def decoder_of(decode: Decode | None) -> Callable[[dict[str, Any]], Any]:
 
 def _as_it_is(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
+
+
+def _transformed(transform: Callable[[Any], Any], sample: dict[str, Any]) -> Any:
+    """Apply a transform of torchvision, which passes bytes on. Raises OptionError for images that it left encoded."""
+    result = transform(sample)
+    values = result.items() if isinstance(result, dict) else [("", result)]
+    encoded = [name for name, value in values if isinstance(value, bytes) and _is_image(name, value)]
+    if encoded:
+        raise OptionError(
+            f"decode={transform!r:.80} left {encoded[0]!r} encoded: transforms of torchvision take decoded images. "
+            "Give decode= a function that decodes first: transform(Decoder('torch')(sample))"
+        )
+    return result
+
+
+def _kind_of(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def _is_image(name: str, value: bytes) -> bool:
+    return _kind_of(name) in _IMAGES or _SIGNATURE.match(value) is not None
 
 
 class Decoder:
@@ -98,6 +122,8 @@ class Decoder:
     """
 
     def __init__(self, images: Literal["pil", "rgb", "torch"]) -> None:
+        import torch_dpflow.vision  # noqa: F401  # a missing package is an error now, and not of each sample
+
         self._images = images
 
     def __call__(self, sample: Any) -> Any:
@@ -109,24 +135,29 @@ class Decoder:
         """Raises SourceError, which names the value, if it cannot be decoded."""
         if isinstance(value, list | tuple):
             return type(value)(self._decoded(name, one) for one in value)
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # an image of HuggingFace
-            return self._decoded(value["path"] or name, value["bytes"])
-        if not isinstance(value, bytes):
-            return value
-        kind = name.rpartition(".")[2].lower()
+        if isinstance(value, dict):
+            if value.keys() == {"bytes", "path"}:  # an image of HuggingFace
+                return self._decoded(value["path"] or name, _embedded(name, value))
+            return {inner: self._decoded(inner, one) for inner, one in value.items()}
         try:
-            if kind in _IMAGES or value.startswith(_SIGNATURES):
-                return self._image(value)
-            if kind in _NUMBERS:
-                return int(value)
-            if kind in _TEXTS:
-                return value.decode()
-            if kind in _JSON:
-                return json.loads(value)
-            if kind == "npy":
-                return np.load(io.BytesIO(value), allow_pickle=False)
-        except (DPFlowError, ValueError, OSError, EOFError, RecursionError) as error:
+            return self._bytes(name, value) if isinstance(value, bytes) else self._other(value)
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders raise whatever they like, Pillow also SyntaxError
             raise SourceError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
+
+    def _bytes(self, name: str, value: bytes) -> Any:
+        kind = _kind_of(name)
+        if _is_image(name, value):
+            return self._image(value)
+        if kind in _NUMBERS:
+            return int(value)
+        if kind in _TEXTS:
+            return value.decode()
+        if kind in _JSON:
+            return json.loads(value)
+        if kind == "npy":
+            return np.load(io.BytesIO(value), allow_pickle=False)
         return value
 
     def _image(self, value: bytes) -> Any:
@@ -139,3 +170,28 @@ class Decoder:
 
         tensor = load_rgb(value)
         return tensor if self._images == "torch" else tensor.permute(1, 2, 0).numpy()
+
+    def _other(self, value: Any) -> Any:
+        """Convert an image of Pillow, which MDS and LitData also store as pixels; return other values as they are."""
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is None or not isinstance(value, pillow.Image):
+            return value
+        image = value.convert("RGB")
+        if self._images == "pil":
+            return image
+        pixels = np.array(image)
+        if self._images == "rgb":
+            return pixels
+        import torch
+
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _embedded(name: str, image: Mapping[str, Any]) -> bytes:
+    """Return the bytes of an image of HuggingFace. Raises SourceError if only its path is stored."""
+    if image["bytes"] is None:
+        raise SourceError(
+            f"{name!r} is stored as the path {image['path']!r}, and its bytes are not in the table; write the table "
+            "with embedded bytes, or give decode= a function that reads the path"
+        )
+    return image["bytes"]  # type: ignore[no-any-return]

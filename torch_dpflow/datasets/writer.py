@@ -144,8 +144,8 @@ class VariantWriter:
             return self._importer.items()
         last = self._read_shard(noted[-1]).samples[-1]
         # Importers that have to read all that comes before a number can find a place at once.
-        items_at = getattr(self._importer, "items_at", None)
-        items = self._importer.items(start - 1) if items_at is None else items_at(last.path, last.offset)
+        items_at = getattr(self._importer, "items_at", lambda path, offset: None)
+        items = items_at(last.path, last.offset) or self._importer.items(start - 1)
         item = next(items, None)
         if item is None or not self._is_same(item, last):
             raise self._changed(f"sample {start - 1} was {last.path} with {bytes(last.meta).decode()}")

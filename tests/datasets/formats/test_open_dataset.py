@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.datasets.formats.tars import members_of, samples_of, write_shards, write_tar
 from tests.later import Later
-from torch_dpflow.datasets import DatasetStore, open_dataset
+from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.shards import ForwardReader
 from torch_dpflow.datasets.importers.sources import SourceFile, expand_braces, find_sources
@@ -174,6 +174,31 @@ def test_a_build_that_was_killed_is_continued(tmp_path: Path, scans: Path) -> No
     assert counts[0] == 2000
     assert sorted(scans.read_text().split()[before:]) == [f"train-{number:03d}.tar" for number in range(7, 12)]
     assert dataset.__getitems__(list(range(0, 3000, 99))) == samples[::99]
+
+
+@pytest.mark.parametrize("stop", [500, 1000, 1500, 2000])
+def test_a_shard_that_is_named_twice_is_counted_twice_after_a_kill_too(
+    tmp_path: Path, stop: int, local_store: DatasetStore
+) -> None:
+    samples = write_shards(tmp_path / "data", 1, 800)
+    source = [tmp_path / "data" / "train-000.tar"] * 3
+
+    class Killed(BaseException):
+        pass
+
+    def kill(count: int) -> None:
+        if count >= stop:
+            raise Killed
+
+    with pytest.raises(Killed):
+        open_dataset(source, progress=kill)
+    dataset = open_dataset(source)
+    assert len(dataset) == 2400
+    assert dataset.__getitems__(list(range(0, 2400, 67))) == (samples * 3)[::67]
+    draft = Draft(local_store, "core/x", "v1")
+    with pytest.raises(Killed):
+        draft.add("train", WebDatasetImporter(source), progress=kill)
+    assert draft.add("train", WebDatasetImporter(source)).samples == 2400
 
 
 def _open(folder: Path, found: Any) -> None:

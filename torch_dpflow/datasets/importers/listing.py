@@ -15,6 +15,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.delimited import DelimitedRows, check_names
 from torch_dpflow.datasets.importers.folders import files_below
+from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split
 from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 from torch_dpflow.log import DATASETS
@@ -27,8 +28,6 @@ _PARQUET = ".parquet"
 _PARQUET_ENDINGS = (_PARQUET, ".parq", ".pq")
 #: Beginnings of names that are no data, as in pyarrow.dataset: hidden files, _SUCCESS, _metadata.
 _NO_DATA = (".", "_")
-#: The directory of changes in a Delta table.
-_DELTA = "_delta_log"
 #: Maximum names in a message.
 _MAX_NAMES = 5
 
@@ -51,6 +50,7 @@ class ListingImporter:
         checksum_column: "crc32:…" or "sha256:…".
         data_column: the column of the samples' bytes, such as "image.bytes"; they are copied into the store, and
             paths are annotations. For Parquet only.
+        split: the split to read of a directory that has several, such as "train".
         options: fsspec's options for the listing and `root`.
 
     Raises:
@@ -67,6 +67,7 @@ class ListingImporter:
         length_column: str | None = None,
         checksum_column: str | None = None,
         data_column: str | None = None,
+        split: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         folder, self._name = split_name(str(listing))
@@ -92,6 +93,7 @@ class ListingImporter:
             "checksum": checksum_column,
             **({} if data_column is None else {"data": data_column}),
         }
+        self._split = split
         self._total: int | None = None
         data = self._files if root is None else Files(root, options)
         self.root: str | None = data.url if data_column is None else None
@@ -101,6 +103,7 @@ class ListingImporter:
             "listing": self._url_of(self._name),
             "root": self.root,
             "columns": self._columns,
+            **({} if split is None else {"split": split}),
         }
 
     def extend(self, info: Mapping[str, Any]) -> None:
@@ -173,7 +176,7 @@ class ListingImporter:
                 with self._opened(path) as file:
                     table = parquet.ParquetFile(file, page_checksum_verification=True)
                     row = 0
-                    check_names(table.schema_arrow.names, name)
+                    check_names([*field_names(table.schema_arrow)], name)
                     self._check_columns({*field_names(table.schema_arrow)}, table.schema_arrow.names, name)
                     if len(paths) == 1:
                         self._total = table.metadata.num_rows
@@ -192,10 +195,7 @@ class ListingImporter:
         if self._name:
             return [self._name]
         url, paths = self._files.url, sorted(file.path for file in files_below(self._files, ""))
-        if any(path.split("/")[0] == _DELTA for path in paths):
-            raise SourceError(
-                f"{url} is a Delta table, some of whose files may be of other versions; write the wanted one as Parquet"
-            )
+        check_no_log((part for path in paths for part in path.split("/")), url)
         paths = [path for path in paths if not any(part.startswith(_NO_DATA) for part in path.split("/"))]
         partition = next((part for path in paths for part in path.split("/")[:-1] if "=" in part), None)
         if partition is not None:
@@ -216,7 +216,7 @@ class ListingImporter:
             )
         if others:
             DATASETS.warning("%s: left out %d files: %s", url, len(others), ", ".join(others[:_MAX_NAMES]))
-        return found
+        return files_of_split(found, self._split, url)
 
     def _check_columns(self, names: Collection[str], shown: Sequence[str], table: str) -> None:
         missing = {*self._used.values()} - {*names}

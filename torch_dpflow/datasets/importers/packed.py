@@ -54,8 +54,7 @@ class PackedImporter(ShardImporter):
         SourceError: it is no directory of this format; its index is damaged, or has values that cannot be read.
     """
 
-    #: whether samples may be copied although their shard is not compressed
-    may_copy = False
+    has_splits = False
 
     def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
         files = source if isinstance(source, SourceFiles) else find_sources(source, options)
@@ -71,8 +70,7 @@ class PackedImporter(ShardImporter):
             _check_present(files.given, shard, present.get(shard.name))
         self._by_url = {present[shard.name].url: shard for shard in self.shards}
         super().__init__(files.of([present[shard.name] for shard in self.shards]))
-        if self.may_copy or any(shard.compression is not None for shard in self.shards):
-            self.items_at = None  # type: ignore[assignment]  # copied samples are found by number, not by place
+        self.may_copy = self.may_copy or any(shard.compression is not None for shard in self.shards)
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
@@ -158,6 +156,7 @@ class MDSImporter(PackedImporter):
             packed = entry["zip_data"] if entry["compression"] is not None else entry["raw_data"]
             compression = None if entry["compression"] is None else entry["compression"].partition(":")[0]
             shards.append(PackedShard(packed["basename"], packed["bytes"], entry["samples"], compression))
+        _check_once([name for name, _, _ in columns or []])
         for name, encoding, size in columns or []:
             if not isinstance(name, str) or not (size is None or isinstance(size, int)):
                 raise ValueError(f"it has a column {name!r} of size {size!r}")
@@ -233,7 +232,9 @@ def _spec(node: Any) -> Any:
         return {"tuple": children}
     if kind == "builtins.dict":
         # As pairs: a store does not keep the order of names.
-        return {"dict": [list(pair) for pair in zip(json.loads(node["context"]), children, strict=True)]}
+        names = json.loads(node["context"])
+        _check_once(names)
+        return {"dict": [list(pair) for pair in zip(names, children, strict=True)]}
     raise ValueError(f"its samples are of {kind}, which is not read")
 
 
@@ -242,6 +243,13 @@ def _leaves(spec: Any) -> int:
         return 1
     children = spec if isinstance(spec, list) else spec.get("tuple") or [child for _, child in spec.get("dict", [])]
     return sum(map(_leaves, children))
+
+
+def _check_once(names: list[Any]) -> None:
+    """Raise ValueError if two values have one name: a dict would have the last."""
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"it has {twice[0]!r} twice")
 
 
 def _check_column(name: str, decoder: Any) -> None:

@@ -101,26 +101,36 @@ class ShardImporter:
     Args:
         source: a path, URL, pattern or list, see `find_sources`; or what that has returned.
         options: fsspec's options for it.
+        split: the split to read of a directory that has several, such as "train".
 
     Raises:
-        OptionError, OptionTypeError: the source is malformed.
-        SourceError: there are no such objects.
+        OptionError, OptionTypeError: the source is malformed, or has no such split.
+        SourceError: there are no such objects, or they are of several splits.
     """
 
     #: the importer's name
     name: ClassVar[str]
     #: names of objects of the format; others in a directory are ignored
     names: ClassVar[re.Pattern[str]]
+    #: whether samples may be copied, so that they have no place in an object
+    may_copy = False
+    #: whether files of a directory may be of several splits, as no index of the format lists them
+    has_splits: ClassVar[bool] = True
     #: bytes that are read at a time from a local disk; the page cache reads ahead
     local_block: ClassVar[int] = 16 << 10
 
-    def __init__(self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, source: Source | SourceFiles, *, options: Mapping[str, Any] | None = None, split: str | None = None
+    ) -> None:
         files = source if isinstance(source, SourceFiles) else find_sources(source, options)
         self.files = files.only(self.names)
         if not self.files.files:
             raise SourceError(
                 f"{files.given} has no files of {self.name}; give a directory with some, a pattern or a list"
             )
+        if self.has_splits:
+            self.files = self.files.of_split(split)
+        self._split = split
         self.options = self.files.options
         #: Whether samples that an index pass reads go into the disk cache, where readers find them.
         self.fills_cache = False
@@ -148,6 +158,7 @@ class ShardImporter:
             "source": self.files.given,
             "files": len(self.files.files),
             "state": self.state(),
+            **({} if self._split is None else {"split": self._split}),
             **self.settings(),
         }
 
@@ -173,14 +184,17 @@ class ShardImporter:
     def items(self, start: int = 0) -> Iterator[Item]:
         return islice(self._scanned(0), start, None)
 
-    def items_at(self, path: str, offset: int | None) -> Iterator[Item]:
+    def items_at(self, path: str, offset: int | None) -> Iterator[Item] | None:
         """Yield the samples from that one on which begins at `offset` of `path`; none if there is no such sample.
 
-        An import that was killed scans the object with its last sample again, and none before.
+        An import that was killed scans the object with its last sample again, and none before. None: a place does not
+        say which sample it was, as the source names the object twice, or samples are copied.
         """
         url = url_below(self.files.root, path)
-        first = next((number for number, file in enumerate(self.files.files) if file.url == url), None)
-        items = iter(()) if first is None else self._scanned(first)
+        numbers = [number for number, file in enumerate(self.files.files) if file.url == url]
+        if len(numbers) > 1 or self.may_copy:
+            return None
+        items = self._scanned(numbers[0]) if numbers else iter(())
         found = next((item for item in items if item.offset == offset), None)
         return iter(()) if found is None else chain([found], items)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch_dpflow._core.checks import check_path
 from torch_dpflow.datasets.files import DirectoryEntry, Files
+from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split, folder_of_split
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.object_reader import warn_without_state
 from torch_dpflow.datasets.storage.states import state_of_file
@@ -74,6 +75,27 @@ class SourceFiles:
         if not self.is_directory:
             return self
         return self.of([file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)])
+
+    def of_split(self, split: str | None) -> SourceFiles:
+        """Return the objects of one split of a directory; of named or matched ones all.
+
+        Raises:
+            OptionError: there is no such split.
+            SourceError: there are several, and none is chosen.
+        """
+        if not self.is_directory:
+            if split is not None:
+                raise OptionError(
+                    f"split={split!r} chooses files of a directory; name those of the split, as a pattern"
+                )
+            return self
+        by_name = dict(zip(self.names, self.files, strict=True))
+        return self.of([by_name[name] for name in files_of_split(self.names, split, self.given)])
+
+    def of_folder(self, split: str) -> SourceFiles | None:
+        """Return what is in the directory with a split's name; None if there is none."""
+        folder = folder_of_split(self.folders, split) if self.is_directory else None
+        return None if folder is None else find_sources(f"{self.given}/{folder}", self.options, self.read_options)
 
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
         """Return a source of these objects of the same directory."""
@@ -300,8 +322,11 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
 
 
 def _matched(files: Files, folder: str, parts: Sequence[str]) -> Iterator[tuple[str, DirectoryEntry]]:
-    for child in files.children(folder, all_keys=True):
-        if fnmatch.fnmatchcase(child.name, parts[0]):
+    children = files.children(folder, all_keys=True, hidden=True)
+    if len(parts) == 1:
+        check_no_log([child.name for child in children], join_url(files.url, folder) if folder else files.url)
+    for child in children:
+        if not child.name.startswith(".") and fnmatch.fnmatchcase(child.name, parts[0]):
             path = f"{folder}/{child.name}" if folder else child.name
             if len(parts) == 1 and not child.is_directory:
                 yield path, child

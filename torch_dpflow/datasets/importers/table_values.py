@@ -22,11 +22,13 @@ _YEAR = re.compile(r"(?!0000)[0-9]{4}-")
 
 
 def field_names(schema: pyarrow.Schema) -> Iterator[str]:
-    """Yield the names of all columns, and of the fields of their structs, as in "image.path"."""
+    """Yield the names of all columns, and of the fields of their structs, as in "image.path" and "boxes[].x"."""
     pending = [(field.name, field.type) for field in schema]
     while pending:
         name, kind = pending.pop()
         yield name
+        while hasattr(kind, "value_field"):
+            name, kind = f"{name}[]", kind.value_type
         if pyarrow.types.is_struct(kind):
             pending += [(f"{name}.{field.name}", field.type) for field in kind]
 

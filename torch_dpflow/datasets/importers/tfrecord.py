@@ -29,10 +29,11 @@ class TFRecordImporter(ShardImporter):
     Args:
         source: a path, URL, pattern such as `train.tfrecord-*-of-00008`, directory, or a list of these.
         options: fsspec's options for `source`.
+        split: the split to read of a directory that has several, such as "train".
 
     Raises:
-        OptionError, OptionTypeError: the source is malformed.
-        SourceError: there are no such files.
+        OptionError, OptionTypeError: the source is malformed, or has no such split.
+        SourceError: there are no such files, or they are of several splits.
     """
 
     name = "tfrecord"

@@ -51,10 +51,11 @@ class WebDatasetImporter(ShardImporter):
         main: the ending of the main member, such as "jpg"; None: the first one that is no text such as cls, txt and
             json, else the first of all.
         options: fsspec's options for `source`.
+        split: the split to read of a directory that has several, such as "train".
 
     Raises:
-        OptionError, OptionTypeError: the source is malformed.
-        SourceError: there are no such files.
+        OptionError, OptionTypeError: the source is malformed, or has no such split.
+        SourceError: there are no such files, or they are of several splits.
     """
 
     name = "webdataset"
@@ -66,8 +67,9 @@ class WebDatasetImporter(ShardImporter):
         *,
         main: str | None = None,
         options: Mapping[str, Any] | None = None,
+        split: str | None = None,
     ) -> None:
-        super().__init__(source, options=options)
+        super().__init__(source, options=options, split=split)
         self._main = None if main is None else main.lower().lstrip(".")
 
     def settings(self) -> Mapping[str, Any]:

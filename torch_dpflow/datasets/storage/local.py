@@ -124,10 +124,15 @@ def local_path(url: str) -> str:
     return rest.removeprefix("//") if colon and scheme in ("file", "local") else url
 
 
+def beside_name(path: str) -> str:
+    """Return a new name for the bytes of a file that is being written."""
+    name = path.rpartition("/")[2]
+    return f"{path[: len(path) - len(name)]}.{name}.{secrets.token_hex(4)}{UNFINISHED}"
+
+
 def write_beside(path: str, data: bytes) -> str:
     """Write a new file in the directory of `path`, and return its path once its bytes are on the disk."""
-    folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{UNFINISHED}")
+    beside = beside_name(path)
     try:
         with _opened_new(beside) as file:
             file.write(data)

@@ -1,0 +1,183 @@
+"""Directories that hold more than one dataset: a split is chosen by name, and nothing is read with what it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.datasets.formats.tars import write_tar
+from tests.datasets.formats.test_tfrecord import example, record
+from tests.later import Later
+from torch_dpflow.datasets import DatasetStore, Draft, open_dataset
+from torch_dpflow.datasets.importers.listing import ListingImporter
+from torch_dpflow.datasets.importers.splits import are_splits, files_of_split
+from torch_dpflow.datasets.tables import TableDataset
+from torch_dpflow.errors import OptionError, SourceError
+
+PIL = Later("PIL.Image")
+
+Write = Callable[[Path, int], Any]
+
+
+def parquet(path: Path, value: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"value": [value]}), path)
+
+
+def arrow(path: Path, value: int) -> None:
+    table = pa.table({"value": [value]})
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def tar(path: Path, value: int) -> None:
+    write_tar(path, [("0.value", b"%d" % value)])
+
+
+def records(path: Path, value: int) -> None:
+    path.write_bytes(record(example({"value": [value]})))
+
+
+def values(dataset: Any) -> list[int]:
+    return [int(np.asarray(dataset[number]["value"]).item()) for number in range(len(dataset))]
+
+
+#: By directory: how its files are written, and the value of each. A value of 1x is of training.
+DIRECTORIES: dict[str, tuple[Write, dict[str, int]]] = {
+    "a clone of a hub": (
+        parquet,
+        {"test-00000-of-00001.parquet": 20, "train-00000-of-00002.parquet": 10, "train-00001-of-00002.parquet": 11},
+    ),
+    "HuggingFace's cache": (
+        arrow,
+        {
+            "beans-train-00000-of-00002.arrow": 10,
+            "beans-train-00001-of-00002.arrow": 11,
+            "beans-test.arrow": 20,
+            "cache-0123456789abcdef.arrow": 30,
+            "cache-fedcba9876543210_00000_of_00001.arrow": 31,
+        },
+    ),
+    "by words": (parquet, {"TRAINING_a.parquet": 10, "training_b.parquet": 11, "my.val.parquet": 20}),
+    "shards": (
+        tar,
+        {"imagenet1k-train-0000.tar": 10, "imagenet1k-train-0001.tar": 11, "imagenet1k-validation-00.tar": 2},
+    ),
+    "records": (
+        records,
+        {"train.tfrecord-00000-of-00002": 10, "train.tfrecord-00001-of-00002": 11, "eval.tfrecord-00000-of-00001": 2},
+    ),
+    "with files of no split": (parquet, {"train-0.parquet": 10, "train-1.parquet": 11, "extra.parquet": 30}),
+}
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_directory_of_several_splits_needs_one(tmp_path: Path, kind: str) -> None:
+    write, files = DIRECTORIES[kind]
+    for name, value in files.items():
+        write(tmp_path / name, value)
+    with pytest.raises(SourceError, match=r"has the splits '.*train'.*give split="):
+        open_dataset(tmp_path)
+    assert values(open_dataset(tmp_path, split="train")) == [10, 11]
+    with pytest.raises(OptionError, match=r"split='holdout' names 0 splits .* has the splits"):
+        open_dataset(tmp_path, split="holdout")
+    named = [tmp_path / name for name, value in files.items()]
+    assert values(open_dataset(named)) == [*files.values()]  # as given
+    with pytest.raises(OptionError, match="split='train' chooses files of"):
+        open_dataset(named, split="train")
+
+
+def test_splits_that_are_no_words(tmp_path: Path) -> None:
+    for name, value in (("small-00000-of-00001.parquet", 1), ("large-00000-of-00001.parquet", 2)):
+        parquet(tmp_path / name, value)
+    with pytest.raises(SourceError, match=r"the splits 'large' \(1 files\), 'small' \(1 files\)"):
+        TableDataset(tmp_path)
+    assert values(TableDataset(tmp_path, split="small")) == [1]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["part-00000-0a1b-c000.snappy.parquet", "part-00001-0a1b-c000.snappy.parquet"],
+        ["0000.parquet", "0001.parquet"],
+        ["data-00000-of-00003.arrow", "data-00002-of-00003.arrow"],
+        ["latest.parquet", "contest.parquet", "devices.parquet"],
+        ["train/00.parquet", "train/01.parquet"],
+        ["a/train-00000-of-00001.parquet", "b/train-00000-of-00001.parquet"],
+    ],
+)
+def test_files_of_one_split_are_all_read(names: list[str]) -> None:
+    assert files_of_split(names, None, "x") == names
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "train-00000-of-00003.parquet"],
+        ["train-00000-of-00001-0a1b.parquet", "train-00000-of-00001-2c3d.parquet"],
+    ],
+)
+def test_a_split_that_was_written_twice_is_refused(names: list[str]) -> None:
+    for split in (None, "train"):
+        with pytest.raises(SourceError, match="two writes of 'train'"):
+            files_of_split(names, split, "x")
+
+
+@pytest.mark.parametrize("log", ["_delta_log", ".hoodie", "_spark_metadata"])
+def test_tables_with_a_log_of_their_files_are_refused(tmp_path: Path, log: str, local_store: DatasetStore) -> None:
+    for number in range(2):
+        parquet(tmp_path / "t" / f"part-{number}.parquet", number)
+    (tmp_path / "t" / log).mkdir()
+    (tmp_path / "t" / log / "0.json").touch()
+    for source in (tmp_path / "t", f"{tmp_path}/t/*.parquet", f"{tmp_path}/t/part-[01].parquet"):
+        with pytest.raises(SourceError, match="may be of other versions"):
+            open_dataset(source, format="table")
+    with pytest.raises(SourceError, match="may be of other versions"):
+        Draft(local_store, "core/x", "v1").add("all", ListingImporter(f"{tmp_path}/t/", path_column="value"))
+    # What a reader of the log has named is read.
+    assert values(open_dataset([tmp_path / "t" / "part-1.parquet"])) == [1]
+
+
+def test_a_listing_in_several_splits(tmp_path: Path, local_store: DatasetStore) -> None:
+    for name in ("data/train-00000-of-00001", "data/test-00000-of-00001"):
+        path = tmp_path / "hub" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"data": [name.encode()]}), path)
+    draft = Draft(local_store, "core/x", "v1")
+    with pytest.raises(SourceError, match=r"the splits 'test' \(1 files\), 'train'"):
+        draft.add("all", ListingImporter(f"{tmp_path}/hub/", data_column="data"))
+    assert draft.add("test", ListingImporter(f"{tmp_path}/hub/", data_column="data", split="test")).samples == 1
+
+
+def test_directories_of_splits(tmp_path: Path) -> None:
+    for split, value in (("train", 10), ("val", 20)):
+        (tmp_path / split).mkdir()
+        tar(tmp_path / split / "0.tar", value)
+    assert values(open_dataset(tmp_path, split="train")) == [10]
+    assert values(open_dataset(tmp_path, split="validation")) == [20]
+    parquet(tmp_path / "t" / "train" / "a.parquet", 11)
+    (tmp_path / "t" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    for dataset in (open_dataset(tmp_path / "t", split="train"), TableDataset(tmp_path / "t", split="train")):
+        assert values(dataset) == [11]
+
+
+def test_splits_are_no_classes(tmp_path: Path) -> None:
+    for folder in ("test/cat", "train/cat"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        PIL.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "data" / folder / "0.png")
+    with pytest.raises(SourceError, match=r"has the directories \['test', 'train'\], which are splits"):
+        open_dataset(tmp_path / "data", format="imagefolder")
+    dataset = open_dataset(tmp_path / "data", format="imagefolder", split="train")
+    assert [(sample["label"], sample["class"]) for sample in (dataset[0],)] == [(0, "cat")]
+    named = open_dataset(tmp_path / "data", format="imagefolder", settings={"classes": ["test", "train"]})
+    assert named[1]["class"] == "train"
+    assert not are_splits(["train", "bus"])
+    with pytest.raises(OptionError, match=r"has no directory of that name; it has \['cat'\]"):
+        open_dataset(tmp_path / "data" / "train", split="val")

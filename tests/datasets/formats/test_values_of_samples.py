@@ -1,0 +1,155 @@
+"""Values of a sample: none is lost because another has its name, and none stays encoded in silence."""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.datasets.formats.tars import write_tar
+from tests.datasets.formats.test_packed import _LEAF, picture, words, write_litdata, write_mds
+from tests.later import Later
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.datasets import open_dataset
+from torch_dpflow.datasets.tables import TableDataset
+from torch_dpflow.datasets.views import Decoder
+from torch_dpflow.errors import OptionError, SourceError
+
+PIL = Later("PIL.Image")
+V2 = Later("torchvision.transforms.v2")
+
+
+def _arrow(path: Path, table: Any, *, stream: bool) -> None:
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+_NUMBERS = pa.array([1, 2])
+_STRUCT = pa.StructArray.from_arrays([_NUMBERS, _NUMBERS], names=["x", "x"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        ([("a", _NUMBERS), ("b", _NUMBERS), ("a", _NUMBERS)], "a"),
+        ([("a", _STRUCT)], r"a\.x"),
+        ([("a", pa.ListArray.from_arrays([0, 1, 2], _STRUCT))], r"a\[\]\.x"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "stream.arrow"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, columns: Any, name: str, ending: str) -> None:
+    table = pa.Table.from_arrays([column for _, column in columns], names=[name for name, _ in columns])
+    path = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        _arrow(path, table, stream=ending.startswith("stream"))
+    with pytest.raises(SourceError, match=rf"several columns of the name \['{name}'\]"):
+        TableDataset(path)
+
+
+def test_values_of_one_name_in_an_index_are_refused(tmp_path: Path) -> None:
+    twice = {"column_names": ["a", "a"], "column_encodings": ["int", "int"], "column_sizes": [8, 8]}
+    write_mds(tmp_path / "mds", **twice)
+    tree = {"type": "builtins.dict", "context": json.dumps(["a", "a"]), "children_spec": [_LEAF] * 2}
+    write_litdata(tmp_path / "lit", data_spec=json.dumps([1, tree]), data_format=["int", "int"])
+    for folder in ("mds", "lit"):
+        with pytest.raises(SourceError, match="it has 'a' twice"):
+            open_dataset(tmp_path / folder)
+
+
+@pytest.mark.parametrize("image", [{"bytes": None, "path": "cats/0.jpg"}, {"bytes": None, "path": None}])
+def test_an_image_that_is_stored_as_a_path_is_an_error(tmp_path: Path, image: dict[str, Any]) -> None:
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [image, {"bytes": picture(0), "path": None}, None]
+    pq.write_table(pa.table({"image": pa.array(rows, kind)}), tmp_path / "a.parquet")
+    dataset: Any = open_dataset(tmp_path / "a.parquet", decode="torch")
+    with pytest.raises(SourceError, match=f"'image' is stored as the path {image['path']!r}"):
+        dataset[0]
+    assert dataset[1]["image"].shape[0] == 3
+    assert dataset[2]["image"] is None  # a null, as HuggingFace has it
+    assert open_dataset(tmp_path / "a.parquet")[0]["image"] == image
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])
+def test_images_that_are_stored_as_pixels_are_decoded_too(tmp_path: Path, mode: str) -> None:
+    """As MDS and LitData store images of Pillow."""
+    image = PIL.fromarray(np.random.default_rng(0).integers(0, 255, (5, 4, 3), np.uint8)).convert(mode)
+    stored = words(*image.size, len(mode)) + mode.encode() + image.tobytes()
+    sample = words(len(stored)) + stored
+    (tmp_path / "mds").mkdir()
+    shard = words(1, 12, 12 + len(sample)) + sample
+    (tmp_path / "mds" / "shard.00000.mds").write_bytes(shard)
+    entry = {"format": "mds", "version": 2, "compression": None, "samples": 1, "zip_data": None}
+    raw = {"basename": "shard.00000.mds", "bytes": len(shard), "hashes": {}}
+    columns = {"column_names": ["x"], "column_encodings": ["pil"], "column_sizes": [None]}
+    (tmp_path / "mds" / "index.json").write_text(json.dumps({"shards": [{**entry, "raw_data": raw, **columns}]}))
+    expected = np.array(PIL.frombytes(mode, image.size, image.tobytes()).convert("RGB"))
+    found = {decode: open_dataset(tmp_path / "mds", decode=decode)[0]["x"] for decode in ("pil", "rgb", "torch")}
+    assert found["pil"].mode == "RGB"
+    assert np.array_equal(np.array(found["pil"]), expected)
+    assert np.array_equal(found["rgb"], expected)
+    assert torch.equal(found["torch"], torch.from_numpy(expected).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"])
+def test_an_image_is_found_by_its_first_bytes_at_any_depth(format: str) -> None:
+    file = io.BytesIO()
+    PIL.fromarray(np.full((4, 6, 3), 80, np.uint8)).save(file, format)
+    for value in (file.getvalue(), [file.getvalue()], {"of": (file.getvalue(),)}):
+        found = Decoder("rgb")({"x": value})["x"]
+        while not isinstance(found, np.ndarray):
+            found = next(iter(found.values() if isinstance(found, dict) else found))
+        assert found.shape == (4, 6, 3)
+
+
+def _damaged() -> dict[str, bytes]:
+    png, tiff = io.BytesIO(), io.BytesIO()
+    noise = PIL.fromarray(np.random.default_rng(0).integers(0, 255, (90, 90, 3), np.uint8))
+    noise.save(png, "PNG")
+    noise.save(tiff, "TIFF")
+    whole = png.getvalue()
+    second = whole.index(b"IDAT", whole.index(b"IDAT") + 4) if whole.count(b"IDAT") > 1 else whole.index(b"IDAT")
+    large = bytearray(whole)
+    large[16:24] = (60_000).to_bytes(4, "big") * 2
+    large[29:33] = zlib.crc32(bytes(large[12:29])).to_bytes(4, "big")
+    return {
+        "cut": whole[:-200],
+        "type": whole[:second] + b"I\xffAT" + whole[second + 4 :],
+        "bomb": bytes(large),
+        "tiff": tiff.getvalue()[:40],
+        "garbage": b"\x89PNG\r\n\x1a\n" + bytes(30),
+    }
+
+
+@pytest.mark.parametrize("decode", ["pil", "rgb", "torch"])
+@pytest.mark.parametrize("kind", ["cut", "type", "bomb", "tiff", "garbage"])
+def test_every_kind_of_damage_is_skipped_by_name(tmp_path: Path, decode: Any, kind: str) -> None:
+    members = [("0.png", picture(0)), ("1.png", _damaged()[kind]), ("2.png", picture(2))]
+    dataset = open_dataset(write_tar(tmp_path / "a.tar", members), decode=decode, on_error="skip")
+    assert [sample["__key__"] for sample in dataset.__getitems__([0, 1, 2])] == ["0", "2"]
+    with pytest.raises(SourceError, match=r"a\.tar.*'png' cannot be decoded"):
+        dataset[1]
+
+
+def test_a_transform_that_leaves_images_encoded_is_an_error(tmp_path: Path) -> None:
+    members = [(f"{n}.{ending}", data) for n in range(4) for ending, data in (("png", picture(n)), ("cls", b"1"))]
+    path = write_tar(tmp_path / "a.tar", members)
+    resize = V2.Resize((8, 8))
+    with pytest.raises(OptionError, match="left 'png' encoded"):
+        open_dataset(path, decode=resize)[0]
+    images = Decoder("torch")
+    dataset: Any = open_dataset(path, decode=lambda sample: resize(images(sample)))
+    for batch in DPFlowDataLoader(dataset, batch_size=4, shuffle=True):
+        assert batch["png"].shape == (4, 3, 8, 8)
+        assert batch["cls"].tolist() == [1] * 4
+    raw: Any = open_dataset(path, decode=lambda sample: sample["png"])  # to be decoded elsewhere
+    assert raw[2] == picture(2)
