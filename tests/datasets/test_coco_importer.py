@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.datasets.samples_source import check_starts
-from tests.new_process import interpreter
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.coco import CocoImporter
 from torch_dpflow.datasets.reader import DatasetReader
@@ -48,22 +46,6 @@ def _coco(path: Path, images: int, seed: int = 0) -> dict[str, Any]:
 
 def _box(**change: Any) -> dict[str, Any]:
     return {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], **change}
-
-
-def test_nothing_stays_of_an_import_that_is_killed(tmp_path: Path) -> None:
-    _coco(tmp_path / "instances.json", images=9)
-    (tmp_path / "t").mkdir()
-    program = (
-        "import os, signal, sys\n"
-        "from torch_dpflow.datasets.importers.coco import CocoImporter\n"
-        "items = CocoImporter(sys.argv[1] + '/instances.json', images=sys.argv[1]).items()\n"
-        "next(items)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    with interpreter(program, str(tmp_path), env={"TMPDIR": f"{tmp_path}/t"}) as process:
-        assert process.communicate(timeout=250)[1] == ""
-    assert process.returncode == -signal.SIGKILL
-    assert list((tmp_path / "t").iterdir()) == []
 
 
 @pytest.mark.parametrize("segmentation", [False, True])
@@ -119,7 +101,7 @@ def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentat
 )
 def test_what_is_wrong_with_coco_annotations_is_told(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     path = tmp_path / "instances.json"
-    path.write_text(json.dumps({**_coco(path, images=3), **change}))
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({**_coco(path, images=3), **change}).encode())
     with pytest.raises(SourceError, match=f"instances.json is no file of COCO annotations: .*{told}"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
 
@@ -173,9 +155,12 @@ def test_ids_keep_their_type_and_spelling(ids: list[int | str]) -> None:
     ("text", "told"),
     [
         ('{"images": [{"id": 1, "id": 2, "file_name": "a"}]}', "an object has 'id' twice"),
-        ('{"images": [], "annotations": [], "images": []}', "it has 'images' twice"),
-        ('{"images": [], 3: []}', "expected a name in quotes"),
-        ('{"images": [], [3]: []}', "expected a name in quotes"),
+        ('{"images": [], "annotations": [], "images": []}', "an object has 'images' twice"),
+        ('{"images": [], 3: []}', "Expecting property name enclosed in double quotes.*char"),
+        ('{"images": []} x', "Extra data.*char"),
+        ("[1]", r"it is \[1\]; give an object"),
+        ('{"images": 3}', "'images' is 3; give a list"),
+        ("", "Expecting value"),
     ],
 )
 def test_names_are_texts_that_come_once(tmp_path: Path, text: str, told: str) -> None:
@@ -203,9 +188,12 @@ def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
     deep = ("[" * 100_000, "[" * 101 + "]" * 101, '{"a":' * 500 + "1" + "}" * 500)
     for text in ('{"images": [' + value + "]}" for value in deep):
         path.write_text(text)
-        with pytest.raises(SourceError, match="a value is nested too deeply"):
+        with pytest.raises(SourceError, match="nested deeper than"):
             list(CocoImporter(str(path), images=str(tmp_path)).items())
-    path.write_text('{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}')
+    path.write_text(
+        '{"images": [{"id": 1, "file_name": "a"}], "categories": [{"id": 1}], '
+        '"annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}'
+    )
     with pytest.raises(SourceError, match=r"number 0 of 'annotations' in .* have bbox\[0\]=inf"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
 
@@ -219,7 +207,7 @@ def test_coco_annotations_that_were_cut_short_are_told(tmp_path: Path) -> None:
     path = tmp_path / "instances.json"
     _coco(path, images=3)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SourceError, match="ends in its middle"):
+    with pytest.raises(SourceError, match=r"no file of COCO annotations: .*char"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
     with pytest.raises(SourceError, match=r"there is no .*gone\.json"):
         list(CocoImporter(str(tmp_path / "gone.json"), images=str(tmp_path)).items())

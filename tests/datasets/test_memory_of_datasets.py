@@ -5,12 +5,10 @@ from __future__ import annotations
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers import Item
-from torch_dpflow.datasets.importers.coco import CocoImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 
 MIB = 2**20
@@ -41,21 +39,3 @@ def test_importing_and_reading_stay_flat(local_store: DatasetStore) -> None:
     stored = local_store.open("core/x")
     assert _peak(lambda: local_store.open("core/x")) < MIB / 4
     assert _peak(lambda: deque(stored.samples(), maxlen=0)) < 2 * MIB
-
-
-def test_annotations_are_streamed(tmp_path: Path) -> None:
-    """The file is larger than what is in memory while it is read."""
-    path = tmp_path / "instances.json"
-    outline = ",".join(f"{n}.25" for n in range(1000))
-    with path.open("w") as file:
-        file.write('{"annotations": [')
-        for number in range(600):
-            comma = "," if number else ""
-            record = f'"id": {number}, "image_id": {number % 500}, "category_id": 1, "bbox": [1, 2, 3, 4]'
-            file.write(f'{comma}{{{record}, "segmentation": [[{outline}]]}}')
-        images = ",".join(f'{{"id": {n}, "file_name": "{n}.jpg"}}' for n in range(500))
-        file.write(f'], "images": [{images}], "categories": [{{"id": 1}}]}}')
-    assert path.stat().st_size > 3 * MIB
-    importer = CocoImporter(str(path), images=str(tmp_path))
-    assert _peak(lambda: deque(importer.items(), maxlen=0)) < 1.5 * MIB
-    assert importer.total() == 500

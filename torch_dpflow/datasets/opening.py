@@ -135,7 +135,7 @@ def found_format(files: SourceFiles) -> str:
     found = [name for name, kind in kinds.items() if kind.finds(files)]
     found += ["table"] if are_tables(files.names) else []
     if not found and files.files:
-        head = files.head()
+        head = files.head(next((number for number, name in enumerate(files.names) if "." not in name), 0))
         found = [name for name, kind in kinds.items() if hasattr(kind, "begins") and kind.begins(head)]
     if len(found) == 1:
         return found[0]

@@ -5,43 +5,32 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch_dpflow._core.checks import check_type
-from torch_dpflow.datasets.files import DirectoryEntry, Files
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.importers.sources import SourceFile, local_name, named_files, source_file
 from torch_dpflow.datasets.importers.splits import check_no_log, files_of_split, folder_of_split
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.datasets.storage.states import state_of_file
-from torch_dpflow.datasets.storage.urls import join_url, split_name, without_login
-from torch_dpflow.errors import ChecksumError, OptionError, SourceError
+from torch_dpflow.datasets.storage.urls import split_name, without_login
+from torch_dpflow.errors import OptionError, SourceError
 
 _PARQUET, _ARROW = (".parquet", ".pq", ".parq"), (".arrow", ".feather", ".ipc")
 #: HuggingFace's list of the files of a dataset, and its mark of a directory of several.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 #: Beginnings and endings of files that writers and hubs lay beside a table: marks, checksums, descriptions.
-_BESIDE = ("_", "."), (".json", ".md", ".txt", ".yaml", ".yml", ".crc")
+_BESIDE = ("_", "."), (".json", ".md", ".txt", ".yaml", ".yml", ".crc", ".md5", ".sha1", ".sha256", ".sha512")
 
 
-@dataclass(frozen=True)
-class TableFile:
-    """One file of a table, as it was when the table was opened."""
+def is_parquet(file: SourceFile) -> bool:
+    """Return whether a file is Parquet, by its name; else it is Arrow."""
+    return _name_of(file.url).endswith(_PARQUET)
 
-    url: str
-    is_parquet: bool
-    #: Bytes, and the state of the object, see `storage.states`; None: unknown.
-    size: int | None
-    state: str | None
 
-    def path(self) -> str | None:
-        """Return the path of a local file."""
-        return self.url.removeprefix("file://") if self.url.startswith("file://") else None
-
-    def check_unchanged(self) -> None:
-        """Raise ChecksumError if a local file was written again. Storages check the state themselves."""
-        path = self.path()
-        if path is not None and local_state(path) != (self.size, self.state):
-            raise ChecksumError(f"{path} was written again after it was opened; open the dataset again")
+def _name_of(url: str) -> str:
+    """Return the last part of a path or URL in lower case; of a web address without its query."""
+    is_web = url.startswith(("http://", "https://"))
+    return split_name(url.partition("?")[0] if is_web else url)[1].lower()
 
 
 def are_tables(names: Sequence[str]) -> bool:
@@ -57,7 +46,7 @@ def are_tables(names: Sequence[str]) -> bool:
 
 def find_tables(
     url: Any, storage_options: Mapping[str, Any], read_options: ReadOptions, split: str | None = None
-) -> list[TableFile]:
+) -> list[SourceFile]:
     """Return the files of a table, in order. Each directory is listed once.
 
     Args:
@@ -73,32 +62,31 @@ def find_tables(
     check_type("url", urls, Sequence, "a path, a URL, or a list of files")
     if not urls:
         raise OptionError("url=[]: give at least one file")
-    listed: dict[str, tuple[Files, dict[str, DirectoryEntry]]] = {}
-    found: list[TableFile] = []
-    for one in map(os.fspath, urls):
-        folder, name = split_name(one)
-        if not name.lower().endswith(_PARQUET + _ARROW):
-            found += _in_directory(Files(one, storage_options, read_options), split)
-            continue
-        if folder not in listed:
-            files = Files(folder or ".", storage_options, read_options)
-            listed[folder] = files, {entry.name: entry for entry in files.children()}
-        found += _named(*listed[folder], name, split)
+    texts = [local_name(os.fspath(one)) for one in urls]
+    folders = {text for text in texts if not _name_of(text).endswith(_PARQUET + _ARROW) or _is_directory(text)}
+    try:
+        named = named_files([text for text in texts if text not in folders], storage_options, read_options)
+    except SourceError:
+        # Spark gives a directory the name of a file. An object store shows it by what is below it.
+        if len(texts) > 1 or not Files(texts[0], storage_options, read_options).children():
+            raise
+        named, folders = {}, {*texts}
+    if split is not None and not folders:
+        raise OptionError(f"split={split!r} chooses files of a directory, and {texts[0]} is one file; leave it out")
+    found: list[SourceFile] = []
+    for text in texts:
+        if text in folders:
+            found += _in_directory(Files(text, storage_options, read_options), split)
+        else:
+            found.append(named[text])
     return found
 
 
-def _named(files: Files, entries: Mapping[str, DirectoryEntry], name: str, split: str | None) -> list[TableFile]:
-    """Return the file of this name, or those of the directory of this name, as Spark writes it."""
-    if name not in entries:
-        raise SourceError(f"there is no {without_login(join_url(files.url, name))}; check the path")
-    if entries[name].is_directory:
-        return _in_directory(files.at(name), split)
-    if split is not None:
-        raise OptionError(f"split={split!r} chooses files of a directory, and {name} is one file; leave it out")
-    return [_described(files, entries[name])]
+def _is_directory(text: str) -> bool:
+    return text.startswith("file://") and os.path.isdir(text.removeprefix("file://"))
 
 
-def _in_directory(files: Files, split: str | None) -> list[TableFile]:
+def _in_directory(files: Files, split: str | None) -> list[SourceFile]:
     entries = {entry.name: entry for entry in files.children(hidden=True)}
     shown = without_login(files.url)
     check_no_log(entries, shown)
@@ -123,7 +111,7 @@ def _in_directory(files: Files, split: str | None) -> list[TableFile]:
     endings = {name.lower().endswith(_PARQUET) for name in names}
     if len(endings) != 1:
         raise SourceError(f"{shown} has {'both Parquet and Arrow' if endings else 'no Parquet or Arrow'} files")
-    return [_described(files, entries[name]) for name in names]
+    return [source_file(files.url, entries[name]) for name in names]
 
 
 def _names_in_state(files: Files) -> list[str]:
@@ -136,20 +124,3 @@ def _names_in_state(files: Files) -> list[str]:
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{without_login(files.url)}/{_STATE} is damaged: {error!r}") from error
     return names
-
-
-def _described(files: Files, entry: DirectoryEntry) -> TableFile:
-    url = join_url(files.url, entry.name)
-    is_parquet = entry.name.lower().endswith(_PARQUET)
-    if url.startswith("file://"):
-        return TableFile(url, is_parquet, *local_state(url.removeprefix("file://")))
-    return TableFile(url, is_parquet, entry.size, entry.state)
-
-
-def local_state(path: str) -> tuple[int, str]:
-    """Return the size of a local file, and its state: another one after each write. Raises SourceError."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error}") from error
-    return found.st_size, state_of_file(found)

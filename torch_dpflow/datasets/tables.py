@@ -19,23 +19,32 @@ from torch.utils.data import Dataset
 from torch_dpflow._core.checks import check_type, parse_bytes
 from torch_dpflow._core.processes import PerProcess
 from torch_dpflow.datasets.importers.delimited import check_names
+from torch_dpflow.datasets.importers.sources import SourceFile, is_changed
 from torch_dpflow.datasets.sample_reader import check_storage_options
-from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage import ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import options_to_pickle
 from torch_dpflow.datasets.storage.object_reader import disk_cache
 from torch_dpflow.datasets.storage.states import is_settled
 from torch_dpflow.datasets.storage.urls import without_login
-from torch_dpflow.datasets.table_files import TableFile, find_tables
-from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, SourceError
+from torch_dpflow.datasets.table_blocks import (
+    ArrowBlocks,
+    ParquetBlocks,
+    RemoteArrowBlocks,
+    errors_of,
+    local_path_of,
+    pyarrow_with_formats,
+)
+from torch_dpflow.datasets.table_files import find_tables, is_parquet
+from torch_dpflow.errors import ChecksumError, OptionError, OptionTypeError, SourceError
 
-#: Bytes that are searched between the pages of a Parquet file and its footer, where indexes and filters lie.
-_MAX_BETWEEN = 16 << 20
-#: Ends a stream: no further message.
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+Blocks = ParquetBlocks | ArrowBlocks | RemoteArrowBlocks
+
 #: Rows of a block up to which they are taken one by one, as a call for all of them costs 60 µs.
 _FEW_ROWS = 16
 #: Files whose footers are read at a time.
 _FOOTERS_AT_ONCE = 16
+#: Opened files of a process: those with a descriptor or a parsed footer, and mapped ones.
+_MAX_OPEN, _MAX_MAPPED = 32, 4096
 
 
 class TableDataset(Dataset[Any]):
@@ -47,7 +56,9 @@ class TableDataset(Dataset[Any]):
     processes of the host, so that later epochs may be read in any order. Arrow files on a local disk are mapped as they
     are, and need neither.
 
-    Files are compared with their state at opening: a changed one is an error.
+    Files are compared with their state at opening: a changed one is an error. If a column has another type in some of
+    the files, such as int32 and int64, or null, values have a type that holds both. Of any number of files, at most 32
+    are open in a process.
 
     Args:
         url: a file, a directory, or a list of files. A directory is read in the order of its names; one that
@@ -77,13 +88,14 @@ class TableDataset(Dataset[Any]):
         read_options: ReadOptions | None = None,
         memory: str = "256MiB",
     ) -> None:
-        _pyarrow()
+        pyarrow_with_formats()
         check_storage_options(storage_options)
         if decode is not None and not callable(decode):
             raise OptionTypeError(f"decode={decode!r:.80}: give a function of a dict, or None")
         check_type("memory", memory, str, 'a size such as "256MiB"')
         self._memory = parse_bytes("memory", memory)
         self._columns = None if columns is None else _column_names(columns)
+        self._schema: Any = None
         self._decode = decode
         self._storage_options = dict(storage_options or {})
         self._read_options = read_options if read_options is not None else ReadOptions()
@@ -133,20 +145,21 @@ class TableDataset(Dataset[Any]):
             opened.close()
 
     def _count_blocks(self) -> list[list[int]]:
+        """Return the rows of each block of each file; set the schema if files differ. Raises SourceError."""
         opened = self._opened.get()
+        counts: list[list[int]] = []
+        schemas: dict[Any, SourceFile] = {}  # each, with the first file that has it
         with ThreadPoolExecutor(min(_FOOTERS_AT_ONCE, len(self._files)), "dpflow-footers") as threads:
-            counted = list(threads.map(opened.counts, range(len(self._files))))
-        first = counted[0][1]
-        for file, (_, columns) in zip(self._files, counted, strict=True):
-            if columns != first:
-                raise SourceError(
-                    f"{without_login(file.url)} has the columns {columns}, and {without_login(self._files[0].url)} has "
-                    f"{first}; give files of one table"
-                )
-        missing = [name for name in self._columns or () if name not in first]
+            for file, (of_file, schema) in zip(self._files, threads.map(opened.counted, self._files)):
+                counts.append(of_file)
+                schemas.setdefault(schema, file)
+        first, *others = schemas
+        missing = [name for name in self._columns or () if name not in first.names]
         if missing:
-            raise SourceError(f"{without_login(self._files[0].url)} has no column {missing}; it has {list(first)}")
-        return [counts for counts, _ in counted]
+            raise SourceError(f"{without_login(self._files[0].url)} has no column {missing}; it has {first.names}")
+        # What blocks are converted to; None: all files have the same.
+        self._schema = _joined(first, {schema: schemas[schema] for schema in others}, self._files[0])
+        return counts
 
     def _open(self) -> _OpenedTable:
         return _OpenedTable(self)
@@ -171,18 +184,22 @@ class _OpenedTable:
         self._reader = ObjectReader(table._storage_options, options=table._read_options)
         self._disk = disk_cache(table._read_options)
         self._lock = threading.Lock()
-        self._files: dict[int, Any] = {}
+        #: Opened files by number, the one used last at the end; by whether they are mapped.
+        self._files: dict[bool, OrderedDict[int, Any]] = {False: OrderedDict(), True: OrderedDict()}
         #: Decoded blocks, the one used last at the end, and their bytes.
         self._blocks: OrderedDict[int, _DecodedBlock] = OrderedDict()
         self._bytes = 0
 
-    def counts(self, number: int) -> tuple[list[int], dict[str, str]]:
-        """Return the rows of each block of a file, and the types of its columns."""
-        file = self._file(number)
+    def counted(self, file: SourceFile) -> tuple[list[int], Any]:
+        """Return the rows of each block of a file, and its schema without metadata."""
         from torch_dpflow.datasets.importers.table_values import field_names
 
-        check_names([*field_names(file.schema)], without_login(self._table._files[number].url))
-        return file.counts, {field.name: str(field.type) for field in file.schema}
+        opened = self._opened(file)
+        try:
+            check_names([*field_names(opened.schema)], without_login(file.url))
+            return opened.counts(), opened.schema.remove_metadata()
+        finally:
+            opened.close()
 
     def rows(self, wanted: Mapping[int, list[int]]) -> Iterator[list[dict[str, Any]]]:
         """Yield rows of each block, by their numbers in it."""
@@ -190,12 +207,11 @@ class _OpenedTable:
         for block, numbers in wanted.items():
             number = self._table._places[block][0]
             file = self._table._files[number]
-            with _errors_of(file):
-                decoded = self._block(block)
+            with errors_of(file):
                 if number not in unchanged:  # a mapped file may have changed below the block that is held
-                    file.check_unchanged()
+                    _check_unchanged(file)
                     unchanged.add(number)
-                rows = decoded.rows(numbers)
+                rows = self._block(block).rows(numbers)
             yield rows
 
     def _block(self, block: int) -> _DecodedBlock:
@@ -217,38 +233,84 @@ class _OpenedTable:
         with self._lock:
             self._blocks.clear()
             self._bytes = 0
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+            for files in self._files.values():
+                for file in files.values():
+                    file.close()
+                files.clear()
 
     def _decoded(self, block: int) -> Any:
         number, group = self._table._places[block]
         file = self._table._files[number]
-        columns = self._table._columns
+        columns, schema = self._table._columns, self._table._schema
         key = None
-        is_mapped = file.path() is not None and not file.is_parquet
-        if file.state is not None and (file.path() is not None or is_settled(file.state)) and not is_mapped:
-            key = json.dumps(["block", file.url, file.state, group, columns])
+        is_local = local_path_of(file) is not None
+        if is_parquet(file) if is_local else file.state is not None and is_settled(file.state):
+            key = json.dumps(["block", file.url, file.size, file.state, group, columns, schema and str(schema)])
         if self._disk is not None and key is not None:
             kept = self._disk.map(key)
             if kept is not None:
-                return _pyarrow().ipc.open_stream(kept).read_all()
+                return pyarrow_with_formats().ipc.open_stream(kept).read_all()
         decoded = self._file(number).read(group, columns)
+        if schema is not None:
+            with errors_of(file):
+                fields = [schema.field(name) for name in decoded.schema.names]
+                decoded = decoded.cast(pyarrow_with_formats().schema(fields))
         if self._disk is not None and key is not None:
             sink = io.BytesIO()
-            with _pyarrow().ipc.new_stream(sink, decoded.schema) as writer:
+            with pyarrow_with_formats().ipc.new_stream(sink, decoded.schema) as writer:
                 writer.write_table(decoded)
             self._disk.put(key, sink.getvalue())
         return decoded
 
-    def _file(self, number: int) -> _ParquetFile | _ArrowFile:
-        with self._lock:
-            if number in self._files:
-                return self._files[number]  # type: ignore[no-any-return]
+    def _file(self, number: int) -> Blocks:
         file = self._table._files[number]
-        opened = (_ParquetFile if file.is_parquet else _ArrowFile)(file, self._reader)
+        is_mapped = local_path_of(file) is not None and not is_parquet(file)
+        files = self._files[is_mapped]
         with self._lock:
-            return self._files.setdefault(number, opened)  # type: ignore[no-any-return]
+            if number in files:
+                files.move_to_end(number)
+                return files[number]  # type: ignore[no-any-return]
+        _check_unchanged(file)
+        opened = self._opened(file)
+        with self._lock:
+            files.setdefault(number, opened)
+            # Not closed: another thread may be reading it, and it closes with its last reference.
+            while len(files) > (_MAX_MAPPED if is_mapped else _MAX_OPEN):
+                files.popitem(last=False)
+        return opened
+
+    def _opened(self, file: SourceFile) -> Blocks:
+        if is_parquet(file):
+            return ParquetBlocks(file, self._reader)
+        path = local_path_of(file)
+        return RemoteArrowBlocks(file, self._reader) if path is None else ArrowBlocks(file, path)
+
+
+def _check_unchanged(file: SourceFile) -> None:
+    """Raise ChecksumError if a local file was written again. Storages check the revision themselves."""
+    if is_changed(file):
+        raise ChecksumError(f"{without_login(file.url)} was written again after it was opened; open the dataset again")
+
+
+def _joined(first: Any, others: Mapping[Any, SourceFile], file: SourceFile) -> Any:
+    """Return the schema that holds the values of all; None if they are equal. Raises SourceError."""
+    pyarrow = pyarrow_with_formats()
+    joined = first
+    for schema, other in others.items():
+        try:
+            if {*schema.names} != {*first.names}:
+                raise ValueError("they have other columns")
+            joined = pyarrow.unify_schemas([joined, schema], promote_options="permissive")
+        except (pyarrow.ArrowException, ValueError) as error:
+            raise SourceError(
+                f"{without_login(other.url)} has the columns {_shown(schema)}, and {without_login(file.url)} has "
+                f"{_shown(first)}; give files of one table ({error})"
+            ) from error
+    return joined if others else None
+
+
+def _shown(schema: Any) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema}
 
 
 def _wrapped(number: int, count: int) -> int:
@@ -267,169 +329,10 @@ class _DecodedBlock:
 
     def rows(self, numbers: list[int]) -> list[dict[str, Any]]:
         if len(numbers) > _FEW_ROWS:
-            with suppress(_pyarrow().ArrowNotImplementedError):  # of views and run-end encoded columns
+            with suppress(pyarrow_with_formats().ArrowNotImplementedError):  # of views and run-end encoded columns
                 return self.table.take(numbers).to_pylist()  # type: ignore[no-any-return]
         columns = [[column[number].as_py() for number in numbers] for column in self._columns]
         return [dict(zip(self._names, values)) for values in zip(*columns, strict=True)]
-
-
-class _ParquetFile:
-    """A Parquet file whose row groups are blocks."""
-
-    def __init__(self, file: TableFile, reader: ObjectReader) -> None:
-        self._file = file
-        self._lock = threading.Lock()  # of Arrow's reader, which is not thread-safe
-        with _errors_of(file):
-            source = _source(file, reader)
-            self._parquet = _pyarrow().parquet.ParquetFile(
-                source, pre_buffer=file.path() is None, page_checksum_verification=True
-            )
-            metadata = self._parquet.metadata
-            self.schema = self._parquet.schema_arrow
-            self.counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-            if file.path() is not None:
-                _check_begins_once(str(source), metadata)
-
-    def read(self, block: int, columns: list[str] | None) -> Any:
-        with self._lock, _errors_of(self._file):
-            self._file.check_unchanged()
-            return self._parquet.read_row_group(block, columns=columns, use_threads=False)
-
-    def close(self) -> None:
-        self._parquet.close()
-
-
-def _check_begins_once(path: str, metadata: Any) -> None:
-    """Raise OSError if Parquet files were joined: the footer of the last one has the positions of its own pages."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    stop = max((_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=4)
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(stop)
-        between = file.read(min(max(0, size - 8 - metadata.serialized_size - stop), _MAX_BETWEEN))
-    if b"PAR1PAR1" in between:
-        raise OSError("it goes on after the end of a first table; files were joined")
-
-
-def _start(chunk: Any) -> int:
-    pages = chunk.data_page_offset
-    return min(pages, chunk.dictionary_page_offset) if chunk.has_dictionary_page else pages  # type: ignore[no-any-return]
-
-
-class _ArrowFile:
-    """An Arrow file whose record batches are blocks: mapped if it is local, else read by ranges."""
-
-    def __init__(self, file: TableFile, reader: ObjectReader) -> None:
-        self._file = file
-        pyarrow = _pyarrow()
-        with _errors_of(file):
-            path = file.path()
-            self._source = pyarrow.memory_map(path) if path else pyarrow.PythonFile(_source(file, reader), "r")
-            self._batches: list[Any] | None = None
-            try:
-                self._arrow = pyarrow.ipc.open_file(self._source)
-                batches = [self._arrow.get_batch(number) for number in range(self._arrow.num_record_batches)]
-            except pyarrow.ArrowInvalid as error:
-                if path is None:
-                    raise SourceError(
-                        f"{file.url} is no Arrow file with a footer ({error}); its format as a stream can be read from "
-                        "a local disk only: copy it there, or write Parquet"
-                    ) from error
-                self._source.seek(0)
-                self._arrow = pyarrow.ipc.open_stream(self._source)
-                batches = list(self._arrow)
-                if self._source.tell() != self._source.size():
-                    raise OSError("it goes on after the end of its stream; streams were joined") from error
-                self._source.seek(max(0, self._source.size() - len(_END_OF_STREAM)))
-                if self._source.read() != _END_OF_STREAM:  # Arrow takes the end of the file for that of the stream
-                    raise OSError("it ends without an end-of-stream mark; it was cut short") from error
-            else:
-                if path is not None:
-                    _check_one_file(self._source)
-            if path is not None:
-                self._batches = batches  # maps, and no memory
-            self.schema = self._arrow.schema
-            self.counts = [batch.num_rows for batch in batches]
-
-    def read(self, block: int, columns: list[str] | None) -> Any:
-        with _errors_of(self._file):
-            self._file.check_unchanged()
-            batch = self._arrow.get_batch(block) if self._batches is None else self._batches[block]
-            table = _pyarrow().Table.from_batches([batch])
-            return table if columns is None else table.select(columns)
-
-    def close(self) -> None:
-        self._batches = None
-        self._source.close()
-
-
-def _check_one_file(source: Any) -> None:
-    """Raise OSError if Arrow files were joined: the footer of the last one has the positions of its own batches."""
-    size = source.size()
-    source.seek(size - 10)
-    footer = int.from_bytes(source.read(4), "little")
-    source.seek(8)
-    for _ in _pyarrow().ipc.open_stream(source):
-        pass
-    if source.tell() != size - 10 - footer:
-        raise OSError("it goes on after the end of its batches; files were joined")
-
-
-class _RangeFile(io.RawIOBase):
-    """An object as a file that is read by ranges, with the reader's retries, checks and disk cache."""
-
-    def __init__(self, file: TableFile, reader: ObjectReader) -> None:
-        self._file = file
-        self._reader = reader
-        self._position = 0
-        assert file.size is not None
-        self._size = file.size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def read(self, count: int = -1, /) -> bytes:
-        stop = self._size if count < 0 else min(self._size, self._position + count)
-        span = ByteRange(self._file.url, self._position, max(stop, self._position), self._size, self._file.state)
-        (data,) = self._reader.read_many([span])
-        self._position += len(data)
-        return data
-
-
-class _errors_of:
-    """Raise Arrow's errors as a SourceError that names the file."""
-
-    def __init__(self, file: TableFile) -> None:
-        self._url = without_login(file.url)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
-        if error is not None and (isinstance(error, _pyarrow().ArrowException) or type(error) is OSError):
-            raise SourceError(f"{self._url} cannot be read: {error}") from error
-
-
-def _source(file: TableFile, reader: ObjectReader) -> Any:
-    path = file.path()
-    if path is not None:
-        file.check_unchanged()
-        return path
-    if file.size is None:
-        raise SourceError(f"{without_login(file.url)}: the storage does not report its size; copy it to a local disk")
-    return _RangeFile(file, reader)
 
 
 def _column_names(columns: Sequence[str]) -> list[str]:
@@ -438,15 +341,3 @@ def _column_names(columns: Sequence[str]) -> list[str]:
     if len({*columns}) < len(columns) or not columns:
         raise OptionError(f"columns={columns!r:.80}: give each name once, and at least one")
     return list(columns)
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "Parquet and Arrow need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
-        ) from error
-    return pyarrow

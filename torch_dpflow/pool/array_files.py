@@ -23,7 +23,6 @@ from torch_dpflow.errors import (
     StorageError,
     TruncatedObjectError,
 )
-from torch_dpflow.pool.hdf5_mappings import first_without_source
 from torch_dpflow.pool.messages import ArraySource
 from torch_dpflow.pool.planning.layout import ArrayLayout, identity
 
@@ -76,7 +75,7 @@ class HDF5Dataset:
                 raise OptionError(f"{self._name} is no dataset; give path=, one of {self._names(h5py.Dataset)}")
             if self._data.shape is None or self._data.attrs.get("MATLAB_empty"):
                 raise OptionError(f"{self._name} is empty; give a dataset with records")
-            self._check_stored(h5py, self._data, frozenset())
+            self._check_stored(self._data)
             self.dtype, self.shape = self._data.dtype, self._data.shape
         except OSError as error:
             self.close()
@@ -107,30 +106,16 @@ class HDF5Dataset:
                 raise self._elsewhere(link.filename)  # type: ignore[attr-defined]
             group = group.get(part) if link is not None else None
 
-    def _check_stored(self, h5py: Any, data: Any, above: frozenset[str]) -> None:
-        """Raise OptionError unless this file has all rows of a dataset.
-
-        above: names of the virtual datasets of which it is a source.
-        """
+    def _check_stored(self, data: Any) -> None:
+        """Raise OptionError unless this file has all rows of a dataset."""
         if data.file != self._file:  # by a soft link to an external one
             raise self._elsewhere(data.file.filename)
         if data.external:
             raise self._elsewhere(data.external[0][0])
-        for one in data.virtual_sources() if data.is_virtual else ():
-            if one.file_name != ".":
-                raise self._elsewhere(one.file_name)
-            source = self._file.get(one.dset_name)
-            if not isinstance(source, h5py.Dataset) or source.name in above or not _has_all(h5py, one, source):
-                raise OptionError(
-                    f"{self._name} is a virtual dataset, and its source {one.dset_name!r} is missing or too small; "
-                    "write the file anew"
-                )
-            self._check_stored(h5py, source, above | {data.name})
-        row = first_without_source(h5py, data) if data.is_virtual else None
-        if row is not None:
+        if data.is_virtual:
             raise OptionError(
-                f"{self._name} is a virtual dataset that has no source for row {row} of {data.name}, or for a part of "
-                "it; HDF5 would give its fill value: write the file anew"
+                f"{self._name} is a virtual dataset, whose rows may be missing or in other files; write its rows into "
+                "one: new.create_dataset(name, data=old[name][:])"
             )
 
     def _elsewhere(self, file: str) -> OptionError:
@@ -143,18 +128,6 @@ class HDF5Dataset:
         found: list[str] = []
         self._file.visititems(lambda name, one: found.append(name) if isinstance(one, kind) else None)
         return sorted(found)[:_MAX_NAMES]
-
-
-def _has_all(h5py: Any, mapped: Any, source: Any) -> bool:
-    """Return whether the source of a virtual dataset has all mapped elements."""
-    space = mapped.src_space
-    if space.get_select_type() == h5py.h5s.SEL_ALL:
-        return bool(mapped.vspace.get_select_npoints() == source.size)
-    try:
-        end = space.get_select_bounds()[1]
-    except (ValueError, RuntimeError):  # unlimited: the source's size is that of the virtual dataset
-        return True
-    return len(end) == len(source.shape) and all(last < size for last, size in zip(end, source.shape))
 
 
 #: First bytes of a file to read; a `.npy` header has at most 10,000 bytes.

@@ -1,9 +1,8 @@
-"""Chunks of LitData with frames of zstd, compressed samples, or rows in Arrow's format; and merged MDS datasets."""
+"""Chunks of LitData that are compressed or have rows in Arrow's format; and merged MDS datasets."""
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from tests.datasets.formats.test_packed import (
-    _LEAF,
     COUNT,
     SHARD,
     assert_equal,
@@ -37,30 +35,14 @@ def zstd(data: bytes) -> bytes:
     return bytes(pa.compress(data, "zstd", asbytes=True))
 
 
-def framed(samples: list[bytes], rows: int = 7) -> bytes:
-    """A chunk as `compression="zstd"` writes it: magic, counts, offsets, a table of frames, frames."""
-    groups = [samples[start : start + rows] for start in range(0, len(samples), rows)]
-    packed = [zstd(b"".join(group)) for group in groups]
-    offsets = [0]
-    for one in samples:
-        offsets.append(offsets[-1] + len(one))
-    at = 24 + 4 * len(offsets) + 24 * len(groups)
-    table = b""
-    for number, (group, frame) in enumerate(zip(groups, packed, strict=True)):
-        table += struct.pack("<IIQII", number * rows, len(group), at, len(frame), len(b"".join(group)))
-        at += len(frame)
-    head = struct.pack("<8sHHIII", b"LDFZ01\0\0", 1, 0, len(samples), rows, len(groups))
-    return head + words(*offsets) + table + b"".join(packed)
-
-
-def with_rows(rows: list[dict[str, Any]], samples: list[bytes] | None = None, stream: bool = False) -> bytes:
+def with_rows(count: int, samples: list[bytes] | None = None) -> bytes:
     """A chunk that ends with rows in Arrow's format; its samples are empty, or repeat them."""
-    table = pa.Table.from_pylist(rows)
+    table = pa.table({"a": [*range(count)]})
     sink = pa.BufferOutputStream()
-    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(sink, table.schema) as writer:
+    with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=8)
     content: bytes = sink.getvalue().to_pybytes()
-    return with_offsets(samples or [b""] * len(rows)) + content + words(len(content)) + b"LDARW01\0"
+    return with_offsets(samples or [b""] * count) + content + words(len(content)) + b"LDARW01\0"
 
 
 def rewrite(folder: Path, chunk: Callable[[int, int], bytes], **changes: Any) -> None:
@@ -75,14 +57,14 @@ def rewrite(folder: Path, chunk: Callable[[int, int], bytes], **changes: Any) ->
     (folder / "index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("level", ["batch", "sample"])
 @pytest.mark.parametrize("name", ["zstd", "zstd:7"])
-def test_compressed_samples(tmp_path: Path, level: str, name: str) -> None:
-    def chunk(first: int, count: int) -> bytes:
-        samples = [sample(number) for number in range(first, first + count)]
-        return framed(samples) if level == "batch" else with_offsets([zstd(one) for one in samples])
-
-    rewrite(tmp_path / "data", chunk, compression=name, compression_level=level)
+def test_compressed_samples(tmp_path: Path, name: str) -> None:
+    rewrite(
+        tmp_path / "data",
+        lambda first, count: with_offsets([zstd(sample(number)) for number in range(first, first + count)]),
+        compression=name,
+        compression_level="sample",
+    )
     dataset = open_dataset(tmp_path / "data")
     assert len(dataset) == COUNT
     for number in (49, 0, 6, 7, 21):
@@ -97,95 +79,45 @@ def test_a_whole_compressed_chunk(tmp_path: Path) -> None:
     assert_equal(open_dataset(tmp_path / "data")[33], lit_expected(33))
 
 
-def row(number: int) -> dict[str, Any]:
-    return {
-        "z": f"é{number}",
-        "a": number - 2**62,
-        "raw": bytes([number]) * number,
-        "none": None if number % 2 else number / 3,
-        "list": [{"x": str(n), "y": [n]} for n in range(number % 3)],
-        "flag": number % 2 == 0,
-    }
-
-
-def _of_rows() -> dict[str, Any]:
-    names = ["z", "a", "raw", "none", "list", "flag"]
-    spec = {"type": "builtins.dict", "context": json.dumps(names), "children_spec": [_LEAF] * 6}
-    return {"data_format": ["str", "int", "bytes", "float", "json", "bool"], "data_spec": json.dumps([1, spec])}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_rows_in_the_format_of_arrow(tmp_path: Path, stream: bool) -> None:
-    def chunk(first: int, count: int) -> bytes:
-        return with_rows([row(number) for number in range(first, first + count)], None, stream)
-
-    rewrite(tmp_path / "data", chunk, **_of_rows())
-    dataset = open_dataset(tmp_path / "data")
-    assert [dataset[number] for number in range(COUNT)] == [row(number) for number in range(COUNT)]
-    assert list(dataset[3]) == list(row(3))
+def _repeated(first: int, count: int) -> bytes:
+    return with_rows(count, [sample(number) for number in range(first, first + count)])
 
 
 def test_samples_with_rows_that_repeat_them_are_read_in_place(tmp_path: Path) -> None:
-    def chunk(first: int, count: int) -> bytes:
-        rows = [row(number) for number in range(first, first + count)]
-        return with_rows(rows, [sample(number) for number in range(first, first + count)])
-
-    rewrite(tmp_path / "data", chunk)
+    rewrite(tmp_path / "data", _repeated)
     assert_equal(open_dataset(tmp_path / "data")[33], lit_expected(33))
 
 
-def _flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+@pytest.mark.parametrize(
+    ("chunk", "changes", "says"),
+    [
+        (lambda first, count: with_rows(count), {}, "has rows in Arrow's format and no samples beside them"),
+        (
+            lambda first, count: b"LDFZ01\0\0" + bytes(100),
+            {"compression": "zstd", "compression_level": "batch"},
+            "has frames of zstd, whose samples cannot be read one by one",
+        ),
+    ],
+)
+def test_chunks_whose_samples_have_no_place_are_refused(
+    tmp_path: Path, chunk: Any, changes: dict[str, Any], says: str
+) -> None:
+    rewrite(tmp_path / "data", chunk, **changes)
+    with pytest.raises(SourceError, match=rf"chunk-0-0\.bin {says}"):
+        open_dataset(tmp_path / "data")
 
 
-@pytest.mark.parametrize("kind", ["framed", "rows", "repeated"])
-def test_damage_is_refused(tmp_path: Path, kind: str) -> None:
-    """Of each number in the head and the tables of frames, and of the mark and the length at the end."""
-
-    def chunk(first: int, count: int) -> bytes:
-        samples = [sample(number) for number in range(first, first + count)]
-        rows = [row(number) for number in range(first, first + count)]
-        return {"framed": lambda: framed(samples), "rows": lambda: with_rows(rows)}.get(
-            kind, lambda: with_rows(rows, samples)
-        )()
-
-    changes: dict[str, Any] = {"compression": "zstd", "compression_level": "batch"} if kind == "framed" else {}
-    if kind == "rows":
-        changes = _of_rows()
-    whole = chunk(0, SHARD)
-    damages = [whole[:-1], whole + b"\0", whole[:100], _flipped(whole, 0)]
-    if kind == "framed":
-        damages += [_flipped(whole, at) for at in (8, 10, 12, *range(20, 24 + 84 + 3 * 24, 4))]
-        # What remains: the sizes of samples in a frame, which are checked as samples are read.
-        damages = [damaged for number, damaged in enumerate(damages) if not _is_inner_offset(number - 8)]
-    else:
-        damages += [_flipped(whole, len(whole) - end) for end in (1, 8, 9, 12)]
-    if kind == "rows":
-        fewer = with_rows([row(number) for number in range(SHARD - 1)])
-        damages.append(whole[: 4 * (SHARD + 2)] + fewer[4 * (SHARD + 1) :])
-    for number, damaged in enumerate(damages):
+def test_damage_after_the_samples_is_refused(tmp_path: Path) -> None:
+    whole = _repeated(0, SHARD)
+    flips = [
+        whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        for at in (0, *(len(whole) - end for end in (1, 8, 9, 12)))
+    ]
+    for number, damaged in enumerate([whole[:-1], whole + b"\0", whole[:100], *flips]):
         folder = tmp_path / str(number)
-        rewrite(folder, chunk, **changes)
-        (folder / "chunk-0-0.bin").write_bytes(damaged)
-        index = json.loads((folder / "index.json").read_text())
-        index["chunks"][0]["chunk_bytes"] = len(damaged)
-        (folder / "index.json").write_text(json.dumps(index))
+        rewrite(folder, lambda first, count, damaged=damaged: damaged if first == 0 else _repeated(first, count))
         with pytest.raises(SourceError, match=r"chunk-0-0\.bin"):
             open_dataset(folder)
-    rewrite(tmp_path / "whole", chunk, **changes)
-    assert len(open_dataset(tmp_path / "whole")) == COUNT
-
-
-def _is_inner_offset(number: int) -> bool:
-    return 0 <= number <= SHARD and number % 7 != 0 and number != SHARD
-
-
-def test_columns_of_other_types_are_refused(tmp_path: Path) -> None:
-    from datetime import datetime
-
-    rewrite(tmp_path / "data", lambda first, count: with_rows([{"when": datetime(2020, 1, 1)}] * count), **_of_rows())
-    with pytest.raises(SourceError, match=r"a column 'when' of timestamp.*, which is not read"):
-        open_dataset(tmp_path / "data")
 
 
 def _merged(folder: Path, names: list[str]) -> None:

@@ -120,6 +120,38 @@ def test_a_cut_example_is_refused(data: st.DataObject) -> None:
         parse_example(whole[: data.draw(st.integers(1, len(whole) - 1))])
 
 
+def test_what_protobuf_allows_is_decoded_as_protobuf_does() -> None:
+    """Unknown fields, packed or in groups; messages in parts; repeated entries and kinds, of which the last counts."""
+    unknown = (
+        field(9, b"x") + varint(10 << 3) + varint(300) + varint(11 << 3 | 5) + bytes(4) + varint(12 << 3 | 1) + bytes(8)
+    )
+    group = (
+        varint(13 << 3 | 3)
+        + varint(1 << 3)
+        + varint(7)
+        + varint(14 << 3 | 3)
+        + varint(14 << 3 | 4)
+        + varint(13 << 3 | 4)
+    )
+    integers = field(3, field(1, varint(7)))
+    floats = field(2, field(1, struct.pack("<f", 1.5)))
+
+    def entry(name: bytes, *features: bytes) -> bytes:
+        return field(1, unknown + field(1, name) + b"".join(field(2, one) for one in features) + group)
+
+    record_of = field(1, entry(b"a", integers, integers + group) + unknown) + unknown
+    record_of += field(
+        1, entry(b"b", integers, floats, floats) + entry(b"c", floats) + entry(b"c", integers) + entry(b"d")
+    )
+    found = parse_example(record_of)
+    assert {name: list(values) for name, values in found.items()} == {"a": [7, 7], "b": [1.5, 1.5], "c": [7], "d": []}
+    assert (found["b"].dtype, found["c"].dtype) == (np.float32, np.int64)
+    assert parse_example(b"") == {}
+    for wrong in (unknown, record_of + field(2, b""), record_of + group[:-1], record_of + varint(13 << 3 | 4)):
+        with pytest.raises(SourceError, match=r"no tf\.train\.Example"):
+            parse_example(wrong)
+
+
 def write(path: Path, count: int = 20) -> list[dict[str, list[Any]]]:
     features: list[dict[str, list[Any]]] = [
         {"id": [number, -number], "image/encoded": [b"\x01%d" % number * number], "w": [number / 4]}
@@ -141,7 +173,9 @@ def test_files_are_read_in_place(tmp_path: Path) -> None:
 
 def test_a_format_is_found_by_first_bytes(tmp_path: Path) -> None:
     write(tmp_path / "train-00000-of-00001")
-    assert len(open_dataset(tmp_path / "train-00000-of-00001")) == 20
+    (tmp_path / "README.md").write_text("not a record")
+    for source in (tmp_path / "train-00000-of-00001", tmp_path):
+        assert len(open_dataset(source)) == 20
     with pytest.raises(SourceError, match="no tar archive"):
         open_dataset(tmp_path / "train-00000-of-00001", format="webdataset")
     with pytest.raises(OptionError, match="give one of imagefolder"):

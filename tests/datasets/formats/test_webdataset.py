@@ -6,8 +6,10 @@ import bz2
 import gzip
 import io
 import lzma
+import socket
 import tarfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,46 @@ def test_directories_hidden_members_and_metadata_are_no_samples(
     dataset = open_dataset(path)
     assert [dataset[0]] == [{"__key__": "d/a", "jpg": b"abc", "cls": b"abc"}]
     assert len(dataset) == 1
-    assert "2 members, such as d/._a.jpg, are hidden or have no ending" in caplog.text
+    assert "2 members, such as d/._a.jpg, are links, hidden or without an ending" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [b"1", b"2", b"3", b"4", b"6", b"V"])
+def test_members_without_bytes_belong_to_no_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: bytes
+) -> None:
+    """As in webdataset: links, devices, pipes and the label of a volume."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, of in (("a.jpg", tarfile.REGTYPE), ("b.jpg", kind), ("c.jpg", tarfile.REGTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.size, info.linkname = of, 3 if of == tarfile.REGTYPE else 0, "a.jpg"
+            archive.addfile(info, io.BytesIO(b"abc"))
+    dataset = open_dataset(tmp_path / "a.tar")
+    assert [dataset[number]["__key__"] for number in range(len(dataset))] == ["a", "c"]
+    assert "1 members, such as b.jpg, are links" in caplog.text
+
+
+@pytest.mark.parametrize("blocks", [20, 4096, 20_000])
+def test_any_number_of_zeros_may_fill_the_last_record(tmp_path: Path, blocks: int) -> None:
+    path = write_tar(tmp_path / "a.tar", MEMBERS)
+    data = path.read_bytes()
+    path.write_bytes(data + bytes(-len(data) % (512 * blocks)))
+    assert len(open_dataset(path)) == 2
+    path.write_bytes(data + bytes(512 * blocks) + data)
+    with pytest.raises(SourceError, match=r"a\.tar goes on after its end-of-archive block"):
+        open_dataset(path)
+
+
+def test_what_lies_beside_shards_is_no_shard(tmp_path: Path) -> None:
+    samples = write_shards(tmp_path / "data", 2, 3)
+    for name in ("train-000.tar.md5", "train-000.tar.sha256", "train-000.tar.idx", "README"):
+        (tmp_path / "data" / name).write_text("0 train")
+    (tmp_path / "data" / "latest").symlink_to("gone")
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "data" / "control.sock"))
+        assert open_dataset(tmp_path / "data").__getitems__(range(6)) == samples
+    (tmp_path / "data" / "train-002.tar").symlink_to("gone")
+    with pytest.raises(SourceError, match=r"train-002\.tar is no regular file, or a link that leads nowhere"):
+        open_dataset(tmp_path / "data")
 
 
 def test_the_main_member_can_be_named(tmp_path: Path) -> None:
@@ -137,12 +178,6 @@ def _pax_sparse(path: Path) -> None:
     path.write_bytes(info.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
 
 
-def _link(path: Path) -> None:
-    info = tarfile.TarInfo("link.jpg")
-    info.type, info.linkname = tarfile.SYMTYPE, "a.jpg"
-    path.write_bytes(info.tobuf() + bytes(1024))
-
-
 def _altered(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         write_tar(path, MEMBERS)
@@ -164,7 +199,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "is empty"),
     "sparse": (_sparse, "holes.bin is a sparse file"),
     "sparse PAX": (_pax_sparse, "holes.bin is a sparse file"),
-    "link": (_link, "link.jpg is a symbolic link"),
     "twice": (lambda path: write_tar(path, [*MEMBERS, MEMBERS[-1]]), "sample b has two members 'cls'"),
     "apart": (lambda path: write_tar(path, [*MEMBERS, ("a.txt", b"")]), "members of a are not beside each other"),
     "joined": (_altered(lambda data: data + data), "goes on after its end-of-archive block"),

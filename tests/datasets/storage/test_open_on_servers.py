@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.datasets.formats.tars import members_of, samples_of, write_tar
@@ -18,6 +20,7 @@ from torch_dpflow.datasets import open_dataset
 from torch_dpflow.datasets.importers.sources import find_sources
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.file_systems import fsspec_options
+from torch_dpflow.datasets.tables import TableDataset
 from torch_dpflow.errors import ChecksumError, SourceError
 
 models, responses = Later("moto.s3.models"), Later("moto.s3.responses")
@@ -143,3 +146,27 @@ def test_shards_on_a_web_server(tmp_path: Path) -> None:
         dataset = open_dataset(f"{web.url}/a-{{0..1}}.tar", index_dir=tmp_path / "index")
         assert dataset.__getitems__([19, 0]) == [samples_of(10, 10)[9], samples_of(0, 10)[0]]
         dataset.close()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize("query", ["", "?sig=a.b/c.d"])
+def test_tables_on_a_web_server(tmp_path: Path, ending: str, query: str) -> None:
+    """Which has no listing."""
+    contents = {}
+    for number in range(2):
+        table, path = pa.table({"n": [10 * number, 10 * number + 1]}), tmp_path / f"{number}.{ending}"
+        if ending == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_file(str(path), table.schema) as writer:
+                writer.write_table(table)
+        contents[f"/data/{path.name}{query}"] = path.read_bytes()
+    with WebServer(lambda request: serve_ranges(contents[request.path])(request)) as web:
+        urls = [f"{web.url}{path}" for path in contents]
+        for source in (urls, f"{web.url}/data/{{0..1}}.{ending}{query}"):
+            dataset: Any = open_dataset(source, format="table")
+            assert dataset.__getitems__(range(4)) == [{"n": n} for n in (0, 1, 10, 11)]
+            dataset.close()
+        one: Any = TableDataset(urls[1])
+        assert one[1] == {"n": 11}
+        one.close()

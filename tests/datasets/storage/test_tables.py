@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.new_process import interpreter
 from tests.support.oss_server import OSSServer, StoredObject
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.datasets.storage import ReadOptions
@@ -138,8 +140,8 @@ def test_cut_files_are_refused_by_name(tmp_path: Path, write: Write, ending: str
         TableDataset(path).__getitems__(range(ROWS))
 
 
-def test_a_stream_that_was_cut_after_a_batch_is_refused(tmp_path: Path) -> None:
-    """Arrow reads it as a shorter stream."""
+def test_a_stream_without_an_end_mark_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may have been cut, and a writer may end a stream by closing it."""
     table = pa.Table.from_pylist(rows())
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -148,8 +150,9 @@ def test_a_stream_that_was_cut_after_a_batch_is_refused(tmp_path: Path) -> None:
         writer.write_table(table.slice(BLOCK))
     (tmp_path / "cut.arrow").write_bytes(cut)
     assert pa.ipc.open_stream(cut).read_all().num_rows == BLOCK
-    with pytest.raises(SourceError, match=r"cut.arrow cannot be read: it ends without an end-of-stream mark"):
-        TableDataset(tmp_path / "cut.arrow")
+    with caplog.at_level("WARNING"):
+        assert TableDataset(tmp_path / "cut.arrow").__getitems__(range(BLOCK)) == rows(BLOCK)
+    assert "cut.arrow ends without an end-of-stream mark" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"no table", b"\x89PNG\r\n\x1a\n" * 50, os.urandom(4096)])
@@ -243,6 +246,105 @@ def test_what_is_no_table_says_so(tmp_path: Path) -> None:
     (tmp_path / "year=2024").mkdir()
     with pytest.raises(SourceError, match="has directories, such as 'year=2024'"):
         TableDataset(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_types_that_differ_between_files_are_joined(tmp_path: Path, ending: str) -> None:
+    def write(name: str, **columns: Any) -> None:
+        table, path = pa.table(columns), tmp_path / f"{name}.{ending}"
+        if ending == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_file(str(path), table.schema) as writer:
+                writer.write_table(table)
+
+    write("0", n=pa.array([1, None], pa.int32()), f=pa.array([1.5, 2.5], pa.float32()), t=pa.array(["a", "b"]))
+    write(
+        "1", t=pa.array(["c"], pa.large_string()), n=pa.array([2**40]), f=pa.array([3], pa.int16())
+    )  # in another order
+    write("2", n=pa.nulls(1), f=pa.array([0.1]), t=pa.nulls(1))
+    expected = [
+        {"n": n, "f": f, "t": t} for n, f, t in ((1, 1.5, "a"), (None, 2.5, "b"), (2**40, 3.0, "c"), (None, 0.1, None))
+    ]
+    table = TableDataset(tmp_path)
+    assert [table[number] for number in range(4)] == expected
+    assert [type(table[number]["f"]) for number in range(4)] == [float] * 4
+    assert pickle.loads(pickle.dumps(table)).__getitems__([2, 0]) == [expected[2], expected[0]]
+    assert TableDataset(tmp_path, columns=["n"]).__getitems__([2]) == [{"n": 2**40}]
+    write("3", n=pa.array(["text"]), f=pa.array([1.0]), t=pa.array(["d"]))
+    with pytest.raises(SourceError, match=rf"3.{ending} has the columns .*give files of one table"):
+        TableDataset(tmp_path)
+
+
+_MANY = """
+import pathlib, resource, sys
+from torch_dpflow.datasets.tables import TableDataset
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+table = TableDataset(sys.argv[1], memory="1KiB")
+assert len(table) == 4000
+numbers = [number * 1999 % 4000 for number in range(300)]
+assert [table[number]["n"] for number in numbers] == numbers
+assert table.__getitems__(list(range(0, 4000, 8)))[-1] == {"n": 3992}
+assert len(list(pathlib.Path("/proc/self/fd").iterdir())) < 100
+"""
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "stream"])
+def test_two_thousand_files_need_few_descriptors(tmp_path: Path, ending: str) -> None:
+    for number in range(2000):
+        table = pa.table({"n": [2 * number, 2 * number + 1]})
+        path = tmp_path / f"{number:04d}.{'parquet' if ending == 'parquet' else 'arrow'}"
+        if ending == "parquet":
+            pq.write_table(table, path)
+        else:
+            with (pa.ipc.new_file if ending == "arrow" else pa.ipc.new_stream)(str(path), table.schema) as writer:
+                writer.write_table(table)
+    with interpreter(_MANY, str(tmp_path)) as process:
+        assert process.communicate(timeout=250)[1] == ""
+    assert process.returncode == 0
+
+
+class Counting(MemoryFileSystem):
+    """Counts the bytes that are read."""
+
+    protocol = "counting"
+    cachable = False
+    count = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.replace("counting://", "memory://")))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        data = super().cat_file(path, start, end, **kwargs)
+        Counting.count += len(data)
+        return data
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_rows_of_a_remote_arrow_file_are_counted_without_reading_it(compression: str | None) -> None:
+    fsspec.register_implementation("counting", Counting, clobber=True)
+    content = pa.table({"n": [*range(40)], "data": [os.urandom(100_000) for _ in range(40)]})
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_file(sink, content.schema, options=options) as writer:
+        for first in range(0, 40, 3):
+            writer.write_table(content.slice(first, 3))
+    MemoryFileSystem().pipe_file("/counted/a.arrow", sink.getvalue().to_pybytes())
+    try:
+        Counting.count = 0
+        table = TableDataset("counting://counted/a.arrow")
+        assert table.blocks.tolist() == [3] * 13 + [1]
+        assert Counting.count < 200_000
+        Counting.count = 0
+        assert pickle.loads(pickle.dumps(table))[31] == content.slice(31, 1).to_pylist()[0]
+        assert Counting.count < 500_000  # of 4 MB: the batch, and a footer
+        for damaged in (b"", b"ARROW1", sink.getvalue().to_pybytes()[:-3], os.urandom(1000) + b"\x10\0\0\0ARROW1"):
+            MemoryFileSystem().pipe_file("/counted/b.arrow", damaged)
+            with pytest.raises(SourceError, match=r"b\.arrow"):
+                TableDataset("counting://counted/b.arrow")
+    finally:
+        MemoryFileSystem().rm("/counted", recursive=True)
 
 
 def _put(oss: OSSServer, data: bytes, age_s: float) -> None:

@@ -13,7 +13,6 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache, partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from torch_dpflow._core.checks import MAX_DEPTH, TOO_DEEP, is_too_deep
@@ -22,8 +21,6 @@ from torch_dpflow.errors import SourceError
 _Decode = Callable[[bytes], Any]
 _UINT32 = np.dtype("<u4")
 _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
-#: Before a row in msgpack, where another sample has the size of its first value: no sample has one of 4 GiB.
-LIT_ROW = b"\xff\xff\xff\xff"
 #: Types of arrays in MDS, by the number in the data.
 _MDS_TYPES = {
     8: "u1",
@@ -104,7 +101,7 @@ def lit_sample(content: bytes, formats: Sequence[str], spec: Any) -> Any:
     """Return a sample of a LitData chunk.
 
     Args:
-        content: the sample's bytes: sizes of all values, then the values; or `LIT_ROW` and a row in msgpack.
+        content: the sample's bytes: sizes of all values, then the values.
         formats: the format of each value.
         spec: how values nest: "*" is a value; a list is a list of specs; a dict has "tuple", a list of specs, or
             "dict", pairs of a name and a spec.
@@ -112,8 +109,6 @@ def lit_sample(content: bytes, formats: Sequence[str], spec: Any) -> Any:
     Raises:
         SourceError: the bytes are not of these formats.
     """
-    if content.startswith(LIT_ROW):
-        return msgspec.msgpack.decode(content[len(LIT_ROW) :])
     values = _cut(content, 4 * len(formats), _words(content, len(formats)))
     named = [(name, lit_decoder(name)) for name in formats]
     return _nested(spec, iter([value for _, value in _decoded(named, values)]))

@@ -15,14 +15,16 @@ from torch_dpflow._core.checks import check_json
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.columns import lit_decoder, mds_decoder
-from torch_dpflow.datasets.importers.lit_chunks import has_frames, items_of_frames, rows_of_tail
-from torch_dpflow.datasets.importers.packed_bytes import decompressed
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
 from torch_dpflow.datasets.importers.sources import Source, SourceFile, SourceFiles, files_in, find_sources
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.errors import SourceError
+from torch_dpflow.errors import MissingExtraError, SourceError
 
 _INDEX = "index.json"
+#: Names of compressions here, and Arrow's.
+_COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli"}
+#: How a LitData chunk with frames of zstd begins, and how one ends that has rows in Arrow's format: their length, this.
+_FRAMES, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"
 #: Bytes of an index; that of 100,000 shards has some 60 MB.
 _MAX_INDEX = 256 << 20
 
@@ -70,7 +72,7 @@ class PackedImporter(ShardImporter):
             _check_present(files.given, shard, present.get(shard.name))
         self._by_url = {present[shard.name].url: shard for shard in self.shards}
         super().__init__(files.of([present[shard.name] for shard in self.shards]))
-        self.may_copy = self.may_copy or any(shard.compression is not None for shard in self.shards)
+        self.may_copy = any(shard.compression or shard.has_compressed_samples for shard in self.shards)
 
     @classmethod
     def finds(cls, files: SourceFiles) -> bool:
@@ -110,25 +112,22 @@ class PackedImporter(ShardImporter):
         shard = self._by_url[file.url]
         size = data.size
         if shard.compression is not None:
-            content = decompressed(data.at(0, size), shard.compression, file.url)
+            content = _decompressed(data.at(0, size), shard.compression, file.url)
             size, data = len(content), ForwardReader(lambda start, stop: content[start:stop], len(content), 1 << 20, 0)
         offsets = _offsets(data, shard, file.url)
         if offsets[-1] != size:
-            rows = self._rest(data, shard, file.url, offsets)
-            if rows is not None:
-                yield from rows
-                return
+            self._check_rest(data, offsets, file.url)
         for start, stop in itertools.pairwise(offsets):
             if shard.has_compressed_samples:
-                yield Item(data=decompressed(data.at(start, stop - start), "zstd", file.url))
+                yield Item(data=_decompressed(data.at(start, stop - start), "zstd", file.url))
             elif shard.compression is not None:
                 yield Item(data=data.at(start, stop - start))
             else:
                 path = self.files.path_of(file)
                 yield Item(path=path, offset=start, length=stop - start, revision=file.state)
 
-    def _rest(self, data: ForwardReader, shard: PackedShard, url: str, offsets: list[int]) -> Iterator[Item] | None:
-        """Return the samples, if they are in what follows the last offset; None if it only repeats them."""
+    def _check_rest(self, data: ForwardReader, offsets: list[int], url: str) -> None:
+        """Raise SourceError unless what follows the last sample only repeats the samples."""
         raise SourceError(f"{url} has offsets that are not those of {data.size} bytes; it is damaged")
 
 
@@ -167,13 +166,11 @@ class MDSImporter(PackedImporter):
 class LitDataImporter(PackedImporter):
     """Reads a directory of LitData in place.
 
-    A sample is what LitData gives, but that encoded images are bytes. Pickles, encrypted chunks and chunks for another
-    loader than `PyTreeLoader` are refused. Chunks of rows in Arrow's format, and chunks with compressed samples, are
-    copied.
+    A sample is what LitData gives, but that encoded images are bytes. Refused are pickles, encrypted chunks, chunks for
+    another loader than `PyTreeLoader`, and chunks of rows in Arrow's format or of frames of zstd.
     """
 
     name = "litdata"
-    may_copy = True
     names = re.compile(r"chunk-.*\.bin", re.DOTALL)
 
     def _read_index(self, index: Any) -> tuple[list[PackedShard], dict[str, Any]]:
@@ -181,7 +178,7 @@ class LitDataImporter(PackedImporter):
         loader, encryption = config.get("item_loader") or "PyTreeLoader", config.get("encryption")
         if loader != "PyTreeLoader" or encryption is not None:
             raise ValueError(f"it is for the loader {loader}, with encryption {encryption}, which is not read")
-        # LitData compresses whole files ("chunk"), samples, or batches of them, whose files show it.
+        # LitData compresses whole files ("chunk"), samples, or frames of several, whose files show it.
         level = config.get("compression_level") or "chunk"
         if level not in ("chunk", "batch", "sample"):
             raise ValueError(f"it has the compression_level {level!r}")
@@ -209,16 +206,22 @@ class LitDataImporter(PackedImporter):
         return shards, {"formats": formats, "spec": spec}
 
     def scan(self, file: SourceFile, data: ForwardReader) -> Iterator[Item]:
-        shard = self._by_url[file.url]
-        if not has_frames(data):
-            return super().scan(file, data)
-        return (Item(data=sample) for sample in items_of_frames(data, shard.samples, file.url))
+        if data.at(0, len(_FRAMES)) == _FRAMES:
+            raise SourceError(
+                f"{file.url} has frames of zstd, whose samples cannot be read one by one; write it with "
+                "compression_level='sample' or 'chunk'"
+            )
+        return super().scan(file, data)
 
-    def _rest(self, data: ForwardReader, shard: PackedShard, url: str, offsets: list[int]) -> Iterator[Item] | None:
-        rows = rows_of_tail(data, offsets[-1], shard.samples, url)
-        if offsets[0] != offsets[-1]:
-            return None
-        return (Item(data=row) for row in rows)
+    def _check_rest(self, data: ForwardReader, offsets: list[int], url: str) -> None:
+        tail = data.at(max(0, data.size - len(_ROWS) - 4), len(_ROWS) + 4)
+        if tail[4:] != _ROWS or int.from_bytes(tail[:4], "little") != data.size - len(tail) - offsets[-1]:
+            super()._check_rest(data, offsets, url)
+        if offsets[0] == offsets[-1]:
+            raise SourceError(
+                f"{url} has rows in Arrow's format and no samples beside them, and rows cannot be read one by one; "
+                "write Parquet, or samples with a tensor, an array or bytes among their values"
+            )
 
 
 def _spec(node: Any) -> Any:
@@ -288,3 +291,32 @@ def _offsets(data: ForwardReader, shard: PackedShard, url: str) -> list[int]:
     if offsets[0] < len(head) or offsets[-1] > data.size or (np.diff(offsets) < 0).any():
         raise SourceError(f"{url} has offsets that are not those of {data.size} bytes; it is damaged")
     return [int(offset) for offset in offsets]
+
+
+def _decompressed(data: bytes, compression: str, url: str) -> bytes:
+    """Return what was compressed.
+
+    Raises:
+        SourceError: the data is damaged, or its compression is not known.
+        MissingExtraError: pyarrow is not installed.
+    """
+    if compression == "snappy":
+        import snappy
+
+        try:
+            return bytes(snappy.decompress(data))
+        except Exception as error:  # of classes that differ between versions
+            raise SourceError(f"{url} cannot be decompressed: {error}") from error
+    if compression not in _COMPRESSIONS:
+        raise SourceError(f"{url} has the compression {compression!r}, which is not read")
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "compressed shards need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
+        ) from error
+    try:
+        stream = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), _COMPRESSIONS[compression])
+        return bytes(stream.read())
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SourceError(f"{url} cannot be decompressed: {error}") from error

@@ -247,10 +247,10 @@ class ShardImporter:
             data = ForwardReader(
                 lambda start, end: blocks.submit(fetch, start, end), file.size, _REMOTE_BLOCK, _REMOTE_AHEAD
             )
-        scanned = self.scan(file, data)
-        if self.fills_cache and reader.has_cache and not is_local:
-            scanned = self._kept(scanned, file, data, reader)
         try:
+            scanned = self.scan(file, data)
+            if self.fills_cache and reader.has_cache and not is_local:
+                scanned = self._kept(scanned, file, data, reader)
             with closing(scanned) as items:  # type: ignore[type-var]
                 while batch := list(islice(items, _BATCH)):
                     if not _put(batches, batch, stop):

@@ -50,6 +50,7 @@ class SourceFiles:
         folders: names of directories, if the source is one directory.
         options: fsspec's options for all of them.
         is_directory: whether the source is one directory.
+        broken: names in the directory that are links to nothing, pipes, sockets or devices.
         read_options: timeouts, retries and disk cache of all reads.
     """
 
@@ -61,6 +62,7 @@ class SourceFiles:
         options: Mapping[str, Any],
         *,
         is_directory: bool = False,
+        broken: Sequence[str] = (),
         read_options: ReadOptions | None = None,
     ) -> None:
         self.given = given
@@ -68,12 +70,19 @@ class SourceFiles:
         self.folders = list(folders)
         self.options = dict(options)
         self.is_directory = is_directory
+        self.broken = list(broken)
         self.read_options = read_options
 
     def only(self, names: re.Pattern[str]) -> SourceFiles:
-        """Return the objects of a directory whose names match; all of them if they were named or matched."""
+        """Return the objects of a directory whose names match; all of them if they were named or matched.
+
+        Raises SourceError if one whose name matches is a link to nothing, a pipe, a socket or a device.
+        """
         if not self.is_directory:
             return self
+        lost = [name for name in self.broken if names.fullmatch(name)]
+        if lost:
+            raise SourceError(f"{self.given}/{lost[0]} is no regular file, or a link that leads nowhere; restore it")
         return self.of([file for file, name in zip(self.files, self.names, strict=True) if names.fullmatch(name)])
 
     def of_split(self, split: str | None) -> SourceFiles:
@@ -100,7 +109,13 @@ class SourceFiles:
     def of(self, files: Sequence[SourceFile]) -> SourceFiles:
         """Return a source of these objects of the same directory."""
         return SourceFiles(
-            self.given, files, self.folders, self.options, is_directory=True, read_options=self.read_options
+            self.given,
+            files,
+            self.folders,
+            self.options,
+            is_directory=True,
+            broken=self.broken,
+            read_options=self.read_options,
         )
 
     @property
@@ -133,7 +148,7 @@ class SourceFiles:
 
     def check_unchanged(self, file: SourceFile) -> None:
         """Raise SourceError if a local file was written since it was listed. Other storages compare at each read."""
-        if file.url.startswith("file://") and _local_file(file.url) != file:
+        if is_changed(file):
             raise SourceError(f"{file.url} was written while it was read; import it again when it is complete")
 
 
@@ -178,7 +193,7 @@ def find_sources(
         folder = _directory(plain[0], login, read_options)
         if folder is not None:
             return folder
-    known = _named(plain, login, read_options)
+    known = named_files(plain, login, read_options)
     files = [
         file for text in texts for file in ([known[text]] if text in known else _matching(text, login, read_options))
     ]
@@ -245,9 +260,14 @@ def _directory(text: str, options: Mapping[str, Any], read_options: ReadOptions 
     children = files.children()
     if not children and not is_local:
         return None
-    found = [_source_file(files.url, child) for child in children if not child.is_directory]
     folders = [child.name for child in children if child.is_directory]
-    return SourceFiles(files.url, found, folders, files.options, is_directory=True, read_options=read_options)
+    plain = [child for child in children if not child.is_directory]
+    # Beside shards lie other things, of which only those of the format have to be files.
+    broken = [child.name for child in plain if is_local and not os.path.isfile(f"{_local_path(text)}/{child.name}")]
+    found = [source_file(files.url, child) for child in plain if child.name not in broken]
+    return SourceFiles(
+        files.url, found, folders, files.options, is_directory=True, broken=broken, read_options=read_options
+    )
 
 
 def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]]:
@@ -256,7 +276,12 @@ def files_in(files: SourceFiles, folder: str) -> Iterator[tuple[str, SourceFile]
     for child in listing.children(folder):
         if not child.is_directory:
             path = f"{folder}/{child.name}"
-            yield path, _source_file(listing.url, child, path)
+            yield path, source_file(listing.url, child, path)
+
+
+def local_name(text: str) -> str:
+    """Return a local path as a URL; other URLs as they are."""
+    return text if "://" in text and not text.startswith("file://") else f"file://{_local_path(text)}"
 
 
 def _local_path(text: str) -> str:
@@ -265,7 +290,9 @@ def _local_path(text: str) -> str:
     return os.path.realpath(path) if ".." in path.split("/") else os.path.abspath(path)
 
 
-def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None) -> dict[str, SourceFile]:
+def named_files(
+    texts: Sequence[str], options: Mapping[str, Any], read_options: ReadOptions | None
+) -> dict[str, SourceFile]:
     """Return the object of each name. Raises SourceError if one is missing."""
     found: dict[str, SourceFile] = {}
     by_folder: dict[str, list[str]] = {}
@@ -286,7 +313,7 @@ def _named(texts: Sequence[str], options: Mapping[str, Any], read_options: ReadO
             for text, name in listed.items():
                 if name not in present:
                     raise _missing(text)
-                found[text] = _source_file(files.url, present[name])
+                found[text] = source_file(files.url, present[name])
     return found | (_measured(single, options, read_options) if single else {})
 
 
@@ -315,7 +342,7 @@ def _matching(pattern: str, options: Mapping[str, Any], read_options: ReadOption
     if base.endswith(":/"):
         raise OptionError(f"{without_login(pattern)!r} has a pattern in its bucket or host; give its name")
     root = Files(base or ("/" if pattern.startswith("/") else "."), options, read_options)
-    found = [_source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
+    found = [source_file(root.url, child, path) for path, child in _matched(root, "", parts)]
     if not found:
         raise SourceError(f"nothing matches {without_login(pattern)}; check the pattern, and the right to list it")
     return found
@@ -334,7 +361,8 @@ def _matched(files: Files, folder: str, parts: Sequence[str]) -> Iterator[tuple[
                 yield from _matched(files, path, parts[1:])
 
 
-def _source_file(root: str, child: DirectoryEntry, path: str | None = None) -> SourceFile:
+def source_file(root: str, child: DirectoryEntry, path: str | None = None) -> SourceFile:
+    """Return the object of an entry of a directory. Raises SourceError if its size is unknown."""
     url = join_url(root, path or child.name)
     if url.startswith("file://"):
         return _local_file(url)
@@ -350,6 +378,17 @@ def _local_file(path: str) -> SourceFile:
     if not os.path.isfile(path):
         raise SourceError(f"{path} is no regular file; give files, or one directory alone")
     return SourceFile(f"file://{path}", found.st_size, state_of_file(found))
+
+
+def is_changed(file: SourceFile) -> bool:
+    """Return whether a local file was written or removed since it was listed."""
+    if not file.url.startswith("file://"):
+        return False
+    try:
+        found = os.stat(file.url.removeprefix("file://"))
+    except OSError:
+        return True
+    return (found.st_size, state_of_file(found)) != (file.size, file.state)
 
 
 def _checked_file(url: str, size: int | None, state: str | None) -> SourceFile:

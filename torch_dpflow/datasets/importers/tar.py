@@ -13,8 +13,8 @@ _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
 #: Bytes of a long name or of a PAX header.
 _MAX_EXTENSION = 1 << 20
-#: Bytes after the end-of-archive blocks that fill the last record. `tar -b` allows records of up to 1 MiB.
-_MAX_PADDING = 1 << 20
+#: Bytes after the end of an archive that are compared with zeros at a time. `tar -b` fills the last record.
+_PIECE = 1 << 20
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
@@ -25,22 +25,25 @@ _COMPRESSED = {
 _REGULAR = frozenset(b"0\x007")
 _REFUSED = {
     b"S": "a sparse file, whose bytes are not where its offsets say",
-    b"1": "a hard link, which has no bytes of its own; write the archive with tar --hard-dereference",
-    b"2": "a symbolic link, which has no bytes of its own; write the archive with tar --dereference",
     b"M": "the rest of a file that begins in another volume",
 }
 _PAX_RECORD = re.compile(rb"([1-9][0-9]{0,7}) ")
 _OCTAL = re.compile(rb"[ \0]*([0-7]+)[ \0]*")
 
 
+#: Links, devices, pipes and volume labels, which webdataset passes over: they have no bytes that could be a sample.
+_WITHOUT_BYTES = frozenset((b"1", b"2", b"3", b"4", b"6", b"V"))
+
+
 class TarMember(NamedTuple):
-    """A regular file in an archive."""
+    """A regular file in an archive, or a member without bytes, such as a link."""
 
     name: str
     #: offset of its bytes in the archive
     start: int
     #: bytes
     size: int
+    is_file: bool = True
 
 
 def is_tar(head: bytes) -> bool:
@@ -54,7 +57,7 @@ def compression_of(head: bytes) -> tuple[str, str] | None:
 
 
 def tar_members(data: ForwardReader, name: str) -> Iterator[TarMember]:
-    """Yield the regular files of an archive in order. Directories are passed over.
+    """Yield the members of an archive in order. Directories are passed over.
 
     Formats: ustar, GNU (long names, sizes above 8 GiB in base 256) and PAX (`path`, `size`).
 
@@ -88,7 +91,7 @@ def tar_members(data: ForwardReader, name: str) -> Iterator[TarMember]:
             member, extended = _member(header, kind, start, size, extended, name), {}
             size = member.size
             _check_whole(data, start + size, f"{name}, in {member.name}")
-            if kind in b"0\x007" and not (kind == b"\x00" and member.name.endswith("/")):
+            if kind != b"5" and not (kind == b"\x00" and member.name.endswith("/")):
                 yield member
         position = start + -(-size // _BLOCK) * _BLOCK
 
@@ -103,6 +106,8 @@ def _member(header: bytes, kind: bytes, start: int, size: int, extended: Mapping
         kind = b"S"
     if kind in _REFUSED:
         raise SourceError(f"{archive}: {name} is {_REFUSED[kind]}; pack the files anew without such members")
+    if kind in _WITHOUT_BYTES:
+        return TarMember(name, start, 0, is_file=False)
     if kind not in (b"0", b"\x00", b"7", b"5"):
         raise SourceError(f"{archive}: {name} is a member of type {kind!r}; only regular files are samples")
     if "size" in extended and kind != b"5":
@@ -170,12 +175,13 @@ def _check_whole(data: ForwardReader, stop: int, name: str) -> None:
 
 def _check_rest(data: ForwardReader, position: int, name: str) -> None:
     """Check that nothing but zeros follows the end: readers stop there, and would lose what follows."""
-    rest = data.size - position
-    if rest > _MAX_PADDING or data.at(position, rest).count(0) != rest:
-        raise SourceError(
-            f"{name} goes on after its end-of-archive block, at byte {position}, as archives do that were joined with "
-            "cat; readers would lose the rest: keep the archives apart, or join them with tar --concatenate"
-        )
+    for start in range(position, data.size, _PIECE):
+        piece = data.at(start, _PIECE)
+        if piece.count(0) != len(piece):
+            raise SourceError(
+                f"{name} goes on after its end-of-archive block, at byte {position}, as archives do that were joined "
+                "with cat; readers would lose the rest: keep the archives apart, or join them with tar --concatenate"
+            )
 
 
 def _has_checksum(header: bytes) -> bool:

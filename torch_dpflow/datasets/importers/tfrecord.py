@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from torch_dpflow._core.checks import MAX_DEPTH
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.crc32c import crc32c, masked_crc32c
 from torch_dpflow.datasets.importers.shards import ForwardReader, ShardImporter
-from torch_dpflow.datasets.importers.sources import SourceFile
+from torch_dpflow.datasets.importers.sources import SourceFile, SourceFiles
 from torch_dpflow.errors import SourceError
 
 #: Bytes of a length and its checksum, and of the checksum after the data.
@@ -37,8 +38,15 @@ class TFRecordImporter(ShardImporter):
     """
 
     name = "tfrecord"
-    names = re.compile(r".*\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.(gz|zz|zlib))?", re.IGNORECASE | re.DOTALL)
+    names = re.compile(
+        r".*\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.(gz|zz|zlib))?|[^.]+-\d+-of-\d+", re.IGNORECASE | re.DOTALL
+    )
     local_block = 1 << 20
+
+    @classmethod
+    def finds(cls, files: SourceFiles) -> bool:
+        """Return whether objects are of this format by their names, which need an ending: `begins` finds others."""
+        return super().finds(files) and any("." in name for name in files.only(cls.names).names)
 
     @staticmethod
     def begins(head: bytes) -> bool:
@@ -102,68 +110,62 @@ def _check_header(header: bytes, position: int, name: str) -> None:
 
 #: What a message has: the number and the wire type of a field, and its value: an integer, or bytes.
 _Field = tuple[int, int, Any]
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
 _MAX_VARINT = 10
+#: The fields of a `Feature`, of which it has one.
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 
 
 def parse_example(record: bytes) -> dict[str, Any]:
-    """Decode a `tf.train.Example`.
+    """Decode a `tf.train.Example`, as protobuf does: unknown fields are skipped, and repeated messages are merged.
 
     Returns:
         By name of the feature: a list of bytes, a float32 array of shape (values,), or an int64 array of shape
         (values,); an empty list for a feature without a kind.
 
     Raises:
-        SourceError: it is no such message.
+        SourceError: it is no such message, or a `SequenceExample`.
     """
     try:
-        return dict(_features(memoryview(record)))
-    except (ValueError, IndexError, UnicodeDecodeError) as error:
+        features: dict[str, Any] = {}
+        fields = list(_fields(memoryview(record)))
+        if fields and not any((number, kind) == (1, _BYTES) for number, kind, _ in fields):
+            raise ValueError(f"it has the fields {[number for number, *_ in fields][:10]} and no `features`")
+        for number, kind, value in fields:
+            if (number, kind) == (2, _BYTES):
+                raise ValueError("it has the field 2, as a SequenceExample")
+            if (number, kind) == (1, _BYTES):
+                features.update(_entry(entry) for entry in _values(value, 1, _BYTES))
+        return features
+    except (ValueError, IndexError, UnicodeDecodeError, RecursionError) as error:
         raise SourceError(
             f"the record is no tf.train.Example: {error}; read the records' bytes with DatasetReader(dataset.stored)"
         ) from error
 
 
-def _features(record: memoryview) -> Iterator[tuple[str, Any]]:
-    fields = list(_fields(record))
-    if [(number, kind) for number, kind, _ in fields] not in ([], [(1, _BYTES)]):
-        raise ValueError(f"it has the fields {[number for number, *_ in fields][:10]} instead of `features`")
-    names = set()
-    for _, _, features in fields:
-        for entry in _only(features, {1}, "features"):
-            name, value = _entry(entry)
-            if name in names:
-                raise ValueError(f"it has the feature {name!r} twice")
-            names.add(name)
-            yield name, value
-
-
 def _entry(entry: memoryview) -> tuple[str, Any]:
-    name, feature = "", memoryview(b"")
-    for number, kind, value in _fields(entry):
-        if kind != _BYTES or number not in (1, 2):
-            raise ValueError(f"a feature has the field {number} of type {kind}")
-        if number == 1:
+    """Return name and value of a feature."""
+    name, kind = "", 0
+    lists: list[memoryview] = []
+    for number, wire, value in _fields(entry):
+        if (number, wire) == (1, _BYTES):
             name = bytes(value).decode()
-        else:
-            feature = value
-    lists = list(_fields(feature))
-    if not lists:
-        return name, []
-    if len(lists) != 1 or lists[0][0] not in (1, 2, 3) or lists[0][1] != _BYTES:
-        raise ValueError(f"the feature {name!r} is no list of bytes, floats or integers")
-    number, _, values = lists[0]
-    if number == 1:
-        return name, [bytes(value) for value in _only(values, {1}, name)]
-    return name, _numbers(list(_fields(values)), name, is_float=number == 2)
+        elif (number, wire) == (2, _BYTES):
+            for one, inner, values in _fields(value):
+                if inner == _BYTES and one in (_BYTES_LIST, _FLOAT_LIST, _INT64_LIST):
+                    lists = [*lists, values] if one == kind else [values]
+                    kind = one
+    if kind in (0, _BYTES_LIST):
+        return name, [bytes(value) for values in lists for value in _values(values, 1, _BYTES)]
+    return name, _numbers([field for values in lists for field in _fields(values)], is_float=kind == _FLOAT_LIST)
 
 
-def _numbers(fields: list[_Field], name: str, *, is_float: bool) -> np.ndarray[Any, Any]:
+def _numbers(fields: list[_Field], *, is_float: bool) -> np.ndarray[Any, Any]:
     """Decode a list of numbers, packed or not."""
     parts = []
     for number, kind, value in fields:
         if number != 1 or kind not in (_BYTES, _FIXED32 if is_float else _VARINT):
-            raise ValueError(f"the feature {name!r} has the field {number} of type {kind}")
+            continue
         if is_float:
             parts.append(np.frombuffer(value, "<f4"))
         elif kind == _VARINT:
@@ -193,14 +195,9 @@ def _varints(packed: memoryview) -> np.ndarray[Any, Any]:
     return values.view(np.int64)
 
 
-def _only(message: memoryview, numbers: set[int], name: str) -> list[memoryview]:
-    """Return the values of a message whose fields are all bytes with one of these numbers."""
-    found = []
-    for number, kind, value in _fields(message):
-        if number not in numbers or kind != _BYTES:
-            raise ValueError(f"{name!r} has the field {number} of type {kind}")
-        found.append(value)
-    return found
+def _values(message: memoryview, number: int, kind: int) -> list[memoryview]:
+    """Return the values of the fields with this number and wire type."""
+    return [value for found, wire, value in _fields(message) if (found, wire) == (number, kind)]
 
 
 def _fields(message: memoryview) -> Iterator[_Field]:
@@ -209,20 +206,33 @@ def _fields(message: memoryview) -> Iterator[_Field]:
     while at < len(message):
         tag, at = _varint(message, at)
         number, kind = tag >> 3, tag & 7
-        if kind == _VARINT:
-            value, at = _varint(message, at)
-            yield number, kind, value
-            continue
-        if kind == _BYTES:
-            length, at = _varint(message, at)
-        elif kind in (_FIXED32, _FIXED64):
-            length = 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"a field has the wire type {kind}")
-        if at + length > len(message):
-            raise ValueError("a field is cut short")
-        yield number, kind, message[at : at + length]
-        at += length
+        if number == 0:
+            raise ValueError("a field has the number 0")
+        value, at = _value(message, at, number, kind)
+        yield number, kind, value
+
+
+def _value(message: memoryview, at: int, number: int, kind: int, depth: int = 0) -> tuple[Any, int]:
+    """Return the value of a field, and where the next one begins; None for a group, which is skipped."""
+    if kind == _VARINT:
+        return _varint(message, at)
+    if kind == _GROUP:
+        while True:
+            tag, at = _varint(message, at)
+            if tag & 7 == _END_GROUP:
+                if tag >> 3 != number or depth > MAX_DEPTH:
+                    raise ValueError("a group ends as another one")
+                return None, at
+            _, at = _value(message, at, tag >> 3, tag & 7, depth + 1)
+    if kind == _BYTES:
+        length, at = _varint(message, at)
+    elif kind in (_FIXED32, _FIXED64):
+        length = 4 if kind == _FIXED32 else 8
+    else:
+        raise ValueError(f"a field has the wire type {kind}")
+    if at + length > len(message):
+        raise ValueError("a field is cut short")
+    return message[at : at + length], at + length
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:

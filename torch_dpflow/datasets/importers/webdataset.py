@@ -44,7 +44,8 @@ class WebDatasetImporter(ShardImporter):
     ending, as text. Of all others `__parts__` has offset and length in the shard. `__key__` is the sample's key,
     `__main__` the ending of its main member. As in webdataset, endings are lower case, and members without one and
     those whose name begins with `__…__` belong to no sample. Nor do hidden members, such as the `._0001.jpg` of macOS,
-    of which webdataset makes samples in directories. A warning counts hidden members and those without an ending.
+    of which webdataset makes samples in directories, and links and devices, whose bytes are not in the archive. A
+    warning counts these and members without an ending.
 
     Args:
         source: a path, URL, pattern such as `train-{000..146}.tar`, directory, or a list of these.
@@ -59,7 +60,7 @@ class WebDatasetImporter(ShardImporter):
     """
 
     name = "webdataset"
-    names = re.compile(r".*\.(tar|tgz|tar\.\w{2,4})", re.IGNORECASE | re.DOTALL)
+    names = re.compile(r".*\.(tar|tgz|tbz2?|txz|tar\.(gz|bz2|xz|zstd?|lz4|br|z))", re.IGNORECASE | re.DOTALL)
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class WebDatasetImporter(ShardImporter):
             yield self._item(file, path, key, members)
         if without:
             DATASETS.warning(
-                "%s: %d members, such as %s, are hidden or have no ending, and belong to no sample",
+                "%s: %d members, such as %s, are links, hidden or without an ending, and belong to no sample",
                 file.url,
                 len(without),
                 without[0],
@@ -139,14 +140,14 @@ class WebDatasetImporter(ShardImporter):
 
 
 def _groups(data: ForwardReader, name: str, without: list[str]) -> Iterator[tuple[str, list[_Member]]]:
-    """Yield each key with its members. Names of hidden members and of those without an ending go to `without`."""
+    """Yield each key with its members. Names of members that belong to no sample go to `without`."""
     key: str | None = None
     group: list[_Member] = []
     for member in tar_members(data, name):
         if _HIDDEN.match(member.name):
             continue
         match = _NAME.fullmatch(member.name)
-        if match is None or member.name.rpartition("/")[2].startswith("."):
+        if match is None or not member.is_file or member.name.rpartition("/")[2].startswith("."):
             without.append(member.name)
             continue
         if match[1] != key:

@@ -1,0 +1,300 @@
+"""Files of a table whose blocks are read one by one: row groups of Parquet, record batches of Arrow."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch_dpflow.datasets.importers.sources import SourceFile
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.datasets.storage.urls import without_login
+from torch_dpflow.errors import MissingExtraError, SourceError
+from torch_dpflow.log import DATASETS
+
+#: Bytes that are searched between the pages of a Parquet file and its footer, where indexes and filters lie.
+_MAX_BETWEEN = 16 << 20
+#: Ends a stream: no further message.
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+#: At the end of an Arrow file: the length of its footer, and this.
+_MAGIC = b"ARROW1"
+_MAX_FOOTER = 256 << 20
+#: Bytes at the end of a remote file that are read at once, as most footers are shorter.
+_FOOTER_GUESS = 64 << 10
+
+
+class ParquetBlocks:
+    """A Parquet file whose row groups are blocks. It has a descriptor if it is local."""
+
+    def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
+        self._file = file
+        self._lock = threading.Lock()  # of Arrow's reader, which is not thread-safe
+        path = local_path_of(file)
+        with errors_of(file):
+            self._parquet = pyarrow_with_formats().parquet.ParquetFile(
+                path or RangeFile(file, reader), pre_buffer=path is None, page_checksum_verification=True
+            )
+            self.schema = self._parquet.schema_arrow
+
+    def counts(self) -> list[int]:
+        """Return the rows of each block. Raises SourceError for files that were joined."""
+        path = local_path_of(self._file)
+        with errors_of(self._file):
+            metadata = self._parquet.metadata
+            if path is not None:
+                _check_begins_once(path, metadata)
+            return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    def read(self, block: int, columns: list[str] | None) -> Any:
+        """Return a block as a table of Arrow."""
+        with self._lock, errors_of(self._file):
+            return self._parquet.read_row_group(block, columns=columns, use_threads=False)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._parquet.close()
+
+
+def _check_begins_once(path: str, metadata: Any) -> None:
+    """Raise OSError if Parquet files were joined: the footer of the last one has the positions of its own pages."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    stop = max((_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=4)
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(stop)
+        between = file.read(min(max(0, size - 8 - metadata.serialized_size - stop), _MAX_BETWEEN))
+    if b"PAR1PAR1" in between:
+        raise OSError("it goes on after the end of a first table; files were joined")
+
+
+def _start(chunk: Any) -> int:
+    pages = chunk.data_page_offset
+    return min(pages, chunk.dictionary_page_offset) if chunk.has_dictionary_page else pages  # type: ignore[no-any-return]
+
+
+class ArrowBlocks:
+    """A local Arrow file whose record batches are blocks. It is mapped, and has no descriptor."""
+
+    def __init__(self, file: SourceFile, path: str) -> None:
+        self._file = file
+        #: of a stream, which has no table of its batches
+        self._batches: list[Any] | None = None
+        pyarrow = pyarrow_with_formats()
+        with errors_of(file):
+            with pyarrow.memory_map(path) as mapped:  # the map outlives the descriptor
+                self._source = pyarrow.BufferReader(mapped.read_buffer())
+            try:
+                self._arrow = pyarrow.ipc.open_file(self._source)
+            except pyarrow.ArrowInvalid:
+                self._source.seek(0)
+                self._arrow = pyarrow.ipc.open_stream(self._source)
+                self._batches = list(self._arrow)  # maps, and no memory
+            self.schema = self._arrow.schema
+
+    def counts(self) -> list[int]:
+        """Return the rows of each block. Raises SourceError for files that were joined."""
+        with errors_of(self._file):
+            if self._batches is not None:
+                self._check_end_of_stream()
+                return [batch.num_rows for batch in self._batches]
+            _check_one_file(self._source)
+            return [self._arrow.get_batch(number).num_rows for number in range(self._arrow.num_record_batches)]
+
+    def read(self, block: int, columns: list[str] | None) -> Any:
+        """Return a block as a table of Arrow."""
+        with errors_of(self._file):
+            batch = self._arrow.get_batch(block) if self._batches is None else self._batches[block]
+            table = pyarrow_with_formats().Table.from_batches([batch])
+            return table if columns is None else table.select(columns)
+
+    def close(self) -> None:
+        """Close the file. Blocks that were read stay."""
+        self._batches = None
+        self._source.close()
+
+    def _check_end_of_stream(self) -> None:
+        if self._source.tell() != self._source.size():
+            raise OSError("it goes on after the end of its stream; streams were joined")
+        self._source.seek(max(0, self._source.size() - len(_END_OF_STREAM)))
+        if self._source.read() != _END_OF_STREAM:  # Arrow takes the end of the file for that of the stream
+            DATASETS.warning(
+                "%s ends without an end-of-stream mark: if it was cut there, its last rows are missing",
+                without_login(self._file.url),
+            )
+
+
+class RemoteArrowBlocks:
+    """An Arrow file on another storage, of which its footer and whole messages are read.
+
+    A block is decoded as a stream of the schema, the dictionaries and the block: Arrow's own reader of files reads the
+    blocks to count their rows, and in threads of its own, which stay.
+    """
+
+    def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
+        self._file = file
+        self._reader = reader
+        with errors_of(file):
+            tail = self._read((max(0, file.size - _FOOTER_GUESS), file.size))[0]
+            length = int.from_bytes(tail[-len(_MAGIC) - 4 : -len(_MAGIC)], "little")
+            if not tail.endswith(_MAGIC) or not 0 < length <= min(_MAX_FOOTER, file.size - len(_MAGIC) - 4):
+                raise SourceError(
+                    f"{without_login(file.url)} is no Arrow file with a footer; its format as a stream can be read "
+                    "from a local disk only: copy it there, or write Parquet"
+                )
+            end = file.size - len(_MAGIC) - 4
+            footer = tail[-length - len(_MAGIC) - 4 : -len(_MAGIC) - 4]
+            if len(footer) < length:
+                footer = self._read((end - length, end))[0]
+            dictionaries, self._messages = (_messages_of(footer, number, end - length) for number in (2, 3))
+            first = min([start for start, _, _ in [*dictionaries, *self._messages]], default=end - length)
+            spans = [(8, first), *((start, start + metadata + body) for start, metadata, body in dictionaries)]
+            self._head = b"".join(self._read(*spans))
+            self.schema = self._stream(b"").schema
+
+    def counts(self) -> list[int]:
+        """Return the rows of each block from the metadata before it."""
+        with errors_of(self._file):
+            spans = [(start, start + metadata) for start, metadata, _ in self._messages]
+            return [_rows_of(data) for data in self._read(*spans)]
+
+    def read(self, block: int, columns: list[str] | None) -> Any:
+        """Return a block as a table of Arrow."""
+        start, metadata, body = self._messages[block]
+        with errors_of(self._file):
+            table = self._stream(self._read((start, start + metadata + body))[0]).read_all()
+            return table if columns is None else table.select(columns)
+
+    def close(self) -> None:
+        """Do nothing: the connections are the reader's."""
+
+    def _read(self, *spans: tuple[int, int]) -> list[bytes]:
+        return self._reader.read_many([span_of(self._file, *span) for span in spans])
+
+    def _stream(self, messages: bytes) -> Any:
+        ipc = pyarrow_with_formats().ipc
+        return ipc.open_stream(pyarrow_with_formats().py_buffer(self._head + messages + _END_OF_STREAM))
+
+
+def _check_one_file(source: Any) -> None:
+    """Raise OSError if Arrow files were joined: the footer of the last one has the positions of its own batches."""
+    size = source.size()
+    source.seek(size - 10)
+    footer = int.from_bytes(source.read(4), "little")
+    source.seek(8)
+    for _ in pyarrow_with_formats().ipc.open_stream(source):
+        pass
+    if source.tell() != size - 10 - footer:
+        raise OSError("it goes on after the end of its batches; files were joined")
+
+
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Return where a field of a table of FlatBuffers is; None if the table lacks it. Raises struct.error."""
+    fields = table - int(struct.unpack_from("<i", data, table)[0])
+    if 4 + 2 * number >= struct.unpack_from("<H", data, fields)[0]:
+        return None
+    offset = int(struct.unpack_from("<H", data, fields + 4 + 2 * number)[0])
+    return table + offset if offset else None
+
+
+def _followed(data: bytes, at: int) -> int:
+    return at + int(struct.unpack_from("<I", data, at)[0])
+
+
+def _messages_of(footer: bytes, field: int, end: int) -> list[tuple[int, int, int]]:
+    """Return start, and bytes of metadata and body, of dictionaries (field 2) or batches (3) (Arrow, File.fbs: Footer).
+
+    Raises OSError if they do not lie before `end`.
+    """
+    try:
+        at = _field(footer, _followed(footer, 0), field)
+        if at is None:
+            return []
+        vector = _followed(footer, at)
+        count = struct.unpack_from("<I", footer, vector)[0]
+        found = [struct.unpack_from("<qi4xq", footer, vector + 4 + 24 * number) for number in range(count)]
+    except struct.error as error:
+        raise OSError(f"its footer is damaged: {error}") from error
+    if any(min(one) < 0 or sum(one) > end for one in found):
+        raise OSError("its footer names bytes that it does not have")
+    return found
+
+
+def _rows_of(metadata: bytes) -> int:
+    """Return the rows of a record batch (Arrow, Message.fbs: Message.header.length)."""
+    try:
+        message = metadata[8:] if metadata.startswith(b"\xff\xff\xff\xff") else metadata[4:]
+        header = _field(message, _followed(message, 0), 2)
+        length = None if header is None else _field(message, _followed(message, header), 0)
+        return 0 if length is None else int(struct.unpack_from("<q", message, length)[0])
+    except struct.error as error:
+        raise OSError(f"the metadata of a batch is damaged: {error}") from error
+
+
+class RangeFile(io.RawIOBase):
+    """An object as a file that is read by ranges, with the reader's retries, checks and disk cache."""
+
+    def __init__(self, file: SourceFile, reader: ObjectReader) -> None:
+        self._file = file
+        self._reader = reader
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        self._position = offset + base
+        return self._position
+
+    def read(self, count: int = -1, /) -> bytes:
+        size = self._file.size
+        stop = size if count < 0 else min(size, self._position + count)
+        (data,) = self._reader.read_many([span_of(self._file, self._position, max(stop, self._position))])
+        self._position += len(data)
+        return data
+
+
+def span_of(file: SourceFile, start: int, stop: int) -> ByteRange:
+    """Return a range of a file in the state in which it was opened."""
+    return ByteRange(file.url, start, stop, file.size, file.state)
+
+
+def local_path_of(file: SourceFile) -> str | None:
+    """Return the path of a local file."""
+    return file.url.removeprefix("file://") if file.url.startswith("file://") else None
+
+
+@contextmanager
+def errors_of(file: SourceFile) -> Iterator[None]:
+    """Raise Arrow's errors as a SourceError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        # Arrow raises OSError for damaged pages; our errors of storages are DPFlowErrors, and pass.
+        if isinstance(error, pyarrow_with_formats().ArrowException) or type(error) is OSError:
+            raise SourceError(f"{without_login(file.url)} cannot be read: {error}") from error
+        raise
+
+
+def pyarrow_with_formats() -> Any:
+    """Return pyarrow with its readers of both formats. Raises MissingExtraError."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "Parquet and Arrow need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
+        ) from error
+    return pyarrow
